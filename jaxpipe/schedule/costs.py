@@ -1,0 +1,177 @@
+"""What a schedule costs: seconds and bytes per stage, links between ranks, the link to the host.
+
+A :class:`CostProfile` is measured (:mod:`jaxpipe.profile`), computed from shapes, or made of unit costs. Units: seconds and
+bytes; a profile made by :meth:`CostProfile.uniform` uses whatever unit its caller means, with activations in units of one
+rank's share of one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxpipe.errors import ScheduleError
+
+HostMode = Literal["duplex", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed rank-to-rank link: a transfer of n bytes occupies it for ``latency_s + n / bytes_per_s`` seconds."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The link between device and host memory.
+
+    ``mode``: ``duplex`` has one lane per direction, ``shared`` one lane for both. ``groups``: PCIe groups, each a tuple of
+    ranks that share their lanes; ranks in no group have their own.
+    """
+
+    d2h_bytes_per_s: float = float("inf")
+    h2d_bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+    mode: HostMode = "duplex"
+    groups: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """Seconds and bytes of each stage, one tuple entry a stage.
+
+    ``residual_bytes``: live from F's start. ``w_residual_bytes``: live from B's end to W's end. ``cotangent_bytes``: what B
+    adds for W, counted from B's start (included in ``w_residual_bytes``). ``offloadable_bytes``: the part of
+    ``residual_bytes`` that O may move. ``boundary_bytes``: the activation sent to the next stage (and the cotangent sent
+    back). ``temp_bytes``: pairs of op name and bytes of workspace per stage while that op runs.
+    ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
+    """
+
+    f_s: tuple[float, ...]
+    b_s: tuple[float, ...]
+    w_s: tuple[float, ...]
+    bw_s: tuple[float, ...]
+    residual_bytes: tuple[float, ...]
+    w_residual_bytes: tuple[float, ...]
+    cotangent_bytes: tuple[float, ...] = ()
+    offloadable_bytes: tuple[float, ...] = ()
+    boundary_bytes: tuple[float, ...] = ()
+    param_bytes: tuple[float, ...] = ()
+    optimizer_bytes: tuple[float, ...] = ()
+    temp_bytes: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    offload_s: tuple[float, ...] = ()
+    load_s: tuple[float, ...] = ()
+    link: Link = field(default_factory=Link)
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    host: HostLink = field(default_factory=HostLink)
+    memory_limit_bytes: tuple[float, ...] = ()
+    source: str = "unit costs"
+
+    def __post_init__(self) -> None:
+        n = len(self.f_s)
+        zeros = (0.0,) * n
+        for name in ("cotangent_bytes", "boundary_bytes", "param_bytes", "optimizer_bytes"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, zeros)
+        if not self.offloadable_bytes:
+            object.__setattr__(self, "offloadable_bytes", self.residual_bytes)
+        if not self.offload_s:
+            h = self.host
+            object.__setattr__(
+                self, "offload_s", tuple(h.latency_s + x / h.d2h_bytes_per_s for x in self.offloadable_bytes)
+            )
+        if not self.load_s:
+            h = self.host
+            object.__setattr__(
+                self, "load_s", tuple(h.latency_s + x / h.h2d_bytes_per_s for x in self.offloadable_bytes)
+            )
+        problems = []
+        for name in PER_STAGE_FIELDS:
+            values = getattr(self, name)
+            if len(values) != n:
+                problems.append(f"{name} has {len(values)} entries for {n} stages")
+            problems += [
+                f"{name}[{s}] is {x}; want a finite number >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
+            ]
+        for op, values in self.temp_bytes:
+            if len(values) != n:
+                problems.append(f"temp_bytes[{op}] has {len(values)} entries for {n} stages")
+        if problems:
+            raise ScheduleError("cost profile: " + "; ".join(problems), problems)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.f_s)
+
+    def seconds(self, cost: str, stage: int) -> float:
+        """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``."""
+        values: Sequence[float] = getattr(self, cost)
+        return values[stage]
+
+    def transfer_s(self, src_rank: int, dst_rank: int, stage: int) -> float:
+        """Seconds that the boundary of ``stage`` (the sending F's stage, or the receiving one for B) takes between ranks."""
+        if src_rank == dst_rank:
+            return 0.0
+        link = dict(self.links).get((src_rank, dst_rank), self.link)
+        return link.seconds(self.boundary_bytes[stage])
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        chunks: int = 1,
+        f: float = 1.0,
+        b: float = 1.0,
+        w: float = 1.0,
+        comm: float = 0.0,
+        w_residual: float = 1.0,
+        offload_time: float = 0.0,
+        source: str = "uniform",
+    ) -> CostProfile:
+        """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
+        ``chunks`` stages of a rank takes that divided by ``chunks``, and holds ``1/chunks`` activation, of which the
+        fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer."""
+        if chunks < 1 or num_stages < 1:
+            raise ScheduleError(f"costs need at least one stage and one chunk, got {num_stages} and {chunks}")
+        if not 0 <= w_residual <= 1:
+            raise ScheduleError(f"w_residual is {w_residual}; want a fraction between 0 and 1")
+
+        def each(x: float) -> tuple[float, ...]:
+            return (x / chunks,) * num_stages
+
+        return cls(
+            f_s=each(f),
+            b_s=each(b),
+            w_s=each(w),
+            bw_s=each(b + w),
+            residual_bytes=each(1.0),
+            w_residual_bytes=each(w_residual),
+            offload_s=each(offload_time / 2),
+            load_s=each(offload_time / 2),
+            link=Link(latency_s=comm),
+            source=source,
+        )
+
+
+PER_STAGE_FIELDS = (
+    "f_s",
+    "b_s",
+    "w_s",
+    "bw_s",
+    "residual_bytes",
+    "w_residual_bytes",
+    "cotangent_bytes",
+    "offloadable_bytes",
+    "boundary_bytes",
+    "param_bytes",
+    "optimizer_bytes",
+    "offload_s",
+    "load_s",
+)

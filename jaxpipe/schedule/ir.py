@@ -1,0 +1,265 @@
+"""The schedule as a plain value: operations, actions, rows.
+
+An :class:`OpSpec` says as data what an operation waits for, which cost it takes and what it does to memory; the checker,
+the simulator, the renderer and the runtime read it and never compare op names. An :class:`Action` is one operation of one
+stage on one microbatch, printed ``F2.0``. A :class:`Schedule` is, per rank, the order in which actions are issued; it
+holds no times. Words are those of DESIGN.md section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jaxpipe.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule.placement import Placement
+
+Lane = Literal["compute", "d2h", "h2d"]
+Where = Literal["self", "pred", "succ"]
+Instant = Literal["start", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One rule of what an operation waits for.
+
+    ``ops``: the operations that may satisfy the rule (``("B", "BW")``: whichever of the two the schedule contains).
+    ``where``: ``self`` the same stage and microbatch, ``pred``/``succ`` every predecessor/successor stage, same microbatch.
+    ``optional``: the rule holds only if the schedule contains such an action (B waits for L when there is one).
+    """
+
+    ops: tuple[str, ...]
+    where: Where
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEffect:
+    """Bytes taken (+1) or given back (-1) at an instant of an action: ``sign * costs.<field>[stage]``."""
+
+    at: Instant
+    sign: int
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """An operation, as data.
+
+    ``lane``: where it runs; ranks run the ``compute`` lane one action at a time, in row order.
+    ``cost``: name of the :class:`~jaxpipe.schedule.costs.CostProfile` property that gives its seconds per stage.
+    ``parts``: the elementary operations it performs (``BW`` performs ``B`` and ``W``); an op performs itself by default.
+    ``required``: every (stage, microbatch) must have this part performed exactly once.
+    ``sends``: neighbour direction that consumes its result (``succ`` for F's activation, ``pred`` for B's cotangent).
+    ``colour``: fill used by the renderers.
+    """
+
+    name: str
+    lane: Lane
+    waits: tuple[Wait, ...]
+    cost: str
+    memory: tuple[MemoryEffect, ...] = ()
+    parts: tuple[str, ...] = ()
+    required: bool = False
+    sends: Literal["succ", "pred", "none"] = "none"
+    colour: str = "#9aa0a6"
+    description: str = ""
+
+    def performs(self) -> tuple[str, ...]:
+        """The elementary operations this one performs."""
+        return self.parts or (self.name,)
+
+
+_REGISTRY: dict[str, OpSpec] = {}
+
+
+def register_op(spec: OpSpec) -> OpSpec:
+    """Register ``spec`` under its name; idempotent for an equal spec.
+
+    Names are an upper-case letter followed by letters or underscores (digits would make ``F2.0`` ambiguous).
+
+    Raises:
+        ScheduleError: the name is malformed or is taken by a different spec.
+    """
+    if not spec.name or not spec.name[0].isupper() or not all(c.isalpha() or c == "_" for c in spec.name):
+        raise ScheduleError(f"op name {spec.name!r}: use an upper-case letter followed by letters or '_'")
+    known = _REGISTRY.get(spec.name)
+    if known is not None and known != spec:
+        raise ScheduleError(f"op {spec.name!r} is already registered with another meaning; choose another name")
+    _REGISTRY[spec.name] = spec
+    return spec
+
+
+def op_spec(name: str) -> OpSpec:
+    """The registered spec called ``name``.
+
+    Raises:
+        ScheduleError: no such op.
+    """
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise ScheduleError(f"unknown op {name!r}; known: {' '.join(sorted(_REGISTRY))}") from None
+
+
+def registered_ops() -> tuple[OpSpec, ...]:
+    """All registered ops, in order of registration."""
+    return tuple(_REGISTRY.values())
+
+
+_LOADED = Wait(("L",), "self", optional=True)
+
+F = register_op(
+    OpSpec(
+        "F",
+        "compute",
+        (Wait(("F",), "pred"),),
+        "f_s",
+        (MemoryEffect("start", +1, "residual_bytes"),),
+        required=True,
+        sends="succ",
+        colour="#4e79a7",
+        description="forward",
+    )
+)
+B = register_op(
+    OpSpec(
+        "B",
+        "compute",
+        (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
+        "b_s",
+        (
+            MemoryEffect("start", +1, "cotangent_bytes"),
+            MemoryEffect("end", -1, "residual_bytes"),
+            MemoryEffect("end", -1, "cotangent_bytes"),
+            MemoryEffect("end", +1, "w_residual_bytes"),
+        ),
+        required=True,
+        sends="pred",
+        colour="#76b7b2",
+        description="gradient of the stage input",
+    )
+)
+W = register_op(
+    OpSpec(
+        "W",
+        "compute",
+        (Wait(("B",), "self"),),
+        "w_s",
+        (MemoryEffect("end", -1, "w_residual_bytes"),),
+        required=True,
+        colour="#59a14f",
+        description="gradient of the stage weights",
+    )
+)
+BW = register_op(
+    OpSpec(
+        "BW",
+        "compute",
+        (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
+        "bw_s",
+        (MemoryEffect("end", -1, "residual_bytes"),),
+        parts=("B", "W"),
+        sends="pred",
+        colour="#f28e2b",
+        description="gradients of input and weights together",
+    )
+)
+O = register_op(  # noqa: E741
+    OpSpec(
+        "O",
+        "d2h",
+        (Wait(("F",), "self"),),
+        "offload_s",
+        (MemoryEffect("end", -1, "offloadable_bytes"),),
+        colour="#e15759",
+        description="offload residuals to host memory",
+    )
+)
+L = register_op(
+    OpSpec(
+        "L",
+        "h2d",
+        (Wait(("O",), "self"),),
+        "load_s",
+        (MemoryEffect("start", +1, "offloadable_bytes"),),
+        colour="#b07aa1",
+        description="load residuals back",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One operation of one stage on one microbatch; prints as ``F2.0`` (op, stage, microbatch)."""
+
+    op: str
+    stage: int
+    microbatch: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this slot: itself. (A :class:`Braid` has two.)"""
+        return (self,)
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Braid:
+    """One compute slot that holds several actions run as one woven function; prints as ``F3.5+BW1.2``."""
+
+    actions: tuple[Action, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.actions) < 2:
+            raise ScheduleError(f"a braided slot holds at least two actions, got {len(self.actions)}")
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.actions))
+
+
+Slot = Action | Braid
+Row = tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Per rank, the order in which slots are issued. Order is the only truth; there are no times inside.
+
+    ``name``: what generated it. ``placement``: which ranks run which stage, and the DAG of stages.
+    ``rows[rank]``: the slots of that rank, in issue order. Validity is :func:`jaxpipe.schedule.check.check_schedule`'s
+    business; building an invalid schedule is allowed so that it can be shown and explained.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks per rank (v): the largest number of stages that one rank runs."""
+        return self.placement.num_chunks
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of one rank in issue order, braided slots flattened."""
+        for slot in self.rows[rank]:
+            yield from slot.actions
+
+    def __str__(self) -> str:
+        from jaxpipe.schedule.text import format_schedule
+
+        return format_schedule(self)

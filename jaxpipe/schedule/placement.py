@@ -1,0 +1,200 @@
+"""Which ranks run which stage, and how stages follow each other.
+
+A :class:`Placement` maps (stage, microbatch) to the group of ranks that runs it: one rank in the usual case, several for a
+stage spread over ranks (a vocabulary layer on the whole pipeline). Stages form a DAG, a chain by default. Bidirectional
+pipelines keep a replica of each stage per flow; microbatch i belongs to flow ``i % num_flows``.
+
+Constructors: :func:`one_to_one`, :func:`circular`, :func:`v_shape`, :func:`wave`, :func:`bidirectional`,
+:func:`with_shared`, and :func:`explicit` for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import ScheduleError
+
+Group = tuple[int, ...]
+Edges = tuple[tuple[int, int], ...]
+
+
+def chain(num_stages: int) -> Edges:
+    """Edges of a chain: each stage feeds the next."""
+    return tuple((s, s + 1) for s in range(num_stages - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``flows[k][s]``: the group of ranks that runs stage s for microbatches of flow k (i % number of flows).
+
+    ``edges``: the DAG of stages as (from, to) pairs. ``kind``: name of the constructor, for people.
+
+    Raises:
+        ScheduleError: ranks out of range, empty or repeated in a group, ranks without a stage, flows of unequal length, or
+            edges that are out of range, repeated or cyclic.
+    """
+
+    kind: str
+    num_ranks: int
+    flows: tuple[tuple[Group, ...], ...]
+    edges: Edges
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ScheduleError(f"placement {self.kind!r}: " + "; ".join(problems), problems)
+
+    def _problems(self) -> Iterable[str]:
+        if self.num_ranks < 1:
+            yield f"number of ranks is {self.num_ranks}; want at least 1"
+            return
+        if not self.flows or not self.flows[0]:
+            yield "there are no stages"
+            return
+        n = len(self.flows[0])
+        used: set[int] = set()
+        for k, flow in enumerate(self.flows):
+            if len(flow) != n:
+                yield f"flow {k} has {len(flow)} stages, flow 0 has {n}"
+            for s, group in enumerate(flow):
+                if not group:
+                    yield f"stage {s} runs on no rank"
+                if len(set(group)) != len(group):
+                    yield f"stage {s} names a rank twice: {group}"
+                yield from (
+                    f"stage {s} runs on rank {r}, but ranks are 0..{self.num_ranks - 1}"
+                    for r in group
+                    if not 0 <= r < self.num_ranks
+                )
+                used.update(group)
+        idle = sorted(set(range(self.num_ranks)) - used)
+        if idle:
+            yield f"ranks {', '.join(map(str, idle))} run no stage"
+        if len(set(self.edges)) != len(self.edges):
+            yield "an edge is given twice"
+        bad = [e for e in self.edges if not (0 <= e[0] < n and 0 <= e[1] < n)]
+        if bad:
+            yield f"edge {bad[0][0]}->{bad[0][1]} names a stage outside 0..{n - 1}"
+        elif _topological_order(n, self.edges) is None:
+            yield "the edges between stages form a cycle"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.flows[0])
+
+    @property
+    def num_flows(self) -> int:
+        return len(self.flows)
+
+    @property
+    def num_chunks(self) -> int:
+        """The largest number of stages that one rank runs in one flow."""
+        return max(sum(rank in group for group in flow) for flow in self.flows for rank in range(self.num_ranks))
+
+    def ranks(self, stage: int, microbatch: int) -> Group:
+        """The group of ranks that runs ``stage`` for ``microbatch``."""
+        return self.flows[microbatch % len(self.flows)][stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` runs in any flow, ascending: its chunks."""
+        return tuple(s for s in range(self.num_stages) if any(rank in flow[s] for flow in self.flows))
+
+    def predecessors(self, stage: int) -> tuple[int, ...]:
+        return tuple(a for a, b in self.edges if b == stage)
+
+    def successors(self, stage: int) -> tuple[int, ...]:
+        return tuple(b for a, b in self.edges if a == stage)
+
+    def topological_order(self) -> tuple[int, ...]:
+        """Stages such that every stage comes after its predecessors; ties by number."""
+        order = _topological_order(self.num_stages, self.edges)
+        assert order is not None
+        return order
+
+    @property
+    def is_chain(self) -> bool:
+        return sorted(self.edges) == list(chain(self.num_stages))
+
+
+def _topological_order(n: int, edges: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
+    import heapq
+
+    incoming = [0] * n
+    out: list[list[int]] = [[] for _ in range(n)]
+    for a, b in edges:
+        incoming[b] += 1
+        out[a].append(b)
+    ready = [s for s in range(n) if not incoming[s]]
+    order = []
+    while ready:
+        s = heapq.heappop(ready)
+        order.append(s)
+        for t in out[s]:
+            incoming[t] -= 1
+            if not incoming[t]:
+                heapq.heappush(ready, t)
+    return tuple(order) if len(order) == n else None
+
+
+def _single(kind: str, num_ranks: int, ranks: Iterable[int], edges: Edges | None = None) -> Placement:
+    flow = tuple((r,) for r in ranks)
+    return Placement(kind, num_ranks, (flow,), chain(len(flow)) if edges is None else edges)
+
+
+def _positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ScheduleError(f"number of {name} is {size}; want at least 1")
+
+
+def one_to_one(ranks: int) -> Placement:
+    """Stage s on rank s."""
+    _positive(ranks=ranks)
+    return _single("one-to-one", ranks, range(ranks))
+
+
+def circular(ranks: int, chunks: int) -> Placement:
+    """Stage s on rank s mod p (interleaved): every chunk starts again at rank 0."""
+    _positive(ranks=ranks, chunks=chunks)
+    return _single("circular", ranks, (s % ranks for s in range(ranks * chunks)))
+
+
+def v_shape(ranks: int) -> Placement:
+    """Two chunks: down the ranks and back up, so rank 0 holds the first stage and the last."""
+    _positive(ranks=ranks)
+    return _single("v", ranks, [*range(ranks), *reversed(range(ranks))])
+
+
+def wave(ranks: int, chunks: int) -> Placement:
+    """Down, up, down, …: chunk k runs the ranks forward when k is even and backward when odd (Hanayo's waves)."""
+    _positive(ranks=ranks, chunks=chunks)
+    return _single(
+        "wave", ranks, (r for k in range(chunks) for r in (range(ranks) if k % 2 == 0 else reversed(range(ranks))))
+    )
+
+
+def bidirectional(ranks: int) -> Placement:
+    """Two flows over replicas of each stage: even microbatches down the ranks, odd ones up (Chimera, DualPipe)."""
+    _positive(ranks=ranks)
+    down = tuple((r,) for r in range(ranks))
+    return Placement("bidirectional", ranks, (down, down[::-1]), chain(ranks))
+
+
+def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
+    """``base`` with each of ``stages`` spread over all ranks (a vocabulary layer shared by the whole pipeline)."""
+    shared = set(stages)
+    outside = sorted(s for s in shared if not 0 <= s < base.num_stages)
+    if outside:
+        raise ScheduleError(f"shared stage {outside[0]} is outside 0..{base.num_stages - 1}")
+    everyone = tuple(range(base.num_ranks))
+    flows = tuple(tuple(everyone if s in shared else g for s, g in enumerate(flow)) for flow in base.flows)
+    return Placement(f"{base.kind}+shared", base.num_ranks, flows, base.edges)
+
+
+def explicit(
+    num_ranks: int, groups: Sequence[int | Sequence[int]], edges: Iterable[tuple[int, int]] | None = None
+) -> Placement:
+    """Any one-flow placement: ``groups[s]`` is the rank, or ranks, of stage s; ``edges`` a DAG (default: a chain)."""
+    flow = tuple((g,) if isinstance(g, int) else tuple(g) for g in groups)
+    return Placement("explicit", num_ranks, (flow,), chain(len(flow)) if edges is None else tuple(edges))

@@ -1,0 +1,113 @@
+"""When things happened, simulated or measured: one type for both, and the definitions every report uses.
+
+The simulator and the runtime's recorder produce a :class:`Timeline`; plots, bubbles and comparisons read it and can't tell
+the two apart. Definitions are DESIGN.md section 3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxpipe.schedule.ir import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A slot on a lane of a rank. ``lane``: ``compute``, ``d2h``, ``h2d``, or ``send`` (a transfer to another rank)."""
+
+    rank: int
+    lane: str
+    action: Slot
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """A step function: from ``times_s[k]`` on, ``bytes[k]`` are live. Several changes at one instant are merged."""
+
+    times_s: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        return max(self.bytes, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events in order of start per rank, and a memory curve per rank.
+
+    ``memory[r]``: live residuals, w-residuals and workspace on rank r, in bytes (or activation units when the costs have no
+    bytes). ``static_bytes[r]``: parameters and optimizer state. ``peak_activations[r]``: peak of live activations in units of
+    one rank's share of one microbatch. ``source``: ``simulated`` or ``measured``.
+    """
+
+    name: str
+    num_ranks: int
+    events: tuple[Event, ...]
+    memory: tuple[MemoryCurve, ...]
+    peak_activations: tuple[float, ...]
+    static_bytes: tuple[float, ...] = ()
+    source: str = "simulated"
+
+    def of(self, rank: int, lane: str | None = None) -> Iterator[Event]:
+        """Events of one rank (and one lane), in order."""
+        return (e for e in self.events if e.rank == rank and (lane is None or e.lane == lane))
+
+    def _extent(self) -> tuple[list[float], list[float]]:
+        first = [float("inf")] * self.num_ranks
+        last = [float("-inf")] * self.num_ranks
+        for e in self.events:
+            if e.lane != "send":
+                first[e.rank] = min(first[e.rank], e.start_s)
+                last[e.rank] = max(last[e.rank], e.end_s)
+        return first, last
+
+    @property
+    def makespan(self) -> float:
+        """Last end minus first start over all ranks."""
+        if not self.events:
+            return 0.0
+        first, last = self._extent()
+        return max(last) - min(first)
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Per rank, last end minus first start."""
+        first, last = self._extent()
+        return tuple(max(0.0, b - a) for a, b in zip(first, last, strict=True))
+
+    @property
+    def max_span(self) -> float:
+        return max(self.spans, default=0.0)
+
+    @property
+    def compute_s(self) -> tuple[float, ...]:
+        """Per rank, seconds spent on the compute lane."""
+        total = [0.0] * self.num_ranks
+        for e in self.events:
+            if e.lane == "compute":
+                total[e.rank] += e.end_s - e.start_s
+        return tuple(total)
+
+    @property
+    def bubble_rate(self) -> float:
+        """1 − Σ_r compute_r / (p · makespan)."""
+        return _idle_share(sum(self.compute_s), self.num_ranks * self.makespan)
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """1 − Σ_r compute_r / (p · max_r span[r]): what counts when the update need not wait for the slowest rank."""
+        return _idle_share(sum(self.compute_s), self.num_ranks * self.max_span)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, static bytes plus the peak of the memory curve."""
+        static = self.static_bytes or (0.0,) * self.num_ranks
+        return tuple(s + m.peak for s, m in zip(static, self.memory, strict=True))
+
+
+def _idle_share(busy: float, total: float) -> float:
+    return max(0.0, 1.0 - busy / total) if total > 0 else 0.0

@@ -1,0 +1,67 @@
+"""The layer protocol: a pure pair ``init``, ``apply`` over plain dict pytrees.
+
+A model is a list of layers; a stage is a run of consecutive layers. What flows between layers is any pytree: floating-point
+leaves carry gradients, integer leaves and non-array leaves (a Python int, a string) travel along without. Data from outside
+(tokens, labels, masks) enters at any layer that names it in ``reads``: labels reach the last stage this way and never cross
+the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.adapters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+Params = dict[str, Any]
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What a layer may see besides its parameters and input.
+
+    ``data``: the batch arrays named in :attr:`Layer.reads`, this microbatch's shard. ``key``: a PRNG key unique to (step,
+    microbatch, layer), or None when the layer does not ask for one or in evaluation. ``train``: False in evaluation.
+    """
+
+    data: Mapping[str, jax.Array]
+    key: jax.Array | None = None
+    train: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer.
+
+    ``name``: unique in the model; parameters are stored and checkpointed under it. ``init(key) -> params`` (a dict pytree of
+    arrays, float32 master precision). ``apply(params, x, context) -> y``; the first layer gets ``x=None``. ``reads``: names of
+    batch arrays it needs. ``uses_key``: it draws random numbers in training (dropout). ``tied``: ``{path in this layer's
+    params: (owner layer, path there)}``; a tied leaf is not created by ``init`` but put into ``params`` before ``apply``; its
+    gradient is added to the owner's. ``kind``: layers of one kind with equal shapes share tracing and cost.
+    """
+
+    name: str
+    init: Callable[[jax.Array], Params]
+    apply: Callable[[Params, Any, LayerContext], Any]
+    reads: tuple[str, ...] = ()
+    uses_key: bool = False
+    tied: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Layers in order. The last one is the loss: it reads the labels and returns ``(loss_sum, weight_sum)``, two float32
+    scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. The one before it returns the logits
+    ``[batch, sequence, vocabulary]``, which evaluation and generation use.
+
+    ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    batch_spec: Callable[[int], Mapping[str, jax.ShapeDtypeStruct]]
+    vocab_size: int
+    seq_len: int

@@ -1,0 +1,51 @@
+"""Test harness: eight emulated CPU devices, strict JAX, reproducible random tests.
+
+Everything JAX must know is set through environment variables before anything can import it, so a test that needs no JAX
+(``tests/test_schedule_*.py``) does not pay for importing it. Child processes started by tests inherit the same settings.
+
+Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). ``pytest -m soak`` or
+``HYPOTHESIS_PROFILE=soak`` selects ``soak``: fresh seeds and many examples.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+DEVICES = 8
+"""Emulated CPU devices of a test run."""
+
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+assert "jax" not in sys.modules, "a pytest plugin imported jax before tests/conftest.py could set its environment"
+if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_FLAG}={DEVICES}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # same as jax.config.update("jax_numpy_rank_promotion", "raise")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log: errors only
+os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
+
+# Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.
+_UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=50, **_UNTIMED)
+hypothesis.settings.register_profile("soak", max_examples=1000, **_UNTIMED)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``-m soak`` means many fresh examples, unless the environment names another profile."""
+    if config.option.markexpr == "soak" and "HYPOTHESIS_PROFILE" not in os.environ:
+        hypothesis.settings.load_profile("soak")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Float64 (and int64) in JAX for one test; float32 is the default everywhere else."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield

@@ -121,7 +121,7 @@ F = register_op(
         (MemoryEffect("start", +1, "residual_bytes"),),
         required=True,
         sends="succ",
-        colour="#4e79a7",
+        colour="#0072b2",
         description="forward",
     )
 )
@@ -139,7 +139,7 @@ B = register_op(
         ),
         required=True,
         sends="pred",
-        colour="#76b7b2",
+        colour="#f0b429",
         description="gradient of the stage input",
     )
 )
@@ -151,7 +151,7 @@ W = register_op(
         "w_s",
         (MemoryEffect("end", -1, "w_residual_bytes"),),
         required=True,
-        colour="#59a14f",
+        colour="#009e73",
         description="gradient of the stage weights",
     )
 )
@@ -164,7 +164,7 @@ BW = register_op(
         (MemoryEffect("end", -1, "residual_bytes"),),
         parts=("B", "W"),
         sends="pred",
-        colour="#f28e2b",
+        colour="#d55e00",
         description="gradients of input and weights together",
     )
 )
@@ -175,7 +175,7 @@ O = register_op(  # noqa: E741
         (Wait(("F",), "self"),),
         "offload_s",
         (MemoryEffect("end", -1, "offloadable_bytes"),),
-        colour="#e15759",
+        colour="#cc79a7",
         description="offload residuals to host memory",
     )
 )
@@ -186,7 +186,7 @@ L = register_op(
         (Wait(("O",), "self"),),
         "load_s",
         (MemoryEffect("start", +1, "offloadable_bytes"),),
-        colour="#b07aa1",
+        colour="#56b4e9",
         description="load residuals back",
     )
 )

@@ -1,0 +1,51 @@
+"""Where ranks live: one submesh per pipeline rank, with axes ``dp`` (data) and ``tp`` (tensor).
+
+The axis names are spelled here and nowhere else. Devices are taken in their own order with ``tp`` innermost and the pipeline
+outermost, so that tensor-parallel neighbours are the closest devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpipe.errors import ConfigError
+
+DP = "dp"
+TP = "tp"
+AXES = (DP, TP)
+
+
+def pipeline_submeshes(
+    ranks: int, *, dp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
+) -> tuple[Mesh, ...]:
+    """One ``dp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
+
+    Raises:
+        ConfigError: a size is below 1, or there are fewer devices than ``ranks · dp · tp``.
+    """
+    for name, size in (("ranks", ranks), ("dp", dp), ("tp", tp)):
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; want at least 1")
+    have = list(jax.devices() if devices is None else devices)
+    need = ranks * dp * tp
+    if len(have) < need:
+        raise ConfigError(
+            f"{ranks} ranks × dp {dp} × tp {tp} need {need} devices, this process sees {len(have)}; use fewer ranks, or on a "
+            f"CPU set XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
+        )
+    grid = np.array(have[:need], dtype=object).reshape(ranks, dp, tp)
+    return tuple(Mesh(grid[r], AXES) for r in range(ranks))
+
+
+def replicated(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of parameters and scalars: a copy on every device of the rank."""
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind)
+
+
+def batch_sharded(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of activations and data: axis 0 split over ``dp``."""
+    return NamedSharding(mesh, PartitionSpec(DP), memory_kind=memory_kind)

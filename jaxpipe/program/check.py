@@ -1,0 +1,60 @@
+"""The one checker of programs: slots hold what is read, messages pair up, nothing leaks.
+
+Lowering runs it on everything it makes. It collects all problems before raising.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from jaxpipe.errors import ProgramError
+from jaxpipe.program.ir import Program, Recv, Run, Send, drops, reads, writes
+
+
+def check_programs(programs: Sequence[Program]) -> None:
+    """Check the programs of all ranks together.
+
+    Raises:
+        ProgramError: a slot is read or dropped while empty, filled while full, out of range, or still full at the end without
+            being a result; or a message is sent and not received, received and not sent, or sent twice.
+    """
+    problems = [p for program in programs for p in _slot_problems(program)]
+    problems += _message_problems(programs)
+    if problems:
+        raise ProgramError("; ".join(problems))
+
+
+def _slot_problems(program: Program) -> Iterator[str]:
+    full = {slot for _, slot in program.bound}
+    for k, instruction in enumerate(program.instructions):
+        where = f"rank {program.rank}, instruction {k} ({instruction})"
+        read, written, dropped = reads(instruction), writes(instruction), drops(instruction)
+        for slot in (*read, *written, *dropped):
+            if not 0 <= slot < program.num_slots:
+                yield f"{where}: slot {slot} is outside 0..{program.num_slots - 1}"
+        yield from (f"{where}: reads slot {s}, which is empty" for s in read if s not in full)
+        replaced = set(read) if isinstance(instruction, Run) else set()  # a donated accumulator is written in place
+        yield from (f"{where}: fills slot {s}, which is full" for s in written if s in full and s not in replaced)
+        full.update(written)
+        yield from (f"{where}: drops slot {s}, which is empty" for s in dropped if s not in full)
+        full.difference_update(dropped)
+    kept = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}
+    if full - kept:
+        yield f"rank {program.rank}: slots {sorted(full - kept)} are still full at the end"
+    if kept - full:
+        yield f"rank {program.rank}: result slots {sorted(kept - full)} are empty at the end"
+
+
+def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
+    sent = Counter(
+        (p.rank, i.dst, i.action, len(i.slots)) for p in programs for i in p.instructions if isinstance(i, Send)
+    )
+    received = Counter(
+        (i.src, p.rank, i.action, len(i.slots)) for p in programs for i in p.instructions if isinstance(i, Recv)
+    )
+    for src, dst, action, n in sorted((sent - received).keys(), key=str):
+        yield f"rank {src} sends {n} arrays of {action} to rank {dst}, which does not receive them"
+    for src, dst, action, n in sorted((received - sent).keys(), key=str):
+        yield f"rank {dst} receives {n} arrays of {action} from rank {src}, which does not send them"
+    yield from (f"rank {src} sends {action} to rank {dst} {n} times" for (src, dst, action, _), n in sent.items() if n > 1)

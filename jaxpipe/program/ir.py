@@ -1,0 +1,159 @@
+"""One instruction list per rank over integer slots: what the executor runs, with nothing left to infer.
+
+A slot holds one array. Lowering decides which value sits in which slot and when it is dropped; the executor moves arrays
+between slots. Arrays that travel between ranks are tagged with the action that produced them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpipe.schedule.ir import Action
+
+ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators."""
+
+    kind: ValueKind
+    stage: int
+    microbatch: int
+    index: int
+
+    def __str__(self) -> str:
+        where = f"{self.stage}" if self.microbatch < 0 else f"{self.stage}.{self.microbatch}"
+        return f"{self.kind}{where}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Call the function of ``action`` on ``inputs``; results go to ``outputs`` (−1: dropped at once)."""
+
+    action: Action
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Run {self.action} ({_slots(self.inputs)}) -> ({_slots(self.outputs)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Copy ``slots`` to rank ``dst``; the message is named by the action that produced it."""
+
+    action: Action
+    dst: int
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Send {self.action} to rank {self.dst} ({_slots(self.slots)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive into ``slots`` what rank ``src`` sent for ``action``."""
+
+    action: Action
+    src: int
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Recv {self.action} from rank {self.src} ({_slots(self.slots)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Copy ``device`` slots to ``host`` slots (pinned host memory) and drop the device arrays."""
+
+    action: Action
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Offload {self.action} ({_slots(self.device)}) -> host ({_slots(self.host)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Copy ``host`` slots back to ``device`` slots and drop the host arrays."""
+
+    action: Action
+    host: tuple[int, ...]
+    device: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Reload {self.action} host ({_slots(self.host)}) -> ({_slots(self.device)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the arrays in ``slots``."""
+
+    slots: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Free ({_slots(self.slots)})"
+
+
+Instruction = Run | Send | Recv | Offload | Reload | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The instructions of one rank.
+
+    ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
+    ``results``: values that are in slots after it (accumulators, losses). ``bound_bytes``: bytes of each bound value.
+    ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    num_slots: int
+    bound: tuple[tuple[Value, int], ...]
+    results: tuple[tuple[Value, int], ...]
+    bound_bytes: tuple[int, ...]
+    written_bytes: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        lines = [f"program of rank {self.rank}: {len(self.instructions)} instructions, {self.num_slots} slots"]
+        lines += [f"  bound  {slot:4d} {value}" for value, slot in self.bound]
+        lines += [f"  {i}" for i in self.instructions]
+        lines += [f"  result {slot:4d} {value}" for value, slot in self.results]
+        return "\n".join(lines)
+
+
+def reads(instruction: Instruction) -> tuple[int, ...]:
+    """Slots whose arrays the instruction uses."""
+    match instruction:
+        case Run(inputs=slots) | Send(slots=slots) | Offload(device=slots) | Reload(host=slots):
+            return slots
+        case Recv() | Free():
+            return ()
+
+
+def writes(instruction: Instruction) -> tuple[int, ...]:
+    """Slots that the instruction fills."""
+    match instruction:
+        case Run(outputs=slots):
+            return tuple(s for s in slots if s >= 0)
+        case Recv(slots=slots) | Offload(host=slots) | Reload(device=slots):
+            return slots
+        case Send() | Free():
+            return ()
+
+
+def drops(instruction: Instruction) -> tuple[int, ...]:
+    """Slots that are empty after the instruction."""
+    match instruction:
+        case Free(slots=slots) | Offload(device=slots) | Reload(host=slots):
+            return slots
+        case _:
+            return ()
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    return " ".join("_" if s < 0 else str(s) for s in slots)

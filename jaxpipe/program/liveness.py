@@ -1,0 +1,125 @@
+"""Values → slots: who is live when, where each array sits, and how many bytes that takes.
+
+Slots are reused as soon as their value is dropped, so a program needs about as many slots as values are live at once.
+:func:`live_bytes` is the prediction of memory: parameters and accumulators plus everything a program holds between two
+instructions. It does not model XLA's workspace inside a function.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Value, drops, writes
+from jaxpipe.schedule.ir import Action
+
+BOUND_KINDS = ("param", "acc", "data", "key")
+RESULT_KINDS = ("acc", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive."""
+
+    kind: Literal["run", "send", "recv", "offload", "reload"]
+    action: Action
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+    peer: int = -1
+
+
+class _Slots:
+    """Integer slots, lowest free one first."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.count = 0
+        self.of: dict[tuple[str, Value], int] = {}
+
+    def take(self, value: Value, memory: str = "device") -> int:
+        key = (memory, value)
+        if key not in self.of:
+            if self.free:
+                self.of[key] = heapq.heappop(self.free)
+            else:
+                self.of[key] = self.count
+                self.count += 1
+        return self.of[key]
+
+    def at(self, value: Value, memory: str = "device") -> int:
+        return self.of[(memory, value)]
+
+    def drop(self, value: Value, memory: str = "device") -> int:
+        slot = self.of.pop((memory, value))
+        heapq.heappush(self.free, slot)
+        return slot
+
+
+def assign_slots(rank: int, steps: Sequence[Step], value_bytes: Mapping[Value, int]) -> Program:
+    """Give every value a slot, drop it after its last reader, and return the program."""
+    last_read = {v: k for k, step in enumerate(steps) for v in step.inputs}
+    slots = _Slots()
+    bound_values = sorted(
+        {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS}, key=lambda v: (v.kind, v.stage, v.microbatch, v.index)
+    )
+    bound = tuple((v, slots.take(v)) for v in bound_values)
+    out: list[Instruction] = []
+    written: list[tuple[int, ...]] = []
+    for k, step in enumerate(steps):
+        out.append(_instruction(slots, step))
+        moved = step.inputs if step.kind in ("offload", "reload") else step.outputs
+        written.append(tuple(value_bytes[v] for v in moved if v is not None))
+        dead = [v for v in dict.fromkeys(step.inputs) if _is_dead(v, k, last_read, slots)]
+        dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in RESULT_KINDS]
+        if dead:
+            out.append(Free(tuple(slots.drop(v) for v in dead)))
+            written.append(())
+    results = tuple(
+        (v, slot) for (memory, v), slot in sorted(slots.of.items(), key=lambda item: item[1]) if v.kind in RESULT_KINDS
+    )
+    bound_bytes = tuple(value_bytes[v] for v in bound_values)
+    return Program(rank, tuple(out), slots.count, bound, results, bound_bytes, tuple(written))
+
+
+def _is_dead(value: Value, k: int, last_read: Mapping[Value, int], slots: _Slots) -> bool:
+    persistent = value.kind in RESULT_KINDS or value.kind == "param"
+    return not persistent and last_read[value] == k and ("device", value) in slots.of
+
+
+def _instruction(slots: _Slots, step: Step) -> Instruction:
+    action = step.action
+    match step.kind:
+        case "run":
+            inputs = tuple(slots.at(v) for v in step.inputs)
+            return Run(action, inputs, tuple(-1 if v is None else slots.take(v) for v in step.outputs))
+        case "send":
+            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs))
+        case "recv":
+            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None))
+        case "offload":
+            host = tuple(slots.take(v, "host") for v in step.inputs)
+            return Offload(action, tuple(slots.drop(v) for v in step.inputs), host)
+        case "reload":
+            device = tuple(slots.take(v) for v in step.inputs)
+            return Reload(action, tuple(slots.drop(v, "host") for v in step.inputs), device)
+
+
+def live_bytes(program: Program) -> tuple[int, ...]:
+    """Device bytes held once each instruction has its results allocated and has dropped nothing yet.
+
+    Includes parameters, accumulators, data and keys that the caller bound. The predicted peak of a run is the maximum.
+    """
+    size = {slot: n for (_, slot), n in zip(program.bound, program.bound_bytes, strict=True)}
+    live = sum(size.values())
+    held = []
+    for instruction, written in zip(program.instructions, program.written_bytes, strict=True):
+        on_device = not isinstance(instruction, Offload)
+        for slot, n in zip(writes(instruction), written, strict=True):
+            live += (n if on_device else 0) - size.get(slot, 0)
+            size[slot] = n if on_device else 0
+        held.append(live)
+        for slot in drops(instruction):
+            live -= size.pop(slot)
+    return tuple(held)

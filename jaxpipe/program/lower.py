@@ -1,0 +1,219 @@
+"""Schedule + stage functions → one :class:`~jaxpipe.program.ir.Program` per rank.
+
+Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
+stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
+Offload and load actions move the stage's residuals. Slots are assigned, and dropped after the last reader, by
+:mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxpipe import dump
+from jaxpipe.errors import ProgramError
+from jaxpipe.program.check import check_programs
+from jaxpipe.program.ir import Program, Value
+from jaxpipe.program.liveness import Step, assign_slots
+from jaxpipe.schedule import Action, Schedule, check_schedule, op_spec
+from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
+
+
+def lower(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[Program, ...]:
+    """The programs of all ranks, checked.
+
+    Args:
+        schedule: any valid schedule whose stages form a chain, one rank a stage (several flows are allowed).
+        stages: the functions of each stage, in order.
+
+    Raises:
+        ScheduleError: the schedule is invalid.
+        ProgramError: the schedule does not fit the stages, or uses what the runtime does not support.
+    """
+    check_schedule(schedule)
+    _check_fit(schedule, stages)
+    performers = _performers(schedule)
+    programs = tuple(_RankLowering(schedule, stages, performers, rank).program() for rank in range(schedule.num_ranks))
+    check_programs(programs)
+    for program in programs:
+        dump.dump("program", f"rank{program.rank}", str(program))
+    return programs
+
+
+def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
+    placement = schedule.placement
+    if placement.num_stages != len(stages):
+        raise ProgramError(
+            f"schedule {schedule.name!r} has {placement.num_stages} stages, the model was cut into {len(stages)}; cut it into "
+            f"{placement.num_stages} (ranks × chunks)"
+        )
+    if not placement.is_chain:
+        raise ProgramError("the runtime runs chains of stages; this placement's stages form another graph")
+    for s in range(placement.num_stages):
+        for i in range(placement.num_flows):
+            group = placement.ranks(s, i)
+            if len(group) != 1:
+                raise ProgramError(
+                    f"stage {s} is spread over ranks {', '.join(map(str, group))}; the runtime runs one rank a stage: use a "
+                    "placement without shared stages"
+                )
+    for rank in range(schedule.num_ranks):
+        for action in schedule.actions(rank):
+            if op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
+                have = " ".join(sorted(stages[action.stage].functions))
+                raise ProgramError(
+                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have})"
+                )
+
+
+class _RankLowering:
+    """Walks one row and writes steps over values."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageFunctions],
+        performers: Mapping[tuple[int, str, int, int], Action],
+        rank: int,
+    ) -> None:
+        self.schedule = schedule
+        self.stages = stages
+        self.performers = performers
+        self.rank = rank
+        self.steps: list[Step] = []
+        self.value_bytes: dict[Value, int] = {}
+        self.present: set[Value] = set()
+
+    def program(self) -> Program:
+        for action in self.schedule.actions(self.rank):
+            if op_spec(action.op).lane == "compute":
+                self._run(action)
+            else:
+                self._move(action)
+        return assign_slots(self.rank, self.steps, self.value_bytes)
+
+    def _run(self, action: Action) -> None:
+        function = self.stages[action.stage].functions[action.op]
+        inputs = [self._value(port, action) for port in function.inputs]
+        self._receive(action, inputs)
+        outputs = [self._output(port, action) for port in function.outputs]
+        for value, aval in zip(inputs, function.avals_in, strict=True):
+            self.value_bytes[value] = _nbytes(aval)
+        for out, aval in zip(outputs, function.avals_out, strict=True):
+            if out is not None:
+                self.value_bytes[out] = _nbytes(aval)
+        self.steps.append(Step("run", action, tuple(inputs), tuple(outputs)))
+        self.present.update(v for v in outputs if v is not None)
+        self._send(action, function, outputs)
+
+    def _value(self, port: Port, action: Action) -> Value:
+        """The value an input port reads."""
+        s, i = action.stage, action.microbatch
+        match port.kind:
+            case "param" | "acc":
+                return Value(port.kind, s, -1, port.index)
+            case "key":
+                return Value("key", -1, i, port.index)
+            case "data" | "x" | "dy" | "res" | "wres":
+                return Value(port.kind, s, i, port.index)
+            case _:
+                raise AssertionError(f"{action} reads a {port.kind} port")
+
+    def _output(self, port: Port, action: Action) -> Value | None:
+        """The value an output port writes; y and dx are named by the stage that reads them."""
+        s, i = action.stage, action.microbatch
+        match port.kind:
+            case "y":
+                return Value("x", s + 1, i, port.index)
+            case "dx":
+                return Value("dy", s - 1, i, port.index)
+            case "acc":
+                return Value("acc", s, -1, port.index)
+            case "res" | "wres" | "loss":
+                return Value(port.kind, s, i, port.index)
+            case "token":
+                return None
+            case _:
+                raise AssertionError(f"{action} writes a {port.kind} port")
+
+    def _source(self, value: Value) -> tuple[Action, int] | None:
+        """Which action on which rank sends this value here; None if it is not a neighbour's."""
+        if value.kind == "x":
+            stage, part = value.stage - 1, "F"
+        elif value.kind == "dy":
+            stage, part = value.stage + 1, "B"
+        else:
+            return None
+        (rank,) = self.schedule.placement.ranks(stage, value.microbatch)
+        return self.performers[(rank, part, stage, value.microbatch)], rank
+
+    def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
+        missing = [v for v in inputs if v.kind in ("x", "dy") and v not in self.present]
+        if not missing:
+            return
+        kinds = {v.kind for v in missing}
+        for kind in sorted(kinds):
+            first = next(v for v in missing if v.kind == kind)
+            source = self._source(first)
+            assert source is not None
+            sender, src = source
+            assert src != self.rank, f"{action} on rank {self.rank} reads {first}, which this rank never made"
+            values = self._sent_values(sender)
+            self.steps.append(Step("recv", sender, (), values, peer=src))
+            self.present.update(values)
+
+    def _sent_values(self, sender: Action) -> tuple[Value, ...]:
+        """What a send of ``sender`` carries: the values of its y or dx ports that the neighbour's functions read."""
+        function = self.stages[sender.stage].functions[sender.op]
+        sent = []
+        for port, aval in zip(function.outputs, function.avals_out, strict=True):
+            if port.kind in ("y", "dx"):
+                value = self._output(port, sender)
+                assert value is not None
+                if _is_read(self.stages[value.stage], value):
+                    sent.append(value)
+                    self.value_bytes[value] = _nbytes(aval)
+        return tuple(sent)
+
+    def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
+        boundary = [v for p, v in zip(function.outputs, outputs, strict=True) if p.kind in ("y", "dx")]
+        if not boundary or boundary[0] is None:
+            return
+        (dst,) = self.schedule.placement.ranks(boundary[0].stage, action.microbatch)
+        if dst != self.rank:
+            values = self._sent_values(action)
+            if values:
+                self.steps.append(Step("send", action, values, (), peer=dst))
+
+    def _move(self, action: Action) -> None:
+        residuals = tuple(
+            Value("res", action.stage, action.microbatch, port.index)
+            for port in self.stages[action.stage].functions["F"].outputs
+            if port.kind == "res"
+        )
+        kind = "offload" if op_spec(action.op).lane == "d2h" else "reload"
+        self.steps.append(Step(kind, action, residuals, ()))
+
+
+def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:
+    """Which action performs a part: ``(rank, part, stage, microbatch)`` → the F, B, W or BW in that rank's row."""
+    return {
+        (rank, part, a.stage, a.microbatch): a
+        for rank in range(schedule.num_ranks)
+        for a in schedule.actions(rank)
+        for part in op_spec(a.op).performs()
+    }
+
+
+def _is_read(stage: StageFunctions, value: Value) -> bool:
+    wanted = Port(value.kind, value.index)  # type: ignore[arg-type]
+    return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
+
+
+def _nbytes(aval: object) -> int:
+    shape = getattr(aval, "shape", ())
+    dtype = getattr(aval, "dtype")  # noqa: B009
+    itemsize = getattr(dtype, "itemsize", None)
+    return int(np.prod(shape, dtype=np.int64)) * int(itemsize if itemsize is not None else np.dtype(dtype).itemsize)

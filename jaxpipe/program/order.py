@@ -1,0 +1,66 @@
+"""The order in which one host thread issues the programs of several ranks.
+
+XLA lets about 32 computations per device be in flight; the next dispatch blocks the thread. A thread that fills one rank's
+queue while others starve would idle them, so instructions are issued in the global order of their simulated start times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from jaxpipe.program.ir import Program, Recv, Run, Send
+from jaxpipe.schedule import Action, Timeline
+
+
+def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
+    """(position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
+
+    Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
+    subset of the ranks (those of this process): receives from elsewhere never block the order.
+    """
+    start = {(e.rank, a): e.start_s for e in timeline.events for a in e.action.actions if e.lane != "send"}
+    keys = [_instruction_times(p, start) for p in programs]
+    local = {p.rank for p in programs}
+    sent: set[tuple[int, Action]] = set()
+    waiting: dict[tuple[int, Action], int] = {}
+    ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
+    heapq.heapify(ready)
+    at = [0] * len(programs)
+    order: list[tuple[int, int]] = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        program = programs[k]
+        instruction = program.instructions[at[k]]
+        if isinstance(instruction, Recv) and instruction.src in local and (message := (instruction.src, instruction.action)) not in sent:
+            waiting[message] = k
+            continue
+        order.append((k, at[k]))
+        at[k] += 1
+        if isinstance(instruction, Send):
+            message = (program.rank, instruction.action)
+            sent.add(message)
+            if message in waiting:
+                blocked = waiting.pop(message)
+                heapq.heappush(ready, (keys[blocked][at[blocked]], blocked))
+        if at[k] < len(program.instructions):
+            heapq.heappush(ready, (keys[k][at[k]], k))
+    assert len(order) == sum(len(p.instructions) for p in programs), "a checked schedule never deadlocks"
+    return tuple(order)
+
+
+def _instruction_times(program: Program, start: dict[tuple[int, Action], float]) -> list[float]:
+    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader."""
+    times: list[float] = []
+    last = float("-inf")
+    for instruction in program.instructions:
+        if isinstance(instruction, Run):
+            last = max(last, start[(program.rank, instruction.action)])
+        times.append(last)
+    following = float("inf")
+    for k in range(len(times) - 1, -1, -1):
+        if isinstance(program.instructions[k], Run):
+            following = times[k]
+        elif isinstance(program.instructions[k], Recv):
+            times[k] = min(following, max(times[k], following))
+    return times

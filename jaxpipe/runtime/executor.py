@@ -1,0 +1,276 @@
+"""Runs the programs of this process's ranks: one flat loop over instructions on one thread.
+
+Linking turns programs into a list of small tuples: the compiled function, an ``itemgetter`` over the rank's slots, the slots to
+fill and the slots to clear. The loop does nothing else. Programs are interleaved in the order of simulated time
+(:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
+the devices, and memory is freed by dropping references.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpipe.errors import RunError
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send
+from jaxpipe.runtime.offload import copy_to, host_sharding
+from jaxpipe.runtime.recorder import Recorder
+from jaxpipe.runtime.transfer import InProcess, Transport
+from jaxpipe.schedule import Action, Event
+from jaxpipe.stage.functions import StageFunction, StageFunctions
+
+Bank = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step starts from, on the devices of the ranks that need it.
+
+    ``params`` and ``acc``: buffers by (rank, stage). ``data``: per (rank, stage), per microbatch, the arrays that the stage
+    reads. ``keys``: per rank, per microbatch (empty if no stage draws random numbers).
+    """
+
+    params: Mapping[tuple[int, int], Sequence[jax.Array]]
+    acc: Mapping[tuple[int, int], Sequence[jax.Array]]
+    data: Mapping[tuple[int, int], Sequence[Sequence[jax.Array]]]
+    keys: Mapping[int, Sequence[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
+    loss ports of the last stage: loss sum and weight sum. ``events``: what was measured, if the step was recorded.
+    ``dispatch_s``: host seconds of the dispatch loop; ``step_s``: until all results were ready (recorded steps only)."""
+
+    acc: Mapping[tuple[int, int], Sequence[jax.Array]]
+    losses: Sequence[tuple[jax.Array, ...]]
+    events: tuple[Event, ...]
+    dispatch_s: float
+    step_s: float
+
+
+class _Linked(NamedTuple):
+    """One instruction, ready to run. ``run(*get(bank))`` fills ``outs``; ``clear`` is emptied afterwards."""
+
+    kind: int
+    run: Callable[..., Any]
+    get: Callable[[Bank], Any]
+    bank: Bank
+    outs: tuple[int, ...]
+    clear: tuple[int, ...]
+    rank: int
+    action: Action
+    marker: int  # which result tells that the action is done
+    lane: str
+
+
+_RUN, _SEND, _RECV, _COPY = range(4)
+
+
+class Executor:
+    """Runs steps of one schedule. Build once; :meth:`run` any number of times.
+
+    Args:
+        programs: of the ranks whose devices this process owns, all of them or a subset.
+        order: from :func:`jaxpipe.program.order.issue_order` over the same programs.
+        functions: per stage.
+        shardings: per rank, where its activations live.
+        transport: how arrays reach other ranks; in-process by default.
+        sync: wait for each action before the next (finds the culprit of an asynchronous failure; slow).
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        order: Sequence[tuple[int, int]],
+        functions: Mapping[tuple[int, int], StageFunctions],
+        shardings: Sequence[jax.sharding.NamedSharding],
+        transport: Transport | None = None,
+    ) -> None:
+        self._programs = tuple(programs)
+        self._transport: Transport = transport if transport is not None else InProcess(shardings)
+        self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
+        self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks)
+        self._num_ranks = len(shardings)
+
+    @property
+    def num_instructions(self) -> int:
+        """Instructions of one step that the loop visits (frees are folded into the instruction before them)."""
+        return len(self._code)
+
+    def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
+        """Run one step. Returns without waiting unless ``record``.
+
+        Raises:
+            RunError: an instruction failed; names rank, action and stage.
+        """
+        self._bind(inputs)
+        try:
+            if record:
+                return self._run_recorded()
+            start = time.perf_counter()
+            self._dispatch(None)
+            return self._collect((), time.perf_counter() - start, 0.0)
+        except BaseException:
+            self._transport.clear()
+            raise
+        finally:
+            for bank in self._banks:
+                bank[:] = [None] * len(bank)
+
+    def _run_recorded(self) -> StepOutputs:
+        start = time.perf_counter()
+        with Recorder(self._num_ranks) as recorder:
+            self._dispatch(recorder)
+            dispatch_s = time.perf_counter() - start
+        step_s = time.perf_counter() - start
+        if recorder.failure is not None:
+            f = recorder.failure
+            raise _run_error(f.rank, f.action, f.error) from f.error
+        return self._collect(recorder.events(), dispatch_s, step_s)
+
+    def _dispatch(self, recorder: Recorder | None) -> None:
+        at = 0
+        try:
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+                if kind == _RUN:
+                    results = run(*get(bank))
+                elif kind == _SEND:
+                    run(get(bank))
+                    results = ()
+                elif kind == _RECV:
+                    results = run()
+                else:
+                    results = run(get(bank))
+                for slot, array in zip(outs, results):  # noqa: B905  strict= costs time here; lengths are checked at linking
+                    bank[slot] = array
+                for slot in clear:
+                    bank[slot] = None
+                if recorder is not None and results:
+                    recorder.dispatched(rank, lane, action, results[marker])
+        except Exception as error:
+            failed = self._code[at]
+            raise _run_error(failed.rank, failed.action, error) from error
+
+    def _bind(self, inputs: StepInputs) -> None:
+        for program, bank in zip(self._programs, self._banks, strict=True):
+            r = program.rank
+            for value, slot in program.bound:
+                match value.kind:
+                    case "param":
+                        bank[slot] = inputs.params[(r, value.stage)][value.index]
+                    case "acc":
+                        bank[slot] = inputs.acc[(r, value.stage)][value.index]
+                    case "data":
+                        bank[slot] = inputs.data[(r, value.stage)][value.microbatch][value.index]
+                    case _:
+                        bank[slot] = inputs.keys[r][value.microbatch]
+
+    def _collect(self, events: tuple[Event, ...], dispatch_s: float, step_s: float) -> StepOutputs:
+        acc: dict[tuple[int, int], dict[int, jax.Array]] = {}
+        losses: dict[int, dict[int, jax.Array]] = {}
+        for program, bank in zip(self._programs, self._banks, strict=True):
+            for value, slot in program.results:
+                if value.kind == "acc":
+                    acc.setdefault((program.rank, value.stage), {})[value.index] = bank[slot]
+                else:
+                    losses.setdefault(value.microbatch, {})[value.index] = bank[slot]
+        return StepOutputs(
+            acc={k: [v[i] for i in sorted(v)] for k, v in acc.items()},
+            losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],
+            events=events,
+            dispatch_s=dispatch_s,
+            step_s=step_s,
+        )
+
+
+def _run_error(rank: int, action: Action, error: Exception) -> RunError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return RunError(f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}")
+
+
+def _link(
+    programs: Sequence[Program],
+    order: Sequence[tuple[int, int]],
+    functions: Mapping[tuple[int, int], StageFunctions],
+    shardings: Sequence[jax.sharding.NamedSharding],
+    transport: Transport,
+    banks: Sequence[Bank],
+) -> list[_Linked]:
+    numbers = _message_numbers(programs)
+    code: list[_Linked] = []
+    last_of: dict[int, int] = {}
+    for k, at in order:
+        program, bank = programs[k], banks[k]
+        rank, instruction = program.rank, program.instructions[at]
+        match instruction:
+            case Run(action, ins, outs):
+                function = functions[(rank, action.stage)].functions[action.op]
+                assert len(outs) == len(function.outputs), f"{action} has {len(function.outputs)} results"
+                linked = _Linked(_RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute")
+            case Send(action, dst, slots):
+                send = _sender(transport, numbers[(rank, dst, action)], dst)
+                linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
+            case Recv(action, src, slots):
+                recv = _receiver(transport, numbers[(src, rank, action)])
+                linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
+            case Offload(action, device, host):
+                copy = _copier(host_sharding(shardings[rank]))
+                linked = _Linked(_COPY, copy, _getter(device), bank, host, device, rank, action, 0, "d2h")
+            case Reload(action, host, device):
+                copy = _copier(shardings[rank].with_memory_kind("device"))
+                linked = _Linked(_COPY, copy, _getter(host), bank, device, host, rank, action, 0, "h2d")
+            case Free(slots):
+                before = last_of[k]
+                code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
+                continue
+        last_of[k] = len(code)
+        code.append(linked)
+    return code
+
+
+def _message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
+    messages = {
+        (p.rank, i.dst, i.action) if isinstance(i, Send) else (i.src, p.rank, i.action)
+        for p in programs
+        for i in p.instructions
+        if isinstance(i, Send | Recv)
+    }
+    return {message: n for n, message in enumerate(sorted(messages))}
+
+
+def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
+    if not slots:
+        return lambda bank: ()
+    if len(slots) == 1:
+        (slot,) = slots
+        return lambda bank: (bank[slot],)
+    return itemgetter(*slots)
+
+
+def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[jax.Array]], None]:
+    send = transport.send
+    return lambda arrays: send(number, dst, arrays)
+
+
+def _receiver(transport: Transport, number: int) -> Callable[[], Sequence[jax.Array]]:
+    recv = transport.recv
+    return lambda: recv(number)
+
+
+def _copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    return lambda arrays: copy_to(arrays, sharding)
+
+
+def _marker(function: StageFunction) -> int:
+    """Which result to wait for: the token if there is one, else the smallest result that no later call donates."""
+    tokens = [k for k, port in enumerate(function.outputs) if port.kind == "token"]
+    if tokens:
+        return tokens[0]
+    lasting = [k for k, port in enumerate(function.outputs) if port.kind != "acc"]
+    return min(lasting, key=lambda k: function.avals_out[k].size)

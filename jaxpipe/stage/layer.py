@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from jaxpipe.errors import StageError
+
 Params = dict[str, Any]
 Path = tuple[str, ...]
 
@@ -65,3 +67,37 @@ class Model:
     batch_spec: Callable[[int], Mapping[str, jax.ShapeDtypeStruct]]
     vocab_size: int
     seq_len: int
+
+    def __post_init__(self) -> None:
+        """Raises StageError when layer names clash, a read names no batch array, or a tie has no proper owner."""
+        problems = _model_problems(self)
+        if problems:
+            raise StageError(f"model {self.name}: " + "; ".join(problems))
+
+
+def _model_problems(model: Model) -> list[str]:
+    """What is wrong with a model's list of layers, a phrase each."""
+    by_name = {layer.name: layer for layer in model.layers}
+    arrays = model.batch_spec(1)
+    problems = []
+    if len(model.layers) < 2:
+        problems.append(f"{len(model.layers)} layers; the least is 2, one that returns logits and the loss")
+    if len(by_name) < len(model.layers):
+        names = [layer.name for layer in model.layers]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems.append(f"layer names must be unique, and {', '.join(twice)} appears more than once")
+    for layer in model.layers:
+        problems += [
+            f"layer {layer.name} reads {name!r}, and the batch has {', '.join(arrays)}"
+            for name in layer.reads
+            if name not in arrays
+        ]
+        for path, (owner, owner_path) in layer.tied.items():
+            tie = f"layer {layer.name} ties {'/'.join(path)} to {owner}/{'/'.join(owner_path)}"
+            if owner not in by_name or owner == layer.name:
+                others = ", ".join(name for name in by_name if name != layer.name)
+                problems.append(f"{tie}; the owner must be another layer: {others}")
+            elif owner_path in by_name[owner].tied:
+                true_owner, true_path = by_name[owner].tied[owner_path]
+                problems.append(f"{tie}, itself tied; name its owner {true_owner}/{'/'.join(true_path)} instead")
+    return problems

@@ -1,0 +1,64 @@
+"""Frozen option dataclasses made from plain mappings: names checked with suggestions, types checked, one line an error.
+
+Models take their options this way (``GPT(**options)``), so that a configuration file's ``[model.options]`` table and a Python
+call get the same messages. It handles int, float, bool, str and ``X | None`` fields, which is what a model needs; nested
+tables belong to :mod:`jaxpipe.train.config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from jaxpipe.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def build_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
+    """``cls(**options)`` for an option dataclass ``cls``; ``what`` names it in messages (``"models.gpt:GPT"``).
+
+    Raises ConfigError when an option is unknown (with the nearest name), missing, or of the wrong type. Checks of values are
+    the dataclass's own, in its ``__post_init__``. An int is accepted where a float is wanted.
+    """
+    table = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    unknown = [name for name in options if name not in table]
+    if unknown:
+        raise ConfigError(f"{what} has no option {unknown[0]!r}{suggestion(unknown[0], table)}")
+    missing = [
+        f.name
+        for f in table.values()
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in options
+    ]
+    if missing:
+        raise ConfigError(f"{what} needs the option {missing[0]}; give {missing[0]}=…")
+    hints = typing.get_type_hints(cls)
+    return cls(**{name: _typed(value, hints[name], f"{what}: {name}") for name, value in options.items()})
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the nearest known one, then all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"{hint} Known: {', '.join(known)}" if known else ""
+
+
+def divisors(n: int) -> str:
+    """The divisors of ``n`` as an error message lists them."""
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _typed(value: Any, hint: Any, what: str) -> Any:
+    """``value`` if it fits the annotation ``hint``; an int becomes a float where a float is wanted."""
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in allowed and type(value) is int:
+        return float(value)
+    if type(value) not in [type(None) if t is None else t for t in allowed]:
+        names = " or ".join("nothing" if t is types.NoneType else t.__name__ for t in allowed)
+        raise ConfigError(f"{what} is {value!r} ({type(value).__name__}); want {names}")
+    return value

@@ -1,0 +1,157 @@
+"""The unpipelined reference: a model's layers run one after another, on one device, with no schedule.
+
+Tests compare pipelines with it, evaluation and generation use it, and it needs nothing of the pipeline. Layer i of the model
+draws from ``fold_in(key, i)``, in ``init`` as in ``apply``, with i counted over the whole model: a cut into stages changes no
+random number. :func:`resolve_model` finds a model by a name such as ``models.gpt:GPT``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.options import suggestion
+
+
+def init_params(model: Model, seed: int) -> dict[str, Params]:
+    """Fresh parameters ``{layer name: dict pytree}``, tied leaves only at their owner. Float32 unless the model says else."""
+    key = jax.random.key(seed)
+    return {layer.name: layer.init(jax.random.fold_in(key, i)) for i, layer in enumerate(model.layers)}
+
+
+def apply_model(
+    model: Model,
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    train: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Forward of the whole model on one microbatch: ``(loss_sum, weight_sum)``, two scalars.
+
+    ``key`` is the microbatch's; None will do when no layer draws random numbers, or with ``train=False``. Differentiable in
+    ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses. Raises StageError when ``batch`` lacks
+    an array that a layer reads, or a layer needs a key.
+    """
+    result = _run(model, model.layers, params, batch, key, train)
+    loss_sum, weight_sum = result
+    return loss_sum, weight_sum
+
+
+def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
+    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32, in evaluation mode, in the compute dtype.
+
+    The time axis may be shorter than the model's sequence length if its layers allow that (GPT and Llama here do).
+    """
+    result: jax.Array = _run(model, model.layers[:-1], params, {"tokens": tokens}, None, False)
+    return result
+
+
+def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
+    """The parameters of ``layer`` with its tied leaves, taken from their owners, put in."""
+    own = params[layer.name]
+    for path, (owner, owner_path) in layer.tied.items():
+        leaf: Any = params[owner]
+        for part in owner_path:
+            if not isinstance(leaf, Mapping) or part not in leaf:
+                raise StageError(f"layer {layer.name} is tied to {owner}/{'/'.join(owner_path)}, which does not exist")
+            leaf = leaf[part]
+        own = _with(own, path, leaf)
+    return own
+
+
+def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
+    """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
+
+    Modules are looked for on ``sys.path`` and then in the working directory. Raises ConfigError, with the nearest name that
+    exists, for a wrong module, attribute or option, and when what comes out is no :class:`~jaxpipe.stage.layer.Model`.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and module_name and attribute):
+        raise ConfigError(f"model name {name!r}; want module:attribute, as in models.gpt:GPT")
+    module = _import(module_name, name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        known = [n for n, value in vars(module).items() if callable(value) and _is_local(value, module)]
+        raise ConfigError(f"model {name}: {module_name} has no function {attribute!r}{suggestion(attribute, known)}")
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        unknown = [option for option in options if option not in parameters]
+        if unknown:
+            raise ConfigError(f"{name} has no option {unknown[0]!r}{suggestion(unknown[0], parameters)}")
+        missing = [n for n, p in parameters.items() if p.default is p.empty and n not in options]
+        if missing:
+            raise ConfigError(f"{name} needs the option {missing[0]}; give {missing[0]}=…")
+    model = factory(**options)
+    if not isinstance(model, Model):
+        raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.layer.Model")
+    return model
+
+
+def _run(
+    model: Model,
+    layers: tuple[Layer, ...],
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None,
+    train: bool,
+) -> Any:
+    x: Any = None
+    for index, layer in enumerate(layers):
+        absent = [name for name in layer.reads if name not in batch]
+        if absent:
+            raise StageError(f"layer {layer.name} reads {absent[0]!r}; the batch has {', '.join(batch)}")
+        if layer.name not in params:
+            raise StageError(f"no parameters for layer {layer.name} of {model.name}; there are {', '.join(params)}")
+        draws = train and layer.uses_key
+        if draws and key is None:
+            raise StageError(f"layer {layer.name} draws random numbers in training; give key=… or train=False")
+        context = LayerContext(
+            data={name: batch[name] for name in layer.reads},
+            key=jax.random.fold_in(key, index) if draws and key is not None else None,
+            train=train,
+        )
+        x = layer.apply(with_tied_leaves(layer, params), x, context)
+    return x
+
+
+def _with(params: Params, path: Path, leaf: Any) -> Params:
+    head, *rest = path
+    return {**params, head: _with(params.get(head, {}), tuple(rest), leaf) if rest else leaf}
+
+
+def _import(module_name: str, name: str) -> ModuleType:
+    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout."""
+    here = str(FilePath.cwd())
+    added = not {"", here} & set(sys.path)
+    if added:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if added:
+            sys.path.remove(here)
+        missing = error.name or module_name
+        if not (module_name == missing or module_name.startswith(missing + ".")):
+            raise ConfigError(f"model {name}: {module_name} imports {missing}, which is not installed") from error
+        package, _, last = module_name.rpartition(".")
+        hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
+        raise ConfigError(f"model {name}: no module {missing!r} on sys.path or in {here}{hint}") from error
+
+
+def _siblings(package: str) -> list[str]:
+    paths = getattr(importlib.import_module(package), "__path__", ())
+    return sorted(module.name for module in pkgutil.iter_modules(paths))
+
+
+def _is_local(value: Any, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__

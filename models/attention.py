@@ -1,0 +1,64 @@
+"""Causal softmax attention on the plain XLA path, with T×T values named for recompute policies.
+
+    B batch   T time   H query heads   G key/value heads   R = H / G query heads a key/value head   K size of a head
+
+Every T×T value that the backward reads is an output of ``checkpoint_name(…, "attn_scores")``, and can be computed again from
+q, k and the dropout key, which the backward reads anyway. A policy that drops what has this name therefore keeps nothing that
+grows with T². The softmax is computed in float32 (float64 for float64 inputs); its backward reads the probabilities in the
+compute dtype, so in bfloat16 nothing T×T is held in float32. The causal mask is added, not selected: adding needs no residual.
+
+Not modelled: padding masks, sliding windows, caches for generation, fused attention kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+SCORES = "attn_scores"
+"""Name of every T×T value that the backward may read."""
+
+_MASKED = -1e30
+
+
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, dropout: float = 0.0, key: jax.Array | None = None
+) -> jax.Array:
+    """Attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
+
+    Query head h reads key/value head h // R. ``dropout`` applies to the probabilities, and only when ``key`` is given.
+    """
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    q = (q * (K**-0.5)).reshape(B, T, G, H // G, K)
+    scores = checkpoint_name(jnp.einsum("btgrk,bsgk->bgrts", q, k), SCORES)
+    probs = _causal_softmax(scores)
+    if key is not None and dropout > 0:
+        keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
+        probs = checkpoint_name(jnp.where(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
+    return jnp.einsum("bgrts,bsgk->btgrk", probs, v).reshape(B, T, H, K)
+
+
+@jax.custom_vjp
+def _causal_softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last axis of ``scores`` [B, G, R, T, T], where position t sees 0..t; same dtype out."""
+    wide = jnp.promote_types(scores.dtype, jnp.float32)
+    T = scores.shape[-1]
+    future = jnp.arange(T)[None, :] > jnp.arange(T)[:, None]
+    bias = jnp.where(future, _MASKED, 0.0).astype(wide)
+    return jax.nn.softmax(scores.astype(wide) + bias[None, None, None], axis=-1).astype(scores.dtype)
+
+
+def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probs = checkpoint_name(_causal_softmax(scores), SCORES)
+    return probs, probs
+
+
+def _softmax_backward(probs: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    wide = jnp.promote_types(probs.dtype, jnp.float32)
+    p, g = probs.astype(wide), cotangent.astype(wide)
+    return ((p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype),)
+
+
+_causal_softmax.defvjp(_softmax_forward, _softmax_backward)

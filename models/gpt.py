@@ -1,0 +1,154 @@
+"""GPT-2: learned positions, LayerNorm before each branch, GELU MLP, multi-head causal attention, biases.
+
+    B batch   T time   D d_model   H heads   K = D / H   F = mlp_ratio · D   V vocabulary
+
+After Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), with their initialisation: N(0, 0.02), and
+0.02 / √(2L) for the projections that write to the residual stream of L blocks. Differences: positions are N(0, 0.02) too;
+q, k and v are one projection [D, 3, H, K] with heads on an axis of their own.
+
+Compute follows the dtype of the parameters it is given. LayerNorm, softmax and loss run in float32 (float64 if given float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.stage.adapters import from_linen
+from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.options import build_options, divisors
+from models.attention import causal_attention
+from models.loss import loss_layer
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """Options of :func:`GPT`. ``tied``: the head uses the token embedding. ``dtype``: what parameters are created in."""
+
+    vocab_size: int = 256
+    d_model: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    seq_len: int = 128
+    mlp_ratio: int = 4
+    dropout: float = 0.0
+    tied: bool = True
+    norm_eps: float = 1e-5
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len", "mlp_ratio"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"GPT: {name} is {getattr(self, name)}; want 1 or more")
+        if self.d_model % self.num_heads:
+            raise ConfigError(
+                f"GPT: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "
+                f"use one of {divisors(self.d_model)}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"GPT: dropout is {self.dropout}; want 0 or more and less than 1")
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError(f"GPT: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
+        if self.dtype not in ("float32", "float64", "bfloat16"):
+            raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
+
+
+def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
+    """A GPT-2 of the given :class:`GPTConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
+    config = build_options(GPTConfig, options, "models.gpt:GPT")
+    tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
+    draws = config.dropout > 0
+    embed = from_linen("embed", Embed(config), example=(tokens,), reads=("tokens",), uses_key=draws, kind="gpt.embed")
+    block = from_linen("block", Block(config), example=(hidden,), uses_key=draws, kind="gpt.block")
+    tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
+    head = from_linen("head", Head(config), example=(hidden,), tied=tied, kind="gpt.head")
+    width = max(2, len(str(config.num_layers - 1)))
+    blocks: list[Layer] = [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
+
+    def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        shape = (microbatch_size, config.seq_len)
+        return {
+            "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
+            "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+        }
+
+    return Model("gpt", (embed, *blocks, head, loss_layer()), batch_spec, config.vocab_size, config.seq_len)
+
+
+class Embed(nn.Module):
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
+        """tokens [B, T] int32, T at most seq_len → [B, T, D]"""
+        c, T = self.config, tokens.shape[1]
+        if T > c.seq_len:
+            raise StageError(f"GPT has {c.seq_len} positions, got {T} tokens; give {c.seq_len} or fewer")
+        words = nn.Embed(c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), name="tokens")
+        positions = self.param("positions", _normal(0.02), (c.seq_len, c.d_model), c.dtype)
+        x = words(tokens) + positions[None, :T]
+        return nn.Dropout(c.dropout)(x, deterministic=not train)
+
+
+class Block(nn.Module):
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """[B, T, D] → [B, T, D]"""
+        c = self.config
+        x = x + nn.Dropout(c.dropout)(self.attention(_norm(c, "norm_attn")(x), train), deterministic=not train)
+        return x + nn.Dropout(c.dropout)(self.mlp(_norm(c, "norm_mlp")(x)), deterministic=not train)
+
+    @nn.nowrap
+    def attention(self, x: jax.Array, train: bool) -> jax.Array:
+        c = self.config
+        K = c.d_model // c.num_heads
+        qkv = _dense(c, (3, c.num_heads, K), "qkv")(x)  # [B, T, 3, H, K]
+        q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H, K]
+        key = self.make_rng("dropout") if train and c.dropout > 0 else None
+        heads = causal_attention(q, k, v, c.dropout, key)  # [B, T, H, K]
+        return _dense(c, c.d_model, "out", axis=(-2, -1), std=_residual_std(c))(heads)  # [B, T, D]
+
+    @nn.nowrap
+    def mlp(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        wide = nn.gelu(_dense(c, c.mlp_ratio * c.d_model, "up")(x), approximate=True)  # [B, T, F]
+        return _dense(c, c.d_model, "down", std=_residual_std(c))(wide)
+
+
+class Head(nn.Module):
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] → logits [B, T, V]. The kernel is [V, D], as the embedding's, so that it may be tied to it."""
+        c = self.config
+        kernel = self.param("kernel", _normal(0.02), (c.vocab_size, c.d_model), c.dtype)
+        return jnp.einsum("btd,vd->btv", _norm(c, "norm")(x), kernel)
+
+
+def _normal(std: float) -> Any:
+    return nn.initializers.normal(std)
+
+
+def _residual_std(c: GPTConfig) -> float:
+    return float(0.02 / (2 * c.num_layers) ** 0.5)
+
+
+def _norm(c: GPTConfig, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=c.norm_eps, param_dtype=c.dtype, use_fast_variance=False, name=name)
+
+
+def _dense(
+    c: GPTConfig, features: int | tuple[int, ...], name: str, axis: int | tuple[int, ...] = -1, std: float = 0.02
+) -> nn.DenseGeneral:
+    return nn.DenseGeneral(features, axis=axis, param_dtype=c.dtype, kernel_init=_normal(std), name=name)

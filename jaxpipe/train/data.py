@@ -1,0 +1,311 @@
+"""Training batches in a fixed order, and held-out batches that never change.
+
+A :class:`TokenDataset` cuts a corpus into train and held-out spans that share no token. :class:`Batches` numbers the train
+sequences and gives the batch of any step directly: epoch e visits the windows in the order of a permutation chosen by
+(seed, e), and step k holds the sequences ``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one
+integer, and a run resumed on another number of ranks, schedule or chunk count sees the same data in the same order.
+A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one
+token only, and up to ``seq_len`` tokens at the end of each span are left out. Does not model: packing by document, masks
+at document borders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+from jaxpipe.train.corpus import Corpus, Document
+from jaxpipe.train.permutation import Permutation, mix
+from jaxpipe.train.tokenizers import Ids, Tokenizer
+
+Batch = dict[str, npt.NDArray[Any]]  # tokens, targets: int32 [batch, seq_len]; weights: float32 [batch, seq_len]
+Span = tuple[int, int]  # [start, stop) of token positions
+
+_MAX_BLOCKS = 64
+_MIN_BLOCK_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """Where a run is in its data, for checkpoints: ``position`` sequences were consumed when ``step`` steps were done."""
+
+    step: int
+    position: int
+    seed: int
+    seq_len: int
+    fingerprint: str
+
+    def to_dict(self) -> dict[str, int | str]:
+        """Plain values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> DataState:
+        """The state of what :meth:`to_dict` gave.
+
+        Raises:
+            DataError: keys are missing, unknown, or of the wrong type.
+        """
+        kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
+        wrong = sorted(kinds.keys() ^ mapping.keys())
+        wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
+        wrong += [k for k in ("step", "position") if k not in wrong and mapping[k] < 0]
+        if wrong:
+            raise DataError(
+                f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"
+            )
+        return cls(**mapping)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """The windows of some spans at one sequence length: window i starts at ``starts(i)``."""
+
+    seq_len: int
+    first: npt.NDArray[np.int64]  # first token of each span
+    before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
+
+    @classmethod
+    def of(cls, spans: tuple[Span, ...], seq_len: int) -> Windows:
+        counts = [max(0, (stop - start - 1) // seq_len) for start, stop in spans]
+        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return cls(seq_len, np.array([start for start, _ in spans], dtype=np.int64), before)
+
+    def __len__(self) -> int:
+        return int(self.before[-1])
+
+    def starts(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Token positions where the windows with these indices start."""
+        span = np.searchsorted(self.before, indices, side="right") - 1
+        return self.first[span] + (indices - self.before[span]) * self.seq_len
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """Train batches at a fixed seed, batch size and sequence length; see :meth:`TokenDataset.batches`."""
+
+    ids: Ids
+    windows: Windows
+    seed: int
+    batch: int
+    fingerprint: str
+    origin: tuple[int, int] = (0, 0)  # (step, position) from which steps are counted
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.windows) / self.batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.windows.seq_len
+
+    def position_at(self, step: int) -> int:
+        """Sequences consumed before ``step``."""
+        first_step, first_position = self.origin
+        assert step >= first_step
+        return first_position + (step - first_step) * self.batch
+
+    def indices_at(self, step: int) -> npt.NDArray[np.int64]:
+        """Window indices of ``step``'s batch, int64 ``[batch]``."""
+        positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
+        epochs, within = np.divmod(positions, len(self.windows))
+        indices = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            indices[chosen] = _epoch_order(len(self.windows), self.seed, epoch)(within[chosen])
+        return indices
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``."""
+        starts = self.windows.starts(self.indices_at(step))
+        window = self.ids[starts[:, None] + np.arange(self.windows.seq_len + 1)].astype(np.int32)
+        weights = np.ones((self.batch, self.windows.seq_len), dtype=np.float32)
+        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+
+    def state_at(self, step: int) -> DataState:
+        """What a checkpoint keeps when ``step`` steps are done."""
+        return DataState(step, self.position_at(step), self.seed, self.windows.seq_len, self.fingerprint)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(n, mix(seed, epoch))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDataset:
+    """A corpus in two parts. ``train`` and ``held_out`` are spans of token positions, sorted, disjoint, covering all."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    train: tuple[Span, ...]
+    held_out: tuple[Span, ...]
+    fingerprint: str = field(default="")
+
+    @classmethod
+    def split(
+        cls, corpus: Corpus, tokenizer: Tokenizer, holdout: float = 0.05, by: Literal["blocks", "files"] = "blocks"
+    ) -> TokenDataset:
+        """Keep the fraction ``holdout`` of the tokens for evaluation.
+
+        ``blocks``: the corpus is cut into up to 64 equal blocks, and the end of each is kept. ``files``: whole documents
+        are kept, in the order of a hash of their names, until there are enough.
+
+        Raises:
+            DataError: nothing would be left on one side.
+        """
+        assert 0 <= holdout < 1
+        held_out = (
+            () if holdout == 0 else _held_blocks(corpus, holdout) if by == "blocks" else _held_files(corpus, holdout)
+        )
+        train = _complement(held_out, len(corpus.ids))
+        if not train or (holdout and not held_out):
+            raise DataError(
+                f"data {corpus.source}: {len(corpus.ids)} tokens are too few to keep {holdout:g} for evaluation"
+            )
+        described = f"{corpus.fingerprint} {tokenizer.fingerprint} {train}"
+        return cls(corpus, tokenizer, train, held_out, hashlib.sha256(described.encode()).hexdigest()[:16])
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.train)
+
+    @property
+    def held_out_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.held_out)
+
+    def describe(self) -> str:
+        """One line: the corpus, and how it is split."""
+        return f"{self.corpus.describe()}; {self.train_tokens:,} to train, {self.held_out_tokens:,} held out"
+
+    def pieces(self, part: Literal["train", "held_out"]) -> Iterator[Ids]:
+        """The ids of each span of one part (views, no copies)."""
+        for start, stop in getattr(self, part):
+            yield self.corpus.ids[start:stop]
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text behind one held-out target token (train tokens without held-out ones), for bits per byte; None if
+        ids have no text. Measured on up to 2^20 tokens of each span."""
+        pieces = [piece[1 : (1 << 20) + 1] for piece in self.pieces("held_out" if self.held_out else "train")]
+        counts = [self.tokenizer.num_bytes(piece) for piece in pieces]
+        known = [count for count in counts if count is not None]
+        tokens = sum(map(len, pieces))
+        return sum(known) / tokens if len(known) == len(counts) and tokens else None
+
+    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
+        """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
+
+        With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
+
+        Raises:
+            DataError: an epoch is smaller than one batch, or ``state`` is of other data, seed or sequence length.
+        """
+        windows = Windows.of(self.train, seq_len)
+        if len(windows) < batch:
+            raise DataError(self._too_small(len(windows), batch, seq_len))
+        if state is None:
+            return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint)
+        self._check_state(state, seed, seq_len)
+        return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint, (state.step, state.position))
+
+    def _too_small(self, have: int, batch: int, seq_len: int) -> str:
+        longest = max((n for n in range(1, seq_len) if len(Windows.of(self.train, n)) >= batch), default=0)
+        options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
+        advice = " or ".join(["use more text", *options])
+        what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
+        return f"data {self.corpus.source}: {what}: {advice}"
+
+    def _check_state(self, state: DataState, seed: int, seq_len: int) -> None:
+        pairs = {"seed": (state.seed, seed), "seq_len": (state.seq_len, seq_len)}
+        problems = [
+            f"data.{k}={now} where the checkpoint has {then}" for k, (then, now) in pairs.items() if then != now
+        ]
+        if state.fingerprint != self.fingerprint:
+            problems.append("the data, tokenizer or holdout differ from the checkpoint's")
+        if problems:
+            advice = "resuming would repeat or skip text; restore the settings, or start anew in another run.out_dir"
+            raise DataError(f"data {self.corpus.source}: {'; '.join(problems)}: {advice}")
+
+    def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
+        """Held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`.
+
+        All of them together cover every held-out target once: windows at the end of a span and the last batch are padded
+        with weight 0. With ``limit``, at most so many batches, of windows spread evenly.
+
+        Raises:
+            DataError: there is no held-out token to predict.
+        """
+        starts = np.array([a for start, stop in self.held_out for a in range(start, stop - 1, seq_len)], dtype=np.int64)
+        stops = np.array(
+            [stop for start, stop in self.held_out for _ in range(start, stop - 1, seq_len)], dtype=np.int64
+        )
+        if not len(starts):
+            raise DataError(
+                f"data {self.corpus.source}: {self.held_out_tokens} tokens held out, none to predict: raise data.holdout"
+            )
+        if limit is not None and limit * batch < len(starts):
+            chosen = np.linspace(0, len(starts) - 1, limit * batch).astype(np.int64)
+            starts, stops = starts[chosen], stops[chosen]
+        return tuple(
+            self._padded(starts[i : i + batch], stops[i : i + batch], batch, seq_len)
+            for i in range(0, len(starts), batch)
+        )
+
+    def _padded(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], batch: int, seq_len: int) -> Batch:
+        positions = starts[:, None] + np.arange(seq_len + 1)
+        real = positions < stops[:, None]
+        window = np.zeros((batch, seq_len + 1), dtype=np.int32)
+        window[: len(starts)] = np.where(real, self.corpus.ids[np.where(real, positions, starts[:, None])], 0)
+        weights = np.zeros((batch, seq_len), dtype=np.float32)
+        weights[: len(starts)] = real[:, 1:]
+        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+
+
+def _held_blocks(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
+    """The last ``holdout`` of each of up to 64 equal blocks, at least 4096 tokens each where the corpus has that many."""
+    n = len(corpus.ids)
+    blocks = min(_MAX_BLOCKS, max(1, int(n * holdout) // _MIN_BLOCK_TOKENS))
+    edges = [n * i // blocks for i in range(blocks + 1)]
+    spans = ((stop - int((stop - start) * holdout), stop) for start, stop in itertools.pairwise(edges))
+    return tuple((start, stop) for start, stop in spans if start < stop)
+
+
+def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
+    """Whole documents in the order of a hash of their names until they hold ``holdout`` of the tokens; neighbours merged.
+
+    A document that would bring the total above 1.1 times what is wanted is passed over; if all would, the smallest is kept.
+    """
+    if len(corpus.documents) < 2:
+        raise DataError(f"data {corpus.source}: one document can't be split by files; set data.split=blocks")
+    wanted, total = len(corpus.ids) * holdout, 0
+    kept: list[Document] = []
+    for document in sorted(corpus.documents, key=_name_hash):
+        size = document.stop - document.start
+        if total < wanted and total + size <= 1.1 * wanted:
+            kept.append(document)
+            total += size
+    kept = kept or [min(corpus.documents, key=lambda d: d.stop - d.start)]
+    spans: list[Span] = []
+    for document in sorted(kept, key=lambda d: d.start):
+        follows = bool(spans) and spans[-1][1] == document.start
+        start = spans.pop()[0] if follows else document.start
+        spans.append((start, document.stop))
+    return tuple(spans)
+
+
+def _name_hash(document: Document) -> bytes:
+    return hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+
+
+def _complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:
+    """The spans of ``range(n)`` that ``spans`` (sorted, disjoint) leave."""
+    edges = [0, *(edge for span in spans for edge in span), n]
+    return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)

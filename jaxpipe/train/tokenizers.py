@@ -1,0 +1,165 @@
+"""Tokenisers: text to token ids and back.
+
+:class:`ByteTokenizer` (one id a byte), :class:`HFTokenizer` (a ``tokenizer.json`` read by Hugging Face's ``tokenizers``
+package, imported only when asked for) and :class:`IdTokenizer` (a vocabulary size for arrays that come as ids, no text).
+Text travels as ``str`` in which bytes that are not UTF-8 are lone surrogates (PEP 383, ``surrogateescape``), so that any
+file survives a round trip through bytes. Special tokens are not added: the text is the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+
+Ids = npt.NDArray[Any]  # 1-D, integer
+
+
+class Tokenizer(Protocol):
+    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: equal for tokenisers that give equal ids."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> Ids:
+        """Ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
+
+    def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
+        """Bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids have no text."""
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest unsigned dtype that holds ids below ``vocab_size``."""
+    return np.min_scalar_type(max(vocab_size - 1, 0))
+
+
+class ByteTokenizer:
+    """One id a byte: UTF-8, with ``surrogateescape`` for bytes that are not. ``decode(encode(t)) == t`` for text read so."""
+
+    name = "byte"
+    vocab_size = 256
+    fingerprint = "byte"
+
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        return _checked(ids, self).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
+
+    def num_bytes(self, ids: Sequence[int] | Ids) -> int:
+        return len(ids)
+
+
+class IdTokenizer:
+    """A vocabulary of ``vocab_size`` ids without text, for arrays tokenised elsewhere. Decodes to the ids in digits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.name = self.fingerprint = f"ids:{vocab_size}"
+
+    def encode(self, text: str) -> Ids:
+        raise DataError(
+            f"tokenizer {self.name} has no text to encode: give data.tokenizer the tokenizer.json of these ids"
+        )
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        return " ".join(map(str, _checked(ids, self).tolist()))
+
+    def num_bytes(self, ids: Sequence[int] | Ids) -> None:
+        return None
+
+
+class HFTokenizer:
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``.
+
+    Raises:
+        DataError: the package is not installed, or the file is missing or not a tokeniser.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install tokenizers") from None
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"tokenizer {path}: can't be read ({error.strerror})") from None
+        try:
+            self._backend = Backend.from_str(content.decode("utf-8"))
+        except Exception as error:  # the package raises plain Exception
+            reason = " ".join(str(error).split())[:160]
+            raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({reason})") from None
+        self.name = str(path)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        if self.vocab_size == 0:
+            raise DataError(f"tokenizer {path}: its vocabulary is empty")
+        self.fingerprint = "hf:" + hashlib.sha256(content).hexdigest()[:16]
+
+    def encode(self, text: str) -> Ids:
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: bytes that were not UTF-8
+            raise DataError(
+                f"tokenizer {self.name}: the text is not valid UTF-8 ({_surrogate_place(text, error)})"
+            ) from None
+        return np.asarray(encoding.ids, dtype=id_dtype(self.vocab_size))
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        text: str = self._backend.decode(_checked(ids, self).tolist(), skip_special_tokens=False)
+        return text
+
+    def num_bytes(self, ids: Sequence[int] | Ids) -> int:
+        return len(self.decode(ids).encode("utf-8"))
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokeniser that ``spec`` names: ``byte``, ``ids:N``, or the path of a ``tokenizer.json``.
+
+    Raises:
+        DataError: no such tokeniser, or its file is bad.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec.startswith("ids:"):
+        if not re.fullmatch(r"ids:[1-9]\d{0,8}", spec):
+            raise DataError(f"tokenizer {spec!r}: write ids:N with the vocabulary size N, such as ids:50257")
+        return IdTokenizer(int(spec[4:]))
+    if not spec.endswith(".json") and not Path(spec).is_file():
+        raise DataError(f"tokenizer {spec!r}: use byte, ids:N, or the path of a tokenizer.json")
+    return HFTokenizer(spec)
+
+
+def _checked(ids: Sequence[int] | Ids, tokenizer: Tokenizer) -> Ids:
+    """``ids`` as an array, all in the vocabulary."""
+    array = np.asarray(ids, dtype=np.int64)
+    bad = np.flatnonzero((array < 0) | (array >= tokenizer.vocab_size))
+    if bad.size:
+        place = f"id {array[bad[0]]} at position {bad[0]}"
+        raise DataError(
+            f"{place} is not in the vocabulary of tokenizer {tokenizer.name} (0 to {tokenizer.vocab_size - 1})"
+        )
+    return array
+
+
+def _surrogate_place(text: str, error: Exception) -> str:
+    at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+    return str(error) if at is None else f"byte 0x{ord(text[at]) & 0xFF:02x} at character {at}"

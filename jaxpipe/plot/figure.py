@@ -1,0 +1,276 @@
+"""Gantt chart over memory curves, as SVG or PNG, with matplotlib's Agg and SVG canvases (no display, no pyplot).
+
+One panel a timeline, one row a rank, a microbatch number in every cell that has room for it; below, one row a rank with
+live memory over time, all timelines overlaid. Sizes are worked out in inches from the number of ranks and the length of a
+typical cell, so a long schedule gives a wide picture rather than an unreadable one. Cells are polygon collections and the
+numbers are glyph paths, one collection a label: thousands of cells draw in a second or two.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.plot.cells import Cell, cells_of, colour_of, extent, ink_on, lanes_of, op_title, origin, tint
+from jaxpipe.plot.units import Scale, Units, memory_scale, number, summary, time_scale
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule.timeline import Timeline
+
+_LEFT_IN, _RIGHT_IN, _HEAD_IN = 0.75, 0.95, 0.55
+_ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
+_RASTER_CELLS = 20_000  # above this an SVG holds its cells as an image
+_GRID = "#d7dbe0"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A timeline ready to draw. ``length``: last end, in the timeline's own unit, counted from its first start."""
+
+    timeline: Timeline
+    cells: tuple[Cell, ...]
+    length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes in inches (text in points) shared by all panels."""
+
+    width: float
+    row: float
+    memory_row: float
+    text_pt: float
+    length: float
+    time: Scale
+    lanes: tuple[str, ...]
+    num_chunks: int
+
+    @property
+    def plot_width(self) -> float:
+        return self.width - _LEFT_IN - _RIGHT_IN
+
+
+def save_figure(timelines: Sequence[Timeline], path: Path, form: str, title: str, units: Units) -> None:
+    """Draw and save as ``form`` (``svg`` or ``png``). The same timelines give the same bytes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the file can't be written.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"can't draw {str(path)!r}: matplotlib is missing ({error}); pip install matplotlib"
+        ) from None
+    panels = [Panel(t, cells_of(t), extent(t)) for t in timelines]
+    layout = _layout(panels, units)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpipe", "font.family": ["DejaVu Sans"]}):
+        figure = Figure(facecolor="white")
+        _compose(figure, panels, layout, title, units)
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        with path.open("wb") as file:
+            figure.savefig(file, format=form, dpi=144, metadata=metadata)
+
+
+def _layout(panels: Sequence[Panel], units: Units) -> Layout:
+    cells = [c for p in panels for c in p.cells]
+    lanes = lanes_of(cells)
+    ranks = max(p.timeline.num_ranks for p in panels)
+    length = max(p.length for p in panels) or 1.0
+    durations = [c.end - c.start for c in cells if c.lane == "compute" and c.end > c.start] or [length]
+    digits = len(str(max((c.microbatch for c in cells), default=0)))
+    wanted = length / statistics.median(durations) * (0.052 * digits + 0.035)
+    width = min(46.0, max(10.0, wanted + _LEFT_IN + _RIGHT_IN))
+    row = max(0.08, min(0.32, 10 / ranks)) * (1.0 if len(lanes) == 1 else 1.4)
+    cell_pt = 72 * (width - _LEFT_IN - _RIGHT_IN) * statistics.median(durations) / length
+    text_pt = max(4.0, min(8.5, 0.62 * 72 * row * (1.0 if len(lanes) == 1 else 0.6), 0.78 * cell_pt / (0.64 * digits)))
+    return Layout(
+        width=width,
+        row=row,
+        memory_row=max(0.08, min(0.5, 4.5 / ranks)),
+        text_pt=text_pt,
+        length=length,
+        time=time_scale(length, units),
+        lanes=lanes,
+        num_chunks=1 + max((c.chunk for c in cells), default=0),
+    )
+
+
+def _compose(figure: Any, panels: Sequence[Panel], layout: Layout, title: str, units: Units) -> None:
+    """Stack heading, legend, one Gantt panel a timeline, and the memory panel, from the top down."""
+    has_memory = any(len(p.timeline.memory) and any(m.times_s for m in p.timeline.memory) for p in panels)
+    ranks = max(p.timeline.num_ranks for p in panels)
+    heights = [0.36 + p.timeline.num_ranks * layout.row for p in panels]
+    total = _HEAD_IN + sum(heights) + 0.5 + (0.72 + ranks * layout.memory_row if has_memory else 0.0)
+    figure.set_size_inches(layout.width, total)
+    figure.text(_LEFT_IN / layout.width, 1 - 0.1 / total, title, fontsize=12, weight="bold", va="top")
+    _legend(figure, panels, layout, 1 - 0.36 / total)
+    top = total - _HEAD_IN
+    for k, (panel, height) in enumerate(zip(panels, heights, strict=True)):
+        rows = panel.timeline.num_ranks * layout.row
+        axes = _axes(figure, layout, total, top - height, rows)
+        _draw_gantt(axes, panel, layout, units)
+        if k < len(panels) - 1:
+            axes.set_xticklabels([])
+        else:
+            _label_time(axes, layout)
+        top -= height
+    if has_memory:
+        rows = ranks * layout.memory_row
+        axes = _axes(figure, layout, total, top - 0.72 - rows, rows)
+        _draw_memory(axes, panels, layout, units, ranks)
+        _label_time(axes, layout)
+
+
+def _axes(figure: Any, layout: Layout, total: float, bottom: float, height: float) -> Any:
+    axes = figure.add_axes((_LEFT_IN / layout.width, bottom / total, layout.plot_width / layout.width, height / total))
+    axes.set_xlim(0, layout.length * layout.time.factor)
+    axes.tick_params(labelsize=8, length=2.5, width=0.6)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color=_GRID, linewidth=0.5)
+    return axes
+
+
+def _label_time(axes: Any, layout: Layout) -> None:
+    axes.set_xlabel(
+        f"time ({layout.time.name})" if layout.time.name else "time (units of cost)", fontsize=8, labelpad=2
+    )
+
+
+def _label_ranks(axes: Any, ranks: int, row_in: float) -> None:
+    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, ranks) if s * row_in >= 0.13 or s == ranks)
+    ticks = list(range(0, ranks, step))
+    axes.set_yticks([r + 0.5 for r in ticks], [f"rank {r}" for r in ticks])
+    axes.set_ylim(ranks, 0)
+    axes.tick_params(axis="y", length=0)
+
+
+def _bands(layout: Layout) -> dict[str, tuple[float, float]]:
+    """Lane → (top, height) within a row of height 1: compute on top, the other lanes as strips below it."""
+    others = layout.lanes[1:]
+    if not others:
+        return {"compute": (0.06, 0.88)}
+    strip = min(0.14, 0.36 / len(others))
+    height = 0.90 - strip * len(others)
+    bands = {"compute": (0.04, height)}
+    bands.update({lane: (0.06 + height + k * strip, strip * 0.85) for k, lane in enumerate(others)})
+    return bands
+
+
+def _draw_gantt(axes: Any, panel: Panel, layout: Layout, units: Units) -> None:
+    timeline = panel.timeline
+    axes.set_title(f"{timeline.name}, {timeline.source} — {summary(timeline, units)}", fontsize=9, loc="left", pad=4)
+    _label_ranks(axes, timeline.num_ranks, layout.row)
+    bands = _bands(layout)
+    groups: dict[str, list[tuple[float, float, float, float]]] = {}
+    labels: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    factor = layout.time.factor
+    points = 72 * layout.plot_width / layout.length
+    for c in panel.cells:
+        top, height = bands[c.lane]
+        y, h = c.rank + top + c.band * height / c.bands, height / c.bands
+        colour = colour_of(c.op, c.lane, c.chunk, layout.num_chunks)
+        groups.setdefault(colour, []).append((c.start * factor, c.end * factor, y, y + h))
+        text = str(c.microbatch)
+        tall = h * layout.row * 72 >= layout.text_pt * 0.85
+        if c.lane == "compute" and tall and (c.end - c.start) * points >= layout.text_pt * 0.62 * len(text) + 0.8:
+            spot = ((c.start + c.end) / 2 * factor, y + h / 2)
+            labels.setdefault((text, ink_on(colour)), []).append(spot)
+    _add_idle(axes, timeline, bands["compute"], layout)
+    _add_boxes(axes, groups, raster=len(panel.cells) > _RASTER_CELLS)
+    _add_labels(axes, labels, layout.text_pt)
+
+
+def _add_idle(axes: Any, timeline: Timeline, band: tuple[float, float], layout: Layout) -> None:
+    """A pale strip behind each row for as long as the whole timeline lasts, so that bubbles show as gaps in it."""
+    whole = (0.0, timeline.makespan * layout.time.factor)
+    boxes = [(*whole, r + band[0], r + band[0] + band[1]) for r in range(timeline.num_ranks)]
+    _add_boxes(axes, {"#eef0f3": boxes}, edge="none")
+
+
+def _add_boxes(axes: Any, groups: dict[str, list[Any]], *, edge: str = "#ffffff", raster: bool = False) -> None:
+    import numpy as np
+    from matplotlib.collections import PolyCollection
+
+    for colour, boxes in groups.items():
+        x0, x1, y0, y1 = np.asarray(boxes, dtype=np.float64).T
+        corners: Any = np.stack([np.stack(p, -1) for p in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], axis=1)
+        line = 0.0 if edge == "none" or len(boxes) > 50_000 else 0.35
+        axes.add_collection(
+            PolyCollection(corners, facecolors=colour, edgecolors=edge, linewidths=line, rasterized=raster),
+            autolim=False,
+        )
+
+
+def _add_labels(axes: Any, labels: dict[tuple[str, str], list[tuple[float, float]]], text_pt: float) -> None:
+    """Each label drawn as one glyph path stamped at all its places; far faster than a text object a cell."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    font = FontProperties(family="DejaVu Sans")
+    middle = TextPath((0, 0), "0", size=100, prop=font).get_extents().height / 2
+    for (text, colour), places in labels.items():
+        path = TextPath((0, 0), text, size=100, prop=font)
+        box = path.get_extents()
+        to_points = Affine2D().translate(-(box.x0 + box.x1) / 2, -middle).scale(text_pt / 100 / 72)
+        stamp = PathCollection([path], offsets=places, offset_transform=axes.transData, facecolors=colour, linewidths=0)
+        stamp.set_transform(to_points + axes.figure.dpi_scale_trans)
+        axes.add_collection(stamp, autolim=False)
+
+
+def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Units, ranks: int) -> None:
+    """One row a rank; the first timeline filled, the others as lines; all rows share one scale."""
+    import numpy as np
+
+    highest = max((m.peak for p in panels for m in p.timeline.memory), default=0.0) or 1.0
+    scale = memory_scale(highest, units)
+    what = "live memory" if units == "si" else "live activations"
+    who = "" if len(panels) == 1 else f" ({panels[0].timeline.source} filled, then as lines)"
+    axes.set_title(f"{what} per rank{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
+                   loc="left", pad=4)  # fmt: skip
+    _label_ranks(axes, ranks, layout.memory_row)
+    for k, panel in enumerate(panels):
+        colour = _ROW_COLOURS[k % len(_ROW_COLOURS)]
+        begin, end = origin(panel.timeline), panel.length
+        for rank, curve in enumerate(panel.timeline.memory):
+            if not curve.times_s:
+                continue
+            times = np.append(np.asarray(curve.times_s, dtype=np.float64) - begin, max(end, curve.times_s[-1] - begin))
+            level = rank + 0.95 - 0.88 * np.append(curve.bytes, curve.bytes[-1]) / highest
+            if k == 0:
+                axes.fill_between(times * layout.time.factor, level, rank + 0.95, step="post", color="#c9d3df", lw=0)
+            axes.step(times * layout.time.factor, level, where="post", color=colour, linewidth=0.8 if k == 0 else 1.0)
+    if layout.memory_row >= 0.12:
+        for rank in range(ranks):
+            peaks = [p.timeline.memory[rank].peak for p in panels if rank < len(p.timeline.memory)]
+            text = " / ".join(number(x * scale.factor) for x in peaks)
+            axes.text(1.004, rank + 0.55, f"{text} {scale.name}", transform=axes.get_yaxis_transform(),
+                      fontsize=7.5, va="center")  # fmt: skip
+
+
+def _legend(figure: Any, panels: Sequence[Panel], layout: Layout, y: float) -> None:
+    from matplotlib.patches import Patch
+
+    cells = [c for p in panels for c in p.cells]
+    ops = dict.fromkeys((c.op, "send" if c.lane == "send" else "op") for c in cells)
+    entries = [Patch(color=colour_of(op, "compute", 0, 1), label=op_title(op)) for op, kind in ops if kind == "op"]
+    if any(kind == "send" for _, kind in ops):
+        entries.append(Patch(color=colour_of("F", "send", 0, 1), label="transfer to another rank"))
+    shown = layout.num_chunks if layout.num_chunks <= 4 else 2
+    chunks = [0, layout.num_chunks - 1] if shown < layout.num_chunks else list(range(shown))
+    if layout.num_chunks > 1:
+        entries += [Patch(color=tint("#404040", k, layout.num_chunks), label=f"chunk {k}") for k in chunks]
+    entries.append(Patch(facecolor="#eef0f3", edgecolor=_GRID, label="idle"))
+    figure.legend(handles=entries, loc="upper left", bbox_to_anchor=(_LEFT_IN / layout.width, y), ncols=len(entries),
+                  fontsize=8, frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2, handleheight=0.8,
+                  columnspacing=1.4)  # fmt: skip

@@ -8,6 +8,7 @@ thing off (``eval_every``, ``checkpoint_every``, ``clip_norm``).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -51,7 +52,7 @@ class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``schedule``: the name of a family, or a schedule file (``.sched``
     ``.json`` ``.csv``). ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch
     (1F1B needs p), or none. ``recompute``: policy on what F may save. ``cut``: how layers become stages: ``analytic`` or
-    ``measured`` costs, or the number of layers of each stage.
+    ``measured`` costs, or the layers (indices or names) at which the second and later stages start.
     """
 
     ranks: int = 4
@@ -60,7 +61,7 @@ class PipelineConfig:
     schedule: str = "1f1b"
     memory_limit: float | None = None
     recompute: str = "none"
-    cut: Literal["analytic", "measured"] | tuple[int, ...] = "analytic"
+    cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +273,9 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"data.suffixes has {suffix!r}, expected suffixes that start with a dot, such as .txt",
             )
     cut = values.get("pipeline.cut", "")
-    if isinstance(cut, list) and any(layers < 1 for layers in cut):
-        yield "pipeline.cut", f"pipeline.cut is {cut}, every stage needs at least 1 layer"
+    layers = [layer for layer in cut if isinstance(layer, int)]
+    if any(a >= b for a, b in itertools.pairwise([0, *layers])):
+        yield "pipeline.cut", f"pipeline.cut is {cut}, stages start at increasing layers above 0, such as [2, 4, 6]"
 
 
 def _batch_rule(config: TrainConfig) -> str:
@@ -305,11 +307,19 @@ def _holdout_rule(config: TrainConfig) -> str:
 
 def _cut_rule(config: TrainConfig) -> str:
     pipeline = config.pipeline
-    wanted = pipeline.ranks * pipeline.chunks
-    if not isinstance(pipeline.cut, tuple) or len(pipeline.cut) == wanted:
+    stages = pipeline.ranks * pipeline.chunks
+    if isinstance(pipeline.cut, str) or len(pipeline.cut) == stages - 1:
         return ""
-    made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {wanted}"
-    return f"pipeline.cut has {len(pipeline.cut)} stages, but {made}"
+    made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
+    return f"pipeline.cut has {len(pipeline.cut)} layers at which a stage starts, but {made}, which need {stages - 1}"
+
+
+def _seq_len_rule(config: TrainConfig) -> str:
+    """Models get their sequence length from the data."""
+    given, wanted = config.model.options.get("seq_len"), config.data.seq_len
+    if given in (None, wanted):
+        return ""
+    return f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
 
 
 _ONE_CHUNK = frozenset({"1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb"})
@@ -341,4 +351,5 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
     ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
+    ("model.options", "data.seq_len"): _seq_len_rule,
 }

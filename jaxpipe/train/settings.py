@@ -76,7 +76,8 @@ def expected(hint: Hint) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(expected, args))
     if origin is tuple:
-        plural = {int: "integers", float: "numbers", str: "strings"}.get(args[0], "values")
+        parts = get_args(args[0]) or (args[0],)
+        plural = " or ".join({int: "integers", float: "numbers", str: "strings"}.get(part, "values") for part in parts)
         return f"a list of {plural}" if args[-1] is Ellipsis else f"a list of {len(args)} {plural}"
     return "a table"
 
@@ -122,7 +123,7 @@ def _fit_open(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_fit_open(x) for x in value]
     if type(value) not in (bool, int, float, str):
-        raise _MisfitError(f"holds {value!r}; use numbers, strings, true, false, lists and tables")
+        raise _MisfitError(f"holds {value!r}: use numbers, strings, true, false, lists and tables")
     return value
 
 
@@ -145,7 +146,8 @@ def parse(text: str, hint: Hint) -> Any:
     """
     origin, args = _anatomy(hint)
     if origin in (Union, UnionType):
-        return _first_fit(parse, text, args)
+        listed = text.strip().startswith("[") or "," in text  # else a misspelt word would be a list of one string
+        return _first_fit(parse, text, [arg for arg in args if listed or get_origin(arg) is not tuple])
     if hint is str or origin is Literal:
         return fit(text, hint)
     stripped = text.strip()
@@ -196,18 +198,18 @@ def _sections(record: type) -> tuple[str, ...]:
 
 
 def _unknown(record: type, key: str, place: str) -> Problem:
-    """The problem of a key that does not exist, with a suggestion: the key meant, or those that the section has."""
-    hints = leaf_hints(record)
+    """The problem of a key that does not exist, with a suggestion: the key meant, or those that there are."""
+    hints, sections = leaf_hints(record), _sections(record)
     section, _, leaf = key.partition(".")
-    close = difflib.get_close_matches(key, list(hints), n=1, cutoff=0.75)
-    same_leaf = [k for k in hints if k.split(".")[1] == (leaf or section)]
-    if close or same_leaf:
-        advice = f"did you mean {(close or same_leaf)[0]}?"
-    elif leaf and section in _sections(record):
-        advice = f"[{section}] has " + ", ".join(k.split(".")[1] for k in hints if k.startswith(section + "."))
+    siblings = [k.split(".")[1] for k in hints if k.startswith(section + ".")]
+    near = [f"{section}.{name}" for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
+    near += [k for k in hints if k.split(".")[1] == (leaf or section)]
+    if not siblings:
+        near += difflib.get_close_matches(key, hints if leaf else sections, n=1, cutoff=0.6)
+    if near:
+        advice = f"did you mean {near[0]}?"
     else:
-        near = difflib.get_close_matches(section, _sections(record), n=1, cutoff=0.6)
-        advice = f"did you mean {near[0]}?" if near else f"sections: {', '.join(_sections(record))}"
+        advice = f"[{section}] has {', '.join(siblings)}" if siblings else f"sections: {', '.join(sections)}"
     return Problem(f"unknown key {key}: {advice}", (key,), place)
 
 

@@ -1,0 +1,316 @@
+"""The training config: defaults, files, overrides, round trips, and one clear line for each kind of mistake."""
+
+from __future__ import annotations
+
+import json
+import string
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+    load_config,
+)
+from jaxpipe.train.settings import leaf_hints
+
+
+def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The message of the ConfigError that ``call`` raises; always one line."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    message = str(caught.value)
+    assert message and "\n" not in message and message == message.strip()
+    return message
+
+
+# Round trips
+
+_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+_names = st.text(string.ascii_letters + "_", min_size=1, max_size=8)
+_scalars = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | _text
+_open = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3), max_leaves=8
+)
+_positive = st.floats(1e-12, 1e3)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainConfig:
+    """Valid configs."""
+    microbatches, steps = draw(st.integers(1, 64)), draw(st.integers(1, 10**6))
+    ranks = draw(st.integers(1, 16))
+    boundaries = draw(st.lists(st.integers(1, 99), min_size=ranks - 1, max_size=ranks - 1, unique=True))
+    holdout = draw(st.sampled_from([0.0, 0.01, 0.5]))
+    options = draw(st.dictionaries(_text.filter(lambda name: name != "seq_len"), _open, max_size=4))
+    return TrainConfig(
+        ModelConfig(f"{draw(_names)}.{draw(_names)}:{draw(_names)}", options),
+        DataConfig(
+            path=draw(_text.filter(str.strip)),
+            seq_len=draw(st.integers(1, 4096)),
+            holdout=holdout,
+            split=draw(st.sampled_from(["blocks", "files"])),
+            suffixes=tuple(f".{x}" for x in draw(st.lists(_text, max_size=3))),
+            seed=draw(st.integers(0, 2**63 - 1)),
+        ),
+        PipelineConfig(
+            ranks=ranks,
+            microbatches=microbatches,
+            memory_limit=draw(st.none() | _positive),
+            cut=draw(st.sampled_from(["analytic", "measured", tuple(sorted(boundaries))])),
+        ),
+        OptimizerConfig(
+            lr=draw(_positive),
+            warmup_steps=draw(st.integers(0, steps)),
+            betas=draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),
+        ),
+        RunConfig(
+            steps=steps,
+            batch=microbatches * draw(st.integers(1, 9)),
+            eval_every=draw(st.integers(0, 9)) if holdout else 0,
+            out_dir=draw(_text.filter(str.strip)),
+            tensorboard=draw(st.booleans()),
+        ),
+    )
+
+
+@given(configs())
+def test_round_trips_through_dict_toml_and_json(config: TrainConfig) -> None:
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict(tomllib.loads(config.to_toml())) == config
+    assert TrainConfig.from_dict(json.loads(config.to_json())) == config
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_files_load_to_an_equal_config(tmp_path: Path, suffix: str) -> None:
+    config = replace(TrainConfig(), run=RunConfig(steps=37, out_dir='runs/"odd" \\ ü\x7f'))
+    path = tmp_path / f"run{suffix}"
+    path.write_text(config.to_toml() if suffix == ".toml" else config.to_json(), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_leaves_that_may_be_none_default_to_none() -> None:
+    """TOML can't say none, so what is left out must mean it."""
+    for section, leaves in TrainConfig().to_dict().items():
+        for key in leaves:
+            hint = leaf_hints(TrainConfig)[f"{section}.{key}"]
+            assert ("None" in str(hint)) == (leaves[key] is None)
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("run.steps=300", "run", "steps", 300),
+        ("run.steps = 1_000", "run", "steps", 1000),
+        ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
+        ("optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("optimizer.betas=0.8, 0.9", "optimizer", "betas", (0.8, 0.9)),
+        ("optimizer.betas=[0.8,0.9]", "optimizer", "betas", (0.8, 0.9)),
+        ("run.tensorboard=true", "run", "tensorboard", True),
+        ("run.tensorboard=False", "run", "tensorboard", False),
+        ("run.out_dir=a=b c", "run", "out_dir", "a=b c"),
+        ("run.resume=must", "run", "resume", "must"),
+        ("pipeline.memory_limit=4", "pipeline", "memory_limit", 4.0),
+        ("pipeline.memory_limit=none", "pipeline", "memory_limit", None),
+        ("pipeline.cut=measured", "pipeline", "cut", "measured"),
+        ("pipeline.cut=1,3,5", "pipeline", "cut", (1, 3, 5)),
+        ("pipeline.cut=['b1', 'b3', \"b5\"]", "pipeline", "cut", ("b1", "b3", "b5")),
+        ("data.suffixes=.txt", "data", "suffixes", (".txt",)),
+        ("model.options.depth=4", "model", "options", {"depth": 4}),
+        ("model.options.name=plain words", "model", "options", {"name": "plain words"}),
+        ("model.options.a.b=[1, 2.5]", "model", "options", {"a": {"b": [1, 2.5]}}),
+        ("model.options={a = 1, b = {c = true}}", "model", "options", {"a": 1, "b": {"c": True}}),
+    ],
+)
+def test_overrides_are_parsed_by_type(override: str, section: str, key: str, value: object) -> None:
+    got = getattr(getattr(TrainConfig().override([override]), section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[run]\nsteps = 50\nlog_every = 3\n[model.options]\nd = 8\nn = 2\n")
+    config = load_config(path, ["run.steps=60", "run.steps=70", "model.options.d=16"])
+    assert (config.run.steps, config.run.log_every, config.run.batch) == (70, 3, RunConfig().batch)
+    assert config.model.options == {"d": 16, "n": 2}
+
+
+def test_no_file_and_no_overrides_are_the_defaults() -> None:
+    assert load_config() == TrainConfig() == TrainConfig.from_dict({})
+
+
+# Mistakes: overrides, each with what the one line must contain
+
+MISTAKES = {
+    "unknown key, near one known": (
+        "run.step=3",
+        "override 'run.step=3': unknown key run.step: did you mean run.steps?",
+    ),
+    "key of another section": ("run.seq_len=3", "did you mean data.seq_len?"),
+    "key without its section": ("steps=3", "did you mean run.steps?"),
+    "unknown key, near none": ("optimizer.qqq=3", "[optimizer] has lr, warmup_steps"),
+    "unknown section, near one known": ("optimiser=3", "did you mean optimizer?"),
+    "unknown section, near none": ("zzz.x=3", "sections: model, data, pipeline, optimizer, run"),
+    "key below a leaf": ("run.steps.x=3", "unknown key run.steps.x"),
+    "a section as a key": ("run=3", "run is a section"),
+    "no equals sign": ("run.steps", "write it as section.key=value"),
+    "no key": ("=3", "write it as section.key=value"),
+    "word for an integer": ("run.steps=many", 'run.steps is "many", expected an integer'),
+    "fraction for an integer": ("run.steps=3.0", "expected an integer"),
+    "nothing for an integer": ("run.steps=", "expected an integer"),
+    "word for a number": ("optimizer.lr=fast", 'optimizer.lr is "fast", expected a number'),
+    "infinite number": ("optimizer.lr=inf", "expected a number (not finite)"),
+    "not a number": ("optimizer.lr=nan", "expected a number (not finite)"),
+    "word for a truth value": ("run.tensorboard=maybe", "expected true or false"),
+    "word outside the choice": ("run.resume=mst", "expected one of 'auto', 'never', 'must' (did you mean 'must'?)"),
+    "wrong dtype": ("run.dtype=float16", "one of 'float32', 'bfloat16' (did you mean 'bfloat16'?)"),
+    "too few in a pair": ("optimizer.betas=0.9", "expected a list of 2 numbers"),
+    "word in a list of numbers": ("optimizer.betas=0.9,x", "expected a list of 2 numbers"),
+    "word for none or a number": ("pipeline.memory_limit=lots", "expected a number or none"),
+    "misspelt way to cut": ("pipeline.cut=measred", "or a list of integers or strings (did you mean 'measured'?)"),
+    "date in the options": ("model.options.day=2024-01-01", "use numbers, strings"),
+    "zero steps": ("run.steps=0", "override 'run.steps=0': run.steps is 0, must be at least 1"),
+    "zero ranks": ("pipeline.ranks=0", "pipeline.ranks is 0, must be at least 1"),
+    "zero microbatches": ("pipeline.microbatches=0", "pipeline.microbatches is 0, must be at least 1"),
+    "negative batch": ("run.batch=-8", "run.batch is -8, must be at least 1"),
+    "seed too large": ("run.seed=2147483648", "must be at most 2147483647"),
+    "zero learning rate": ("optimizer.lr=0", "optimizer.lr is 0.0, must be greater than 0"),
+    "beta of one": ("optimizer.betas=0.9,1", "optimizer.betas[1] is 1.0, must be at least 0 and less than 1"),
+    "learning rate that rises": ("optimizer.min_lr_ratio=2", "must be at most 1"),
+    "negative memory": ("pipeline.memory_limit=-1", "must be greater than 0"),
+    "most of the data held out": ("data.holdout=0.9", "must be at most 0.5"),
+    "empty path": ("data.path=", "data.path is empty"),
+    "suffix without a dot": ("data.suffixes=txt", "start with a dot"),
+    "target without a function": ("model.target=models.gpt", "expected module:function"),
+    "decreasing cut": ("pipeline.cut=4,2,6", "increasing layers above 0"),
+    "batch that does not divide": ("run.batch=10", "use run.batch=8 or 16, or pipeline.microbatches=5 or 10"),
+    "batch below the microbatches": ("run.batch=3", "use run.batch=8, or pipeline.microbatches=1 or 3"),
+    "warm-up longer than the run": (
+        "run.steps=10",
+        "optimizer.warmup_steps=20 is more than run.steps=10: use at most 10",
+    ),
+    "evaluation of nothing": ("data.holdout=0", "set data.holdout=0.05 or run.eval_every=0"),
+    "cut for other sizes": ("pipeline.cut=1,2", "pipeline.ranks=4 times pipeline.chunks=1 make 4 stages, which need 3"),
+    "chunks where there is one": ("pipeline.chunks=2", "set pipeline.chunks=1 or pipeline.schedule=interleaved-1f1b"),
+    "interleaving one chunk": ("pipeline.schedule=interleaved-1f1b", "needs pipeline.chunks of at least 2, got 1"),
+    "ids of a text": ("data.tokenizer=ids:100", "is for arrays of ids (.npy, .npz)"),
+    "model of another length": ("model.options.seq_len=64", "differs from data.seq_len=128"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_mistake_in_an_override_is_one_clear_line(kind: str) -> None:
+    override, expected = MISTAKES[kind]
+    message = refusal(load_config, None, [override])
+    assert expected in message
+    assert "; " not in message, "one mistake, one problem"
+
+
+# Mistakes in files
+
+BAD_FILES = {
+    "no such file": ("absent.toml", None, "no such config file"),
+    "another kind of file": ("c.yaml", "run: 3", "ends in .toml or .json"),
+    "malformed TOML": ("c.toml", "[run\nsteps = 3", "not valid TOML"),
+    "malformed JSON": ("c.json", '{"run": {', "not valid JSON"),
+    "key given twice in JSON": ("c.json", '{"run": {"steps": 3, "steps": 4}}', "key 'steps' is given twice"),
+    "key given twice in TOML": ("c.toml", "[run]\nsteps = 3\nsteps = 4", "not valid TOML"),
+    "a list at the top": ("c.json", "[1]", "expected an object with sections"),
+    "not text": ("c.toml", b"\xff\xfe\x00", "not UTF-8"),
+    "unknown section": ("c.toml", "[runn]\nsteps = 3", "unknown key runn: did you mean run?"),
+    "section that is a value": ("c.toml", "run = 3", "run is a section"),
+    "string for an integer": ("c.toml", "[run]\nsteps = '3'", 'run.steps is "3", expected an integer'),
+    "truth value for an integer": ("c.toml", "[run]\nsteps = true", "run.steps is true, expected an integer"),
+    "number for a string": ("c.json", '{"data": {"path": 3}}', "data.path is 3, expected a string"),
+    "null for a string": ("c.json", '{"data": {"path": null}}', "data.path is null, expected a string"),
+    "list with another type": ("c.toml", "[data]\nsuffixes = ['.txt', 3]", "expected a list of strings"),
+    "value for a table": ("c.toml", "[model]\noptions = 3", "expected a table"),
+    "null in the options": ("c.json", '{"model": {"options": {"a": null}}}', "use numbers, strings"),
+    "JSON infinity": ("c.json", '{"optimizer": {"lr": Infinity}}', "not finite"),
+    "integer beyond floats": ("c.toml", "[optimizer]\nlr = 1" + "0" * 400, "not finite"),
+    "newline in a key": ("c.toml", '[run]\n"a\\nb" = 3', "unknown key run.a b"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_mistake_in_a_file_is_one_clear_line_that_names_the_file(tmp_path: Path, kind: str) -> None:
+    name, content, expected = BAD_FILES[kind]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = refusal(load_config, path)
+    assert message.startswith(str(path))
+    assert expected in message
+
+
+def test_a_directory_is_not_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "d.toml").mkdir()
+    assert "can't be read" in refusal(load_config, tmp_path / "d.toml")
+
+
+# All at once
+
+
+def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[run]\nstep = 3\nbatch = 10\n[data]\nseq_len = 0\n")
+    message = refusal(load_config, path, ["optimizer.lr=fast", "pipeline.ranks=-1"])
+    problems = message.split("; ")
+    assert [p.removeprefix(f"{path}: ") for p in problems[:1]] == ["unknown key run.step: did you mean run.steps?"]
+    assert problems[1].startswith("override 'optimizer.lr=fast': ")
+    assert f"{path}: data.seq_len is 0, must be at least 1" in problems
+    assert "override 'pipeline.ranks=-1': pipeline.ranks is -1, must be at least 1" in problems
+    assert any(p.startswith("run.batch=10 is not divisible by pipeline.microbatches=8") for p in problems)
+    assert len(problems) == 5
+
+
+def test_a_rule_on_a_value_that_is_already_wrong_stays_silent() -> None:
+    message = refusal(load_config, None, ["pipeline.microbatches=0", "run.batch=x"])
+    assert "divisible" not in message
+    assert len(message.split("; ")) == 2
+
+
+def test_construction_in_python_is_checked_too() -> None:
+    assert "run.steps is 0" in refusal(TrainConfig, run=RunConfig(steps=0))
+    assert 'run.steps is "3", expected an integer' in refusal(TrainConfig, run=RunConfig(steps="3"))  # type: ignore[arg-type]
+    assert "not divisible" in refusal(replace, TrainConfig(), pipeline=PipelineConfig(microbatches=7))
+
+
+@given(st.integers(1, 400), st.integers(1, 400))
+def test_the_numbers_that_a_message_names_would_work(batch: int, microbatches: int) -> None:
+    sizes = [f"run.batch={batch}", f"pipeline.microbatches={microbatches}"]
+    if batch % microbatches == 0:
+        assert TrainConfig().override(sizes).run.batch == batch
+        return
+    message = refusal(TrainConfig().override, sizes)
+    batches, counts = message.split("use run.batch=")[1].split(", or pipeline.microbatches=")
+    for advised in batches.split(" or "):
+        TrainConfig().override([sizes[1], f"run.batch={advised}"])
+    for advised in counts.split(" or "):
+        TrainConfig().override([sizes[0], f"pipeline.microbatches={advised}"])
+
+
+def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:
+    lines = TrainConfig().override(["run.batch=64"]).describe().splitlines()
+    assert len(lines) == sum(len(fields(getattr(TrainConfig(), f.name))) for f in fields(TrainConfig))
+    changed = [line for line in lines if "*" in line]
+    assert len(changed) == 1
+    assert changed[0].split() == ["*", "batch", "64"]
+    first = TrainConfig().describe().splitlines()[0]
+    at = first.index("models.gpt:GPT")
+    assert all(line[at - 1] == " " != line[at] for line in lines)

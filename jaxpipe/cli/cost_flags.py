@@ -1,0 +1,193 @@
+"""Flags that several schedule verbs share: sizes, costs, memory limit; and the cost profile they describe.
+
+Costs given as ``--cost F,B,W`` are one rank's share of one microbatch and are divided by the chunks of the schedule; a file
+given as ``--costs`` has an entry per stage and is used as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpipe.cli.parser import amount, cost_triple, whole_number
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.plot.units import Units
+    from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline
+
+MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000
+
+
+def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
+    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
+    note = "; must agree with the file" if from_file else ""
+    group = parser.add_argument_group("sizes")
+    for flag, metavar, most, default in (
+        ("ranks", "P", MOST_RANKS, 4),
+        ("microbatches", "M", MOST_MICROBATCHES, 8),
+        ("chunks", "V", MOST_CHUNKS, None),
+    ):
+        shown = note or (f" (default {default})" if default else " per rank (default: the family's own)")
+        group.add_argument(
+            f"--{flag}",
+            metavar=metavar,
+            type=whole_number(flag, most),
+            default=None if from_file else default,
+            help=f"number of {flag}{shown}",
+        )
+
+
+def add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    """``--cost --comm --w-residual --costs``."""
+    group = parser.add_argument_group(
+        "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
+    )
+    group.add_argument("--cost", metavar="F,B,W", type=cost_triple, help="time of F, B and W (default 1,1,1)")
+    group.add_argument(
+        "--comm", metavar="C", type=amount("--comm"), help="time of one transfer between ranks (default 0)"
+    )
+    group.add_argument(
+        "--w-residual",
+        metavar="X",
+        type=amount("--w-residual", most=1),
+        help="fraction of an activation kept from B's end to W's end (default 1)",
+    )
+    group.add_argument(
+        "--costs", metavar="FILE", help="cost profile (JSON) with seconds and bytes of each stage, instead"
+    )
+
+
+def add_limit_flag(parser: argparse.ArgumentParser) -> None:
+    """``--memory-limit``."""
+    parser.add_argument(
+        "--memory-limit",
+        metavar="L",
+        type=amount("--memory-limit", zero=False),
+        help="live activations allowed on a rank, in its share of one microbatch (1F1B needs p)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """The costs asked for: a profile read from ``path``, or uniform ones."""
+
+    path: str | None
+    profile: CostProfile | None
+    cost: tuple[float, float, float]
+    comm: float
+    w_residual: float
+
+    @property
+    def units(self) -> Units:
+        """A profile from a file is in seconds and bytes; costs given as flags are in whatever unit their user means."""
+        return "si" if self.profile is not None else "plain"
+
+    def for_placement(self, placement: Placement, name: str) -> CostProfile:
+        """The profile for a schedule called ``name``.
+
+        Raises:
+            ConfigError: the file has another number of stages.
+        """
+        from jaxpipe.schedule import CostProfile
+
+        if self.profile is None:
+            f, b, w = self.cost
+            return CostProfile.uniform(
+                placement.num_stages,
+                chunks=placement.num_chunks,
+                f=f,
+                b=b,
+                w=w,
+                comm=self.comm,
+                w_residual=self.w_residual,
+                source="command line",
+            )
+        if self.profile.num_stages != placement.num_stages:
+            raise ConfigError(
+                f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
+                f"{placement.num_chunks} chunks per rank has {placement.num_stages} stages"
+            )
+        return self.profile
+
+
+def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
+    """Read what :func:`add_cost_flags` collected.
+
+    Raises:
+        ConfigError: ``--costs`` together with a flag it replaces.
+        JaxpipeError, OSError: the file can't be read.
+    """
+    given = [f"--{n.replace('_', '-')}" for n in ("cost", "comm", "w_residual") if getattr(arguments, n) is not None]
+    profile = None
+    if arguments.costs is not None:
+        if given:
+            raise ConfigError(f"--costs FILE and {given[0]} contradict each other; give one of them")
+        from jaxpipe.schedule import read_costs
+
+        require_file(arguments.costs)
+        profile = read_costs(arguments.costs)
+    return CostChoice(
+        path=arguments.costs,
+        profile=profile,
+        cost=arguments.cost or (1.0, 1.0, 1.0),
+        comm=arguments.comm or 0.0,
+        w_residual=1.0 if arguments.w_residual is None else arguments.w_residual,
+    )
+
+
+def check_size(ranks: int, microbatches: int, chunks: int) -> None:
+    """Refuse sizes whose schedule would not fit a picture, a file or this machine.
+
+    Raises:
+        ConfigError: more than ``MOST_ACTIONS`` pairs of stage and microbatch.
+    """
+    pairs = ranks * microbatches * chunks
+    if pairs > MOST_ACTIONS:
+        raise ConfigError(
+            f"--ranks {ranks} --microbatches {microbatches} with {chunks} chunks is {pairs} pairs of stage and microbatch; "
+            f"at most {MOST_ACTIONS} are handled, for example --microbatches {max(1, MOST_ACTIONS // (ranks * chunks))}"
+        )
+
+
+def check_agreement(arguments: argparse.Namespace, schedule: Schedule, path: str) -> None:
+    """Refuse size flags that differ from the schedule in a file.
+
+    Raises:
+        ConfigError: names the flag and both values.
+    """
+    sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "chunks": schedule.num_chunks}
+    for flag, actual in sizes.items():
+        asked = getattr(arguments, flag)
+        if asked is not None and asked != actual:
+            raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {actual} {flag}")
+
+
+def check_limit(timeline: Timeline, limit: float | None) -> None:
+    """Refuse a schedule that needs more than ``--memory-limit``.
+
+    Raises:
+        ConfigError: names the rank with the highest peak.
+    """
+    peaks: Sequence[float] = timeline.peak_activations
+    if limit is not None and peaks and max(peaks) > limit * (1 + 1e-9):
+        rank = peaks.index(max(peaks))
+        raise ConfigError(
+            f"{timeline.name} holds {max(peaks):g} activations on rank {rank}, above --memory-limit {limit:g}"
+        )
+
+
+def require_file(path: str) -> None:
+    """Refuse a path that is not a readable file, in words.
+
+    Raises:
+        ConfigError: it does not exist or is a directory.
+    """
+    where = Path(path)
+    if where.is_dir():
+        raise ConfigError(f"{path!r} is a directory; want a file")
+    if not where.exists():
+        raise ConfigError(f"{path!r} does not exist")

@@ -1,0 +1,64 @@
+"""``-o FILE``, repeatable: a schedule or picture in the form its suffix names.
+
+All paths are checked before any work is done, so a typing error in the second does not cost the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpipe.cli.parser import closest
+from jaxpipe.errors import ConfigError
+
+SCHEDULE_SUFFIXES = (".sched", ".json", ".csv")
+PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")
+
+
+def add_output_flag(parser: argparse.ArgumentParser, suffixes: Sequence[str], *, required: bool = False) -> None:
+    """``-o``/``--output``."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        action="append",
+        default=[],
+        required=required,
+        help=f"write FILE, in the form its suffix names: {' '.join(suffixes)} (repeatable)",
+    )
+
+
+def check_outputs(paths: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Refuse paths that can't be written.
+
+    Raises:
+        ConfigError: an unknown suffix, a directory, a missing or unwritable folder, or a path given twice.
+    """
+    for k, path in enumerate(paths):
+        suffix = suffix_of(path)
+        if suffix not in suffixes:
+            raise ConfigError(
+                f"-o {path!r}: unknown suffix {suffix!r}{closest(suffix, suffixes)}; use one of {' '.join(suffixes)}"
+            )
+        where = Path(path)
+        if where.is_dir():
+            raise ConfigError(f"-o {path!r} is a directory; name a file in it")
+        if not where.parent.is_dir():
+            raise ConfigError(f"-o {path!r}: there is no directory {str(where.parent)!r}; create it first")
+        if not os.access(where if where.exists() else where.parent, os.W_OK):
+            raise ConfigError(f"-o {path!r} can't be written: permission denied")
+        if path in paths[:k]:
+            raise ConfigError(f"-o {path!r} is given twice")
+
+
+def suffix_of(path: str) -> str:
+    """The suffix that decides the form: ``.trace.json`` counts as one."""
+    name = Path(path).name.lower()
+    return ".trace.json" if name.endswith(".trace.json") else Path(name).suffix
+
+
+def is_picture(path: str) -> bool:
+    """Whether ``path`` gets a picture (or trace) rather than a schedule."""
+    return suffix_of(path) in PICTURE_SUFFIXES

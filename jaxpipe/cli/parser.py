@@ -1,0 +1,104 @@
+"""An argument parser that answers mistakes with one line and a suggestion, and the types of our flags.
+
+argparse prints usage and exits on an error; here it raises :class:`~jaxpipe.errors.ConfigError`, which ``main`` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from jaxpipe.errors import ConfigError
+
+_NUMBER_LIKE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`ConfigError` where argparse would print usage and exit. Flags can't be abbreviated."""
+
+    def __init__(self, *, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The parsed arguments.
+
+        Raises:
+            ConfigError: an unknown flag (with the closest known one), a stray argument, or a bad value.
+            SystemExit: after ``--help``.
+        """
+        arguments, extra = self.parse_known_args(self._join_negative_values(argv))
+        if extra:
+            self._refuse(extra[0])
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')} (see '{self.prog} --help')")
+
+    def _refuse(self, argument: str) -> NoReturn:
+        if argument.startswith("-"):
+            flag = argument.split("=", 1)[0]
+            self.error(f"unknown flag {flag!r}{closest(flag, self._option_string_actions)}")
+        self.error(f"unexpected argument {argument!r}")
+
+    def _join_negative_values(self, argv: Sequence[str]) -> list[str]:
+        """``--cost -1,1,1`` as ``--cost=-1,1,1``: a negative value is the type's business, not an unknown flag."""
+        joined: list[str] = []
+        for argument in argv:
+            if joined and joined[-1] in self._option_string_actions and _NUMBER_LIKE.match(argument):
+                joined[-1] += f"={argument}" if joined[-1].startswith("--") else argument
+            else:
+                joined.append(argument)
+        return joined
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the known word most like ``word``, or nothing."""
+    best = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {best[0]!r}?" if best else ""
+
+
+def whole_number(name: str, most: int) -> Callable[[str], int]:
+    """Type of a flag that counts ``name``: an integer from 1 to ``most``."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; want 1 to {most} {name}")
+        if len(text) > 18 or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} {name} can't be; want 1 to {most}")
+        return int(text)
+
+    return convert
+
+
+def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[[str], float]:
+    """Type of a flag for a finite ``name`` from 0 (or above 0, if not ``zero``) to ``most``."""
+    low = "at least 0" if zero else "above 0"
+    wanted = f"want a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{name} {text!r} is not a number; {wanted}") from None
+        if not math.isfinite(value) or value < 0 or value > min(most, 1e15) or (value == 0 and not zero):
+            raise argparse.ArgumentTypeError(f"{name} is {text}; {wanted}")
+        return value
+
+    return convert
+
+
+def cost_triple(text: str) -> tuple[float, float, float]:
+    """Type of ``--cost``: three numbers F,B,W, each at least 0 and not all 0."""
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want three as F,B,W, such as 1,1,1"
+        )
+    f, b, w = (amount(f"cost of {op}")(part.strip()) for op, part in zip("FBW", parts, strict=True))
+    if f + b + w == 0:
+        raise argparse.ArgumentTypeError("all three costs are 0; at least one must take time")
+    return f, b, w

@@ -1,0 +1,71 @@
+"""The verb ``plot``: schedule files (simulated here) and recorded timelines, in one picture."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, chosen_costs, require_file
+from jaxpipe.cli.outputs import PICTURE_SUFFIXES, add_output_flag, check_outputs, suffix_of
+from jaxpipe.cli.registry import Command
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule import Timeline
+
+_MOST_FILES = 8
+_TIMELINE_SUFFIX = ".timeline.json"
+_OUTPUTS = (*PICTURE_SUFFIXES, ".json")
+
+
+def configure_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="+",
+        help=f"a schedule (.sched .json .csv) or a recorded timeline ({_TIMELINE_SUFFIX}); the first is drawn on top",
+    )
+    add_output_flag(parser, _OUTPUTS, required=True)
+    parser.add_argument("--title", help="heading of the picture (default: the schedules' names)")
+    add_cost_flags(parser)
+
+
+def run_plot(arguments: argparse.Namespace) -> None:
+    """Draw all files into each output."""
+    from jaxpipe.plot import plot_timelines
+
+    if len(arguments.files) > _MOST_FILES:
+        raise ConfigError(f"{len(arguments.files)} files are too many for one picture; give at most {_MOST_FILES}")
+    check_outputs(arguments.output, _OUTPUTS)
+    costs = chosen_costs(arguments)
+    timelines = [_timeline(path, costs) for path in arguments.files]
+    measured = [p for p, t in zip(arguments.files, timelines, strict=True) if t.source == "measured"]
+    drawn = [p for p in arguments.files if not p.endswith(_TIMELINE_SUFFIX)]
+    if measured and drawn and costs.profile is None:
+        raise ConfigError(
+            f"{measured[0]} was measured in seconds and {drawn[0]} has unit costs; "
+            "give --costs FILE so that both share a time axis"
+        )
+    units = "si" if measured or costs.profile is not None else None
+    for path in arguments.output:
+        plot_timelines(timelines, path, title=arguments.title, units=units)
+        print(f"wrote {path}")
+
+
+def _timeline(path: str, costs: CostChoice) -> Timeline:
+    from jaxpipe.schedule import read_timeline, simulate
+
+    require_file(path)
+    if path.lower().endswith(_TIMELINE_SUFFIX):
+        return read_timeline(path)
+    if suffix_of(path) == ".trace.json":
+        raise ConfigError(
+            f"{path!r} is a trace, which is written but not read; give the schedule or {_TIMELINE_SUFFIX} file"
+        )
+    from jaxpipe.cli.schedule_verbs import load_schedule
+
+    schedule = load_schedule(path)
+    return simulate(schedule, costs.for_placement(schedule.placement, schedule.name))
+
+
+COMMANDS = {"plot": Command(configure_plot, run_plot)}

@@ -1,0 +1,79 @@
+"""The table of verbs. A verb's module is imported when the verb is used, so one verb's imports never slow another.
+
+To add a verb: add a row to :data:`VERBS`, and in the module named there an entry of ``COMMANDS``, a mapping from verb name to
+:class:`Command`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxpipe.cli.parser import Parser, closest
+from jaxpipe.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """``name`` and one-line ``summary`` as listed by ``jaxpipe --help``; ``module`` holds its ``COMMANDS`` entry."""
+
+    name: str
+    summary: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``configure(parser)`` adds the verb's flags; ``run(arguments)`` does it, and returns an exit code or None for 0."""
+
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
+
+
+_SCHEDULE = "jaxpipe.cli.schedule_verbs"
+VERBS: tuple[Verb, ...] = (
+    Verb("schedules", "list the schedule families", _SCHEDULE),
+    Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
+    Verb("simulate", "check and simulate a schedule file", _SCHEDULE),
+    Verb("compare", "all families at the same sizes and costs, in one table", _SCHEDULE),
+    Verb("plot", "draw schedule files and recorded timelines", "jaxpipe.cli.plot_verb"),
+)
+
+
+def run(argv: list[str]) -> int:
+    """Run the verb that ``argv`` begins with.
+
+    Raises:
+        ConfigError: no such verb or flag. Whatever the verb raises passes through.
+        SystemExit: after ``--help``.
+    """
+    if argv and argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if argv and argv[0] == "--version":
+        from jaxpipe import __version__
+
+        print(f"jaxpipe {__version__}")
+        return 0
+    names = [v.name for v in VERBS]
+    if not argv:
+        raise ConfigError(f"no verb given; use one of: {', '.join(names)} (jaxpipe --help describes them)")
+    verb = next((v for v in VERBS if v.name == argv[0]), None)
+    if verb is None:
+        raise ConfigError(f"unknown verb {argv[0]!r}{closest(argv[0], names)}; verbs: {', '.join(names)}")
+    command: Command = importlib.import_module(verb.module).COMMANDS[verb.name]
+    parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
+    command.configure(parser)
+    return command.run(parser.parse(argv[1:])) or 0
+
+
+def overview() -> str:
+    """The text of ``jaxpipe --help``."""
+    width = max(len(v.name) for v in VERBS)
+    rows = "\n".join(f"  {v.name:<{width}}  {v.summary}" for v in VERBS)
+    return (
+        f"usage: jaxpipe VERB …\n\nverbs:\n{rows}\n\n"
+        "'jaxpipe VERB --help' lists a verb's flags, 'jaxpipe --version' prints the version."
+    )

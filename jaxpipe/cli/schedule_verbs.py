@@ -1,0 +1,212 @@
+"""The verbs ``schedules``, ``schedule``, ``simulate`` and ``compare``: all about order and cost, none of them touches JAX."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from jaxpipe.cli.cost_flags import (
+    CostChoice,
+    add_cost_flags,
+    add_limit_flag,
+    add_size_flags,
+    check_agreement,
+    check_limit,
+    check_size,
+    chosen_costs,
+    require_file,
+)
+from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
+from jaxpipe.cli.parser import closest
+from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import Failure, Record, print_json, print_summary, print_table
+from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.plot import text_picture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
+
+_OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
+
+
+def _add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def configure_schedules(parser: argparse.ArgumentParser) -> None:
+    _add_json_flag(parser)
+
+
+def run_schedules(arguments: argparse.Namespace) -> None:
+    """List the families, one line each."""
+    from jaxpipe.schedule import FAMILIES
+
+    if arguments.json:
+        keys = ("name", "description", "source")
+        print_json({"schedules": [{k: getattr(f, k) for k in keys} for f in FAMILIES.values()]})
+        return
+    width = max(map(len, FAMILIES))
+    for name, family in FAMILIES.items():
+        print(f"{name:<{width}}  {family.description}")
+
+
+def configure_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a family; 'jaxpipe schedules' lists them")
+    add_size_flags(parser)
+    add_cost_flags(parser)
+    add_limit_flag(parser)
+    add_output_flag(parser, _OUTPUTS)
+    _add_json_flag(parser)
+
+
+def run_schedule(arguments: argparse.Namespace) -> None:
+    """Generate, simulate, write and show one schedule."""
+    check_outputs(arguments.output, _OUTPUTS)
+    family = _family(arguments.name)
+    costs = chosen_costs(arguments)
+    schedule, profile, timeline = _make(family, arguments, costs, arguments.chunks)
+    _write(arguments.output, schedule, timeline, costs)
+    _show(arguments, schedule, timeline, profile, costs)
+
+
+def configure_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's compute-only format)"
+    )
+    add_size_flags(parser, from_file=True)
+    add_cost_flags(parser)
+    add_limit_flag(parser)
+    add_output_flag(parser, _OUTPUTS)
+    _add_json_flag(parser)
+
+
+def run_simulate(arguments: argparse.Namespace) -> None:
+    """Read, check and simulate one schedule file."""
+    from jaxpipe.schedule import simulate
+
+    check_outputs(arguments.output, _OUTPUTS)
+    costs = chosen_costs(arguments)
+    schedule = load_schedule(arguments.file)
+    check_agreement(arguments, schedule, arguments.file)
+    profile = costs.for_placement(schedule.placement, schedule.name)
+    timeline = simulate(schedule, profile)
+    check_limit(timeline, arguments.memory_limit)
+    _write(arguments.output, schedule, timeline, costs)
+    _show(arguments, schedule, timeline, profile, costs)
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    add_size_flags(parser)
+    add_cost_flags(parser)
+    add_limit_flag(parser)
+    _add_json_flag(parser)
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Every family at the same sizes. ``--chunks`` applies to the families that take chunks; others have one."""
+    from jaxpipe.schedule import FAMILIES
+
+    costs = chosen_costs(arguments)
+    entries: list[Record | Failure] = []
+    for name, family in FAMILIES.items():
+        chunks = arguments.chunks if "chunks" in family.options else None
+        try:
+            schedule, profile, timeline = _make(family, arguments, costs, chunks)
+            entries.append(Record.of(schedule, timeline, profile))
+        except JaxpipeError as error:
+            entries.append(Failure(name, " ".join(str(error).split())))
+    if arguments.json:
+        print_json({"schedules": [entry.json() for entry in entries]})
+    else:
+        print_table(entries, costs.units)
+
+
+def load_schedule(path: str) -> Schedule:
+    """Read and check a schedule file.
+
+    Raises:
+        JaxpipeError, OSError: it can't be read, or breaks a rule; the message begins with the path.
+    """
+    from jaxpipe.schedule import check_schedule, read_schedule
+
+    require_file(path)
+    schedule = read_schedule(path)
+    check_schedule(schedule)
+    return schedule
+
+
+def _family(name: str) -> Family:
+    from jaxpipe.schedule import FAMILIES
+
+    if name not in FAMILIES:
+        raise ConfigError(f"unknown schedule {name!r}{closest(name, FAMILIES)}; known: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def _make(
+    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None
+) -> tuple[Schedule, CostProfile, Timeline]:
+    from jaxpipe.schedule import generate, simulate
+
+    if chunks is not None and chunks != family.default_chunks and "chunks" not in family.options:
+        raise ConfigError(f"{family.name} takes no --chunks; it always has {family.default_chunks} per rank")
+    per_rank = chunks or family.default_chunks
+    check_size(arguments.ranks, arguments.microbatches, per_rank)
+    profile = costs.for_placement(family.placement(arguments.ranks, per_rank), family.name)
+    limit = arguments.memory_limit
+    schedule = generate(
+        family.name,
+        ranks=arguments.ranks,
+        microbatches=arguments.microbatches,
+        chunks=per_rank if "chunks" in family.options else None,
+        costs=profile if "costs" in family.options else None,
+        memory_limit=limit if "memory_limit" in family.options else None,
+    )
+    timeline = simulate(schedule, profile)
+    check_limit(timeline, limit)
+    return schedule, profile, timeline
+
+
+def _write(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: CostChoice) -> None:
+    for path in paths:
+        if is_picture(path):
+            from jaxpipe.plot import plot_timelines
+
+            title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+            plot_timelines([timeline], path, title=title, units=costs.units)
+        else:
+            from jaxpipe.schedule import write_schedule
+
+            write_schedule(schedule, path)
+
+
+def _show(
+    arguments: argparse.Namespace, schedule: Schedule, timeline: Timeline, profile: CostProfile, costs: CostChoice
+) -> None:
+    record = Record.of(schedule, timeline, profile)
+    if arguments.json:
+        print_json(record.json())
+        return
+    print_summary(record, timeline, costs.units)
+    picture = text_picture(timeline, _terminal_width())
+    if picture is not None:
+        print(picture)
+    for path in arguments.output:
+        print(f"  wrote {path}")
+
+
+def _terminal_width() -> int:
+    """Columns of the terminal; a generous fixed number when the output goes to a file or another program."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+
+
+COMMANDS = {
+    "schedules": Command(configure_schedules, run_schedules),
+    "schedule": Command(configure_schedule, run_schedule),
+    "simulate": Command(configure_simulate, run_simulate),
+    "compare": Command(configure_compare, run_compare),
+}

@@ -138,17 +138,16 @@ def _joined(source: str, pieces: Sequence[tuple[str, Ids]], skipped: tuple[str, 
 def _read_array(path: Path) -> Ids:
     """The array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
     try:
-        loaded = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded as archive:
+        if path.suffix == ".npy":
+            return np.lib.format.open_memmap(path, mode="r")
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             names = archive.files
             if "ids" not in names and len(names) != 1:
                 raise DataError(
                     f"data {path}: holds the arrays {', '.join(names) or '(none)'}; name the token ids 'ids'"
                 )
             return np.asarray(archive["ids" if "ids" in names else names[0]])
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"data {path}: not a readable {path.suffix} array ({' '.join(str(error).split())[:120]})"
         ) from None

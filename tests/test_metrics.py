@@ -1,0 +1,284 @@
+"""The metrics file through crashes and resumes, TensorBoard when asked for, the live line, and formatted numbers."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.errors import ConfigError, DataError, JaxpipeError
+from jaxpipe.train.metrics import LiveLine, MetricsLog, format_bytes, format_count, format_seconds, read_metrics
+
+
+def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
+    """The message of the error that ``call`` raises; always one line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def write(path: Path, steps: range, **kwargs: Any) -> None:
+    with MetricsLog(path, **kwargs) as log:
+        for step in steps:
+            log.write(step, {"loss": 1 / step})
+
+
+# The file
+
+
+def test_records_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write(1, {"loss": 2.5, "kind": "train"})
+        assert path.read_text() == '{"step": 1, "loss": 2.5, "kind": "train"}\n'
+
+
+def test_values_of_many_types_become_json(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    values = {
+        "numpy": np.float32(0.5),
+        "integer": np.int64(3),
+        "array": np.array([1.0, np.nan]),
+        "bad": math.inf,
+        "none": None,
+        "flag": True,
+        "list": (1, 2.5),
+    }
+    with MetricsLog(path) as log:
+        log.write(np.int64(7), values)
+    assert list(read_metrics(path)) == [
+        {
+            "step": 7,
+            "numpy": 0.5,
+            "integer": 3,
+            "array": [1.0, None],
+            "bad": None,
+            "none": None,
+            "flag": True,
+            "list": [1, 2.5],
+        }
+    ]
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 80))
+def test_resuming_after_a_crash_leaves_each_step_once(saved: int, reached: int, torn: int) -> None:
+    """A run checkpoints at ``saved``, dies while writing a line after ``reached``, and is resumed."""
+    import tempfile
+
+    saved = min(saved, reached)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "m.jsonl")
+        write(path, range(1, reached + 1))
+        line = json.dumps({"step": reached + 1, "loss": 1.0})
+        path.write_text(path.read_text() + line[:torn])
+        write(path, range(saved + 1, 20), resume_step=saved)
+        assert [record["step"] for record in read_metrics(path)] == list(range(1, 20))
+        assert sorted(Path(folder).iterdir()) == [path]
+
+
+def test_without_resuming_the_file_starts_empty(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write(path, range(1, 5))
+    write(path, range(1, 3))
+    assert len(list(read_metrics(path))) == 2
+    assert list(read_metrics(tmp_path / "absent.jsonl")) == []
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", '{"loss": 3}', '{"step": "3"}', ""])
+def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    message = refusal(DataError, MetricsLog, path, resume_step=3)
+    assert f"metrics {path}: line 2 is not a record of a step" in message
+    assert path.read_text().count("\n") == 2, "it is left as it was"
+
+
+def test_a_place_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "can't be written" in refusal(DataError, MetricsLog, tmp_path / "file" / "m.jsonl")
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log._file.close()
+    log._file = full.open("a", buffering=1)
+    try:
+        assert "can't be written (No space left on device)" in refusal(DataError, log.write, 1, {"loss": 1.0})
+    finally:
+        with pytest.raises(OSError, match="No space left"):
+            log.close()
+
+
+# TensorBoard
+
+
+def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "tensorboardX":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    message = refusal(ConfigError, MetricsLog, tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb")
+    assert "pip install tensorboardX, or set run.tensorboard=false" in message
+    assert not (tmp_path / "m.jsonl").exists()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Writer:
+        def __init__(self, logdir: str, purge_step: int | None = None) -> None:
+            calls.append(("open", logdir, purge_step))
+
+        def add_scalar(self, tag: str, value: float, global_step: int) -> None:
+            calls.append((tag, value, global_step))
+
+        def close(self) -> None:
+            calls.append(("close",))
+
+    module = types.ModuleType("tensorboardX")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    with MetricsLog(tmp_path / "m.jsonl", resume_step=4, tensorboard_dir=tmp_path / "tb") as log:
+        log.write(5, {"loss": 0.5, "kind": "train", "bad": math.nan})
+    assert calls == [("open", str(tmp_path / "tb"), 5), ("loss", 0.5, 5), ("close",)]
+
+
+# The live line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_line(stream: io.StringIO, steps: int = 20, seconds: float = 2.0, **kwargs: Any) -> None:
+    clock = Clock()
+    line = LiveLine(steps, stream, every=5, clock=clock)
+    clock.now += 60  # the first step compiles
+    for step in range(1, steps + 1):
+        clock.now += seconds
+        line.update(step, loss=3.0 - step / 10, tokens=4096, **kwargs)
+        if step == 7:
+            line.note("saved")
+    line.close()
+
+
+def test_without_a_terminal_a_plain_line_every_n_steps() -> None:
+    stream = io.StringIO()
+    run_line(stream, bubble_predicted=0.3043, bubble_measured=0.31, peak_bytes=3 * 2**20, extra="eval 2.1")
+    assert stream.getvalue().splitlines() == [
+        "step 5/20  loss 2.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  30 s left",
+        "saved",
+        "step 10/20  loss 2.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  20 s left",
+        "step 15/20  loss 1.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  10 s left",
+        "step 20/20  loss 1.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1",
+    ]
+
+
+def _screen(text: str) -> list[str]:
+    """What a terminal shows after ``text``: carriage returns overwrite."""
+    lines = []
+    for row in text.split("\n"):
+        cells: list[str] = []
+        for part in row.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+def test_on_a_terminal_one_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    run_line(stream, bubble_predicted=0.3, peak_bytes=5e9)
+    shown = _screen(stream.getvalue())
+    assert shown[0] == "saved"
+    assert shown[1].startswith("step 20/20  loss 1.0000")
+    assert shown[2:] == [""]
+    assert stream.getvalue().count("\r") >= 20
+    assert max(map(len, shown)) <= 59
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    run_line(stream)
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_loss_that_is_not_finite_is_shown() -> None:
+    stream = io.StringIO()
+    LiveLine(1, stream, clock=Clock()).update(1, loss=math.nan, tokens=8)
+    assert "loss nan" in stream.getvalue()
+
+
+# Formats
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1536, "1.5 KiB"),
+        (5 * 2**20, "5 MiB"),
+        (2**34, "16 GiB"),
+    ],
+)
+def test_bytes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (8.5e-4, "850 µs"),
+        (0.0125, "12.5 ms"),
+        (3.21, "3.21 s"),
+        (59.96, "1m00s"),
+        (245, "4m05s"),
+        (3599.7, "1h00m"),
+        (7380, "2h03m"),
+        (3 * 86400 + 4 * 3600, "3d04h"),
+        (math.inf, "?"),
+        (math.nan, "?"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (950, "950"), (12345, "12.3k"), (999_600, "1M"), (4.56e6, "4.56M")]
+)
+def test_counts(count: float, text: str) -> None:
+    assert format_count(count) == text

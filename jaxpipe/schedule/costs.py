@@ -50,6 +50,7 @@ class CostProfile:
     adds for W, counted from B's start (included in ``w_residual_bytes``). ``offloadable_bytes``: the part of
     ``residual_bytes`` that O may move. ``boundary_bytes``: the activation sent to the next stage (and the cotangent sent
     back). ``temp_bytes``: pairs of op name and bytes of workspace per stage while that op runs.
+    ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register.
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
 
@@ -72,6 +73,7 @@ class CostProfile:
     host: HostLink = field(default_factory=HostLink)
     memory_limit_bytes: tuple[float, ...] = ()
     source: str = "unit costs"
+    extra: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.f_s)
@@ -102,6 +104,9 @@ class CostProfile:
         for op, values in self.temp_bytes:
             if len(values) != n:
                 problems.append(f"temp_bytes[{op}] has {len(values)} entries for {n} stages")
+        for name, values in self.extra:
+            if len(values) != n:
+                problems.append(f"extra[{name}] has {len(values)} entries for {n} stages")
         if problems:
             raise ScheduleError("cost profile: " + "; ".join(problems), problems)
 
@@ -109,10 +114,26 @@ class CostProfile:
     def num_stages(self) -> int:
         return len(self.f_s)
 
+    def values(self, name: str) -> Sequence[float]:
+        """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.
+
+        Raises:
+            ScheduleError: neither a per-stage field nor an entry of ``extra`` has that name.
+        """
+        for known, extra in self.extra:
+            if known == name:
+                return extra
+        if name not in PER_STAGE_FIELDS:
+            raise ScheduleError(
+                f"the cost profile has no {name!r}; give it as extra=(({name!r}, (value per stage, ...)),) "
+                f"or use one of {' '.join(PER_STAGE_FIELDS)}"
+            )
+        values: Sequence[float] = getattr(self, name)
+        return values
+
     def seconds(self, cost: str, stage: int) -> float:
         """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``."""
-        values: Sequence[float] = getattr(self, cost)
-        return values[stage]
+        return self.values(cost)[stage]
 
     def transfer_s(self, src_rank: int, dst_rank: int, stage: int) -> float:
         """Seconds that the boundary of ``stage`` (the sending F's stage, or the receiving one for B) takes between ranks."""

@@ -1,0 +1,181 @@
+"""The one checker of schedules: collects everything that is wrong, then raises.
+
+Rules, all read from the registered :class:`~jaxpipe.schedule.ir.OpSpec` and the placement:
+
+1. One row per rank; stages and microbatches in range; every action on a rank that the placement names for it.
+2. No action twice on a rank. Every required part (F, B, W) of every stage, microbatch and rank of its group is performed
+   exactly once, so a full backward next to a split one is refused.
+3. On a stage spread over ranks, an op that sends is on every rank of the group (it is one joint computation).
+4. What an action waits for exists; on its own rank it stands earlier in the row; actions of one braid are independent.
+5. What a stage and microbatch takes of a kind of memory it gives back (an O without its L breaks this).
+6. The ranks never wait for each other in a circle.
+
+Transfers between ranks are tagged, not matched by order: a rank may receive in another order than its peer sends, so
+transfer order alone can't deadlock and is not a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import HostLink
+from jaxpipe.schedule.deadlock import describe_unmet, explain_deadlock
+from jaxpipe.schedule.deps import DependencyGraph, build_graph
+from jaxpipe.schedule.engine import run_graph
+from jaxpipe.schedule.ir import Action, OpSpec, Schedule, registered_ops
+
+_SHOWN = 40
+
+Place = tuple[int, int, int]
+"""(stage, microbatch, rank)."""
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise unless ``schedule`` is complete, fits its placement and can run.
+
+    Raises:
+        ScheduleError: with every problem found in ``.problems``; the message shows the first 40.
+    """
+    problems = find_problems(schedule)
+    if problems:
+        shown = list(problems[:_SHOWN])
+        if len(problems) > _SHOWN:
+            shown.append(f"and {len(problems) - _SHOWN} more problems")
+        raise ScheduleError(f"schedule {schedule.name!r}: " + "; ".join(shown), problems)
+
+
+def find_problems(schedule: Schedule) -> list[str]:
+    """Every problem of ``schedule``, one string each; empty for a valid schedule."""
+    graph = build_graph(schedule)
+    problems = list(graph.problems)
+    if not graph.waits:
+        return problems or [f"rows are empty: {schedule.num_stages} stages need their actions"]
+    incomplete = _Incomplete(graph)
+    problems += incomplete.problems
+    problems += _torn_groups(graph, incomplete.places)
+    problems += _unmet(graph, incomplete.parts)
+    problems += _row_order(graph)
+    problems += _memory_balance(graph, incomplete.places)
+    if not problems:
+        run = run_graph(graph, [0.0] * len(graph.slots), [0.0] * len(graph.transfers), HostLink())
+        if run.blocked:
+            problems.append(explain_deadlock(graph, run))
+    return problems
+
+
+class _Incomplete:
+    """Required parts that are missing or performed more than once.
+
+    ``places``: the (stage, microbatch, rank) concerned. ``parts``: (part, stage, microbatch) that are missing on some rank.
+    """
+
+    def __init__(self, graph: DependencyGraph) -> None:
+        self.graph = graph
+        self.problems: list[str] = []
+        self.places: set[Place] = set()
+        self.parts: set[tuple[str, int, int]] = set()
+        used = graph.ops()
+        for part in (spec.name for spec in registered_ops() if spec.required):
+            self._check(part, [spec.name for spec in used if part in spec.performs()])
+
+    def _check(self, part: str, performers: list[str]) -> None:
+        find = self.graph.slot_of
+        for place in _places(self.graph.schedule):
+            ops = [op for op in performers if find(op, *place) is not None]
+            if len(ops) == 1:
+                continue
+            stage, i, rank = place
+            self.places.add(place)
+            where = f"stage {stage}, microbatch {i} on rank {rank}"
+            if ops:
+                names = " and ".join(str(Action(op, stage, i)) for op in ops)
+                self.problems.append(f"{part} of {where} is performed {len(ops)} times, by {names}; keep one")
+            else:
+                self.parts.add((part, stage, i))
+                self.problems.append(f"{part} of {where} is missing")
+
+
+def _places(schedule: Schedule) -> Iterator[Place]:
+    flows = schedule.placement.flows
+    for i in range(schedule.num_microbatches):
+        for stage, group in enumerate(flows[i % len(flows)]):
+            for rank in group:
+                yield stage, i, rank
+
+
+def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
+    """Joint computations that some ranks of the group lack."""
+    placement = graph.schedule.placement
+    for spec in graph.ops():
+        if spec.sends == "none":
+            continue
+        for stage, i, rank in _places(graph.schedule):
+            group = placement.ranks(stage, i)
+            if len(group) == 1 or (stage, i, rank) in known or graph.slot_of(spec.name, stage, i, rank) is not None:
+                continue
+            having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None]
+            if having:
+                yield (
+                    f"{Action(spec.name, stage, i)} is on rank {having[0]} but not on rank {rank}: "
+                    f"stage {stage} runs on ranks {', '.join(map(str, group))} together"
+                )
+
+
+def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterator[str]:
+    """Waits that nothing satisfies, unless the action waited for is already reported as missing."""
+    parts = {spec.name: spec.performs() for spec in registered_ops()}
+    for unmet in graph.unmet:
+        wanted = {part for op in unmet.ops for part in parts.get(op, ())}
+        if not any((part, unmet.stage, unmet.action.microbatch) in missing for part in wanted):
+            yield describe_unmet(graph, unmet)
+
+
+def _row_order(graph: DependencyGraph) -> Iterator[str]:
+    rank_of, count = graph.rank_of, len(graph.slots)
+    for slot, waits in enumerate(graph.waits):
+        for dep in waits:
+            if slot <= dep < count and rank_of[dep] == rank_of[slot]:
+                yield _misorder(graph, slot, dep)
+
+
+def _misorder(graph: DependencyGraph, slot: int, dep: int) -> str:
+    held, wanted, rank = graph.slots[slot], graph.slots[dep], graph.rank_of[slot]
+    if slot == dep:
+        return f"braid {held} on rank {rank}: one of its actions waits for another; braid independent actions only"
+    return (
+        f"{held} stands before {wanted}, which it waits for, on rank {rank} "
+        f"(slots {graph.position(slot)} and {graph.position(dep)})"
+    )
+
+
+def _memory_balance(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
+    """Fields that optional ops take and never give back, or the reverse. Required ops balance once they are complete."""
+    ops = graph.ops()
+    fields = sorted({e.field for spec in ops if not _is_required(spec) for e in spec.memory})
+    for name in fields:
+        sums = {spec.name: sum(e.sign for e in spec.memory if e.field == name) for spec in ops}
+        sums = {op: total for op, total in sums.items() if total}
+        for place in _places(graph.schedule) if sums else ():
+            present = [op for op in sums if graph.slot_of(op, *place) is not None]
+            total = sum(sums[op] for op in present)
+            if total and place not in known:
+                yield _unbalanced(name, place, total, (op for op in present if sums[op] * total > 0))
+
+
+def _is_required(spec: OpSpec) -> bool:
+    required = {s.name for s in registered_ops() if s.required}
+    return bool(required.intersection(spec.performs()))
+
+
+def _unbalanced(field: str, place: Place, total: int, present: Iterable[str]) -> str:
+    stage, i, rank = place
+    names = " and ".join(str(Action(op, stage, i)) for op in present)
+    undo = [
+        str(Action(spec.name, stage, i))
+        for spec in registered_ops()
+        if not _is_required(spec) and sum(e.sign for e in spec.memory if e.field == field) * total < 0
+    ]
+    verb = "takes {0} and nothing gives it back" if total > 0 else "gives back {0} and nothing takes it again"
+    remedy = f"; add {' or '.join(undo)}" if undo else ""
+    return f"{names} on rank {rank} {verb.format(field)}{remedy}"

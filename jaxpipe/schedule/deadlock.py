@@ -1,0 +1,101 @@
+"""Explains why slots can't run: waits that nothing satisfies, and ranks that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpipe.schedule.deps import DependencyGraph, Unmet
+from jaxpipe.schedule.engine import Run
+
+_BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
+
+
+def unmet_problems(graph: DependencyGraph) -> list[str]:
+    """One sentence for each wait that nothing in the schedule satisfies."""
+    return [describe_unmet(graph, unmet) for unmet in graph.unmet]
+
+
+def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
+    wanted = " or ".join(f"{op}{unmet.stage}.{unmet.action.microbatch}" for op in unmet.ops)
+    return f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {wanted}, which the schedule does not contain"
+
+
+def explain_deadlock(graph: DependencyGraph, run: Run) -> str:
+    """Each blocked rank's line with the blocked action in ``>…<`` and what it waits for, then one cycle of waits."""
+    heads = {_queue_key(graph, slot): slot for slot in run.blocked}
+    ranks = sorted({rank for rank, _ in heads})
+    lines = [f"deadlock: {len(ranks)} of {graph.schedule.num_ranks} ranks wait for ever"]
+    lines += [
+        f"  rank {graph.rank_of[slot]}: {_line(graph, slot)}   waits for {_reason(graph, run, slot)}"
+        for slot in sorted(run.blocked)[:_RANKS_SHOWN]
+    ]
+    if len(run.blocked) > _RANKS_SHOWN:
+        lines.append(f"  and {len(run.blocked) - _RANKS_SHOWN} more")
+    lines.append("  cycle: " + ", ".join(_cycle(graph, run, heads)))
+    lines.append("  move one of these actions earlier or later in its row")
+    return "\n".join(lines)
+
+
+def _queue_key(graph: DependencyGraph, slot: int) -> tuple[int, str]:
+    rank = graph.rank_of[slot]
+    return rank, next(lane for lane, slots in graph.lanes[rank].items() if slot in slots)
+
+
+def _line(graph: DependencyGraph, slot: int) -> str:
+    """The row around ``slot``, the slot itself in ``>…<``."""
+    row = graph.schedule.rows[graph.rank_of[slot]]
+    at = graph.position(slot)
+    first, last = max(0, at - _BEFORE), min(len(row), at + 1 + _AFTER)
+    shown = [f">{x}<" if k == at else str(x) for k, x in enumerate(row[first:last], start=first)]
+    return " ".join(["…"] * (first > 0) + shown + ["…"] * (last < len(row)))
+
+
+def _holding(graph: DependencyGraph, run: Run, slot: int) -> int | None:
+    """The slot, not yet run, that ``slot`` waits for; None when it waits for its group only."""
+    for number in graph.waits[slot]:
+        if run.end_s[number] is None:
+            return graph.source(number)
+    return None
+
+
+def _absent_members(graph: DependencyGraph, run: Run, slot: int) -> Iterator[int]:
+    """Members of the slot's group that are not at the head of their lane, or are blocked there themselves."""
+    for other in graph.joints[graph.joint_of[slot]]:
+        if other != slot and (other not in run.blocked or _holding(graph, run, other) is not None):
+            yield other
+
+
+def _next(graph: DependencyGraph, run: Run, slot: int) -> int | None:
+    held = _holding(graph, run, slot)
+    if held is not None:
+        return held
+    if slot in graph.joint_of:
+        return next(_absent_members(graph, run, slot), None)
+    return None
+
+
+def _reason(graph: DependencyGraph, run: Run, slot: int) -> str:
+    held = _holding(graph, run, slot)
+    if held is not None:
+        return f"{graph.slots[held]} on rank {graph.rank_of[held]}"
+    if slot not in graph.joint_of:
+        return "its lane"
+    others = [f"rank {graph.rank_of[n]}" for n in _absent_members(graph, run, slot)]
+    return f"{', '.join(others)} to start {graph.slots[slot]} together with it"
+
+
+def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) -> list[str]:
+    """Sentences from a blocked slot along what it waits for, until a slot comes again."""
+    seen: dict[int, int] = {}
+    steps: list[str] = []
+    slot = min(run.blocked)
+    while slot not in seen:
+        seen[slot] = len(steps)
+        wanted = _next(graph, run, slot)
+        if wanted is None:
+            break
+        head = heads.get(_queue_key(graph, wanted), wanted)
+        step = f"{graph.slots[slot]} waits for {graph.slots[wanted]} on rank {graph.rank_of[wanted]}"
+        steps.append(step + (f", which stands behind {graph.slots[head]}" if head != wanted else ""))
+        slot = head
+    return steps[seen.get(slot, 0) :]

@@ -1,0 +1,378 @@
+"""What each slot of a schedule waits for, as integers: the graph that checker, simulator and lowering share.
+
+Slots are numbered 0..n-1, rank after rank in row order; transfers between ranks get the numbers from n on, so that one list
+of numbers says what a slot waits for. Everything comes from :class:`~jaxpipe.schedule.ir.OpSpec`; no op is named here.
+
+Readings taken where DESIGN.md section 4 leaves room:
+
+* One transfer per (producing action, destination rank, boundary): two consumers on one rank share it.
+* A stage on a group of ranks: an op that sends (``sends != "none"``) is a joint computation, its members start together;
+  other ops run on each rank by themselves. A consumer in the producer's group reads its own rank's copy; one outside it
+  receives from the group's first rank.
+* Transfers are tagged, so ranks may receive in another order than the one in which they were sent: channels are no source
+  of deadlock and only slots have to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Action, OpSpec, Schedule, Slot, Wait, op_spec
+
+HOST_LANES = ("d2h", "h2d")
+_DENSE_LIMIT = 1_000_000
+
+
+class Transfer(NamedTuple):
+    """The boundary of ``stage``, made by ``action`` in slot number ``producer``, moved from rank ``src`` to rank ``dst``."""
+
+    producer: int
+    action: Action
+    src: int
+    dst: int
+    stage: int
+
+
+class Unmet(NamedTuple):
+    """``action`` in ``slot`` waits for one of ``ops`` of ``stage`` (same microbatch), and the schedule has none."""
+
+    slot: int
+    action: Action
+    ops: tuple[str, ...]
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class DependencyGraph:
+    """Slots, transfers and what waits for what. Lists are read-only by convention.
+
+    ``slots[n]``, ``rank_of[n]``: slot number n and its rank; ``row_start[r]`` is the number of rank r's first slot.
+    ``lanes[r]``: slot numbers of rank r per lane, in row order. ``waits[n]``: numbers that slot n waits for: slots, and
+    ``len(slots) + k`` for ``transfers[k]``. ``sends[n]``: indices into ``transfers`` that slot n issues, in order.
+    ``joint_of[n]``: index into ``joints`` of the set of slots that n must start together with (absent: starts alone).
+    ``problems``: actions that have no place in the graph. ``unmet``: waits that nothing satisfies.
+    """
+
+    schedule: Schedule
+    slots: list[Slot]
+    rank_of: list[int]
+    row_start: list[int]
+    lanes: list[dict[str, list[int]]]
+    waits: list[tuple[int, ...]]
+    sends: dict[int, list[int]]
+    transfers: list[Transfer]
+    joint_of: dict[int, int]
+    joints: list[tuple[int, ...]]
+    problems: tuple[str, ...]
+    unmet: tuple[Unmet, ...]
+    _ops: dict[str, _OpIndex]
+
+    def slot_of(self, op: str, stage: int, microbatch: int, rank: int) -> int | None:
+        """Number of the slot on ``rank`` that holds this action, or None."""
+        index = self._ops.get(op)
+        if index is None:
+            return None
+        key = stage * self.schedule.num_microbatches + microbatch
+        slot = index.single[key]
+        if slot >= 0:
+            return slot if self.rank_of[slot] == rank else None
+        return index.members.get(key, {}).get(rank)
+
+    def ops(self) -> tuple[OpSpec, ...]:
+        """The ops that the schedule uses."""
+        return tuple(index.spec for index in self._ops.values())
+
+    def position(self, slot: int) -> int:
+        """Place of a slot in its row, from 0."""
+        return slot - self.row_start[self.rank_of[slot]]
+
+    def source(self, number: int) -> int:
+        """The slot behind a number in ``waits``: itself, or the producer of the transfer."""
+        return number if number < len(self.slots) else self.transfers[number - len(self.slots)].producer
+
+
+@dataclass(slots=True)
+class _OpIndex:
+    """Where the actions of one op are: ``single[stage * m + microbatch]`` is a slot or -1; groups are in ``members``."""
+
+    spec: OpSpec
+    single: list[int]
+    members: dict[int, dict[int, int]] = field(default_factory=dict)
+
+
+class _Rule(NamedTuple):
+    """One wait of one op on one stage: ``sources`` pairs an op's index with the stage whose boundary moves (or None)."""
+
+    wait: Wait
+    stage: int
+    base: int
+    sources: tuple[tuple[_OpIndex, int | None], ...]
+
+
+def build_graph(schedule: Schedule) -> DependencyGraph:
+    """The dependency graph of ``schedule``. Never raises for a bad schedule: see ``problems`` and ``unmet``."""
+    builder = _Builder(schedule)
+    if builder.index():
+        builder.link()
+        builder.join()
+    return builder.graph()
+
+
+class _Builder:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.slots: list[Slot] = []
+        self.rank_of: list[int] = []
+        self.row_start: list[int] = []
+        self.lanes: list[dict[str, list[int]]] = []
+        self.waits: list[tuple[int, ...]] = []
+        self.sends: dict[int, list[int]] = {}
+        self.transfers: list[Transfer] = []
+        self.joint_of: dict[int, int] = {}
+        self.joints: list[tuple[int, ...]] = []
+        self.problems: list[str] = []
+        self.unmet: list[Unmet] = []
+        self.ops: dict[str, _OpIndex] = {}
+        self.unknown: set[str] = set()
+        self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
+        self.outside: set[Action] = set()
+
+    def graph(self) -> DependencyGraph:
+        return DependencyGraph(
+            self.schedule, self.slots, self.rank_of, self.row_start, self.lanes, self.waits, self.sends, self.transfers,
+            self.joint_of, self.joints, tuple(self.problems), tuple(self.unmet), self.ops,
+        )  # fmt: skip
+
+    # Pass 1: number the slots, find every action.
+
+    def index(self) -> bool:
+        """Fill ``slots`` and ``ops``; False when the schedule's shape is too wrong to go on."""
+        s = self.schedule
+        if s.num_microbatches < 1:
+            self.problems.append(f"number of microbatches is {s.num_microbatches}; want at least 1")
+        if len(s.rows) != s.num_ranks:
+            self.problems.append(f"the schedule has {len(s.rows)} rows for {s.num_ranks} ranks; give one row per rank")
+        size = sum(map(len, s.rows))
+        pairs = s.num_stages * s.num_microbatches
+        if pairs > max(_DENSE_LIMIT, 8 * size):
+            self.problems.append(
+                f"{s.num_stages} stages x {s.num_microbatches} microbatches need {pairs} actions of each required op, but "
+                f"the rows hold {size} slots in all; is the number of microbatches right?"
+            )
+        if self.problems:
+            return False
+        for rank, row in enumerate(s.rows):
+            self._index_row(rank, row)
+        return True
+
+    def _index_row(self, rank: int, row: Sequence[Slot]) -> None:
+        s = self.schedule
+        num_stages, m, flows, num_flows = s.num_stages, s.num_microbatches, s.placement.flows, s.placement.num_flows
+        lanes: dict[str, list[int]] = {"compute": [], "d2h": [], "h2d": []}
+        self.lanes.append(lanes)
+        number = len(self.slots)
+        self.row_start.append(number)
+        self.slots.extend(row)
+        self.rank_of.extend([rank] * len(row))
+        ops = self.ops
+        for slot in row:
+            lane = ""
+            for action in (slot,) if type(slot) is Action else slot.actions:
+                index = ops.get(action.op) or self._open(action, rank)
+                stage, i = action.stage, action.microbatch
+                if index is None:
+                    lane = lane or "compute"
+                    continue
+                lane = self._lane(lane, index.spec, slot, rank)
+                if not (0 <= stage < num_stages and 0 <= i < m):
+                    self._out_of_range(action, rank)
+                elif rank not in (group := flows[i % num_flows][stage]):
+                    self._misplaced(action, rank, group)
+                elif len(group) > 1:
+                    here = index.members.setdefault(stage * m + i, {})
+                    if rank in here:
+                        self._duplicate(action, rank, here[rank], number)
+                    else:
+                        here[rank] = number
+                elif index.single[stage * m + i] >= 0:
+                    self._duplicate(action, rank, index.single[stage * m + i], number)
+                else:
+                    index.single[stage * m + i] = number
+            lanes[lane].append(number)
+            number += 1
+
+    def _open(self, action: Action, rank: int) -> _OpIndex | None:
+        if action.op in self.unknown:
+            return None
+        try:
+            spec = op_spec(action.op)
+        except ScheduleError as error:
+            self.unknown.add(action.op)
+            self.problems.append(f"{action} on rank {rank}: {error}")
+            return None
+        index = _OpIndex(spec, [-1] * (self.schedule.num_stages * self.schedule.num_microbatches))
+        self.ops[action.op] = index
+        return index
+
+    def _lane(self, lane: str, spec: OpSpec, slot: Slot, rank: int) -> str:
+        if (lane and lane != spec.lane) or (type(slot) is not Action and spec.lane != "compute"):
+            self.problems.append(
+                f"braid {slot} on rank {rank} holds {spec.name}, which does not run on the compute lane"
+            )
+            return "compute"
+        return spec.lane
+
+    def _out_of_range(self, action: Action, rank: int) -> None:
+        self.outside.add(action)
+        s = self.schedule
+        self.problems.append(
+            f"{action} on rank {rank} is out of range: stages are 0..{s.num_stages - 1}, "
+            f"microbatches 0..{s.num_microbatches - 1}"
+        )
+
+    def _misplaced(self, action: Action, rank: int, group: Sequence[int]) -> None:
+        ranks = f"rank {group[0]}" if len(group) == 1 else f"ranks {', '.join(map(str, group))}"
+        self.problems.append(
+            f"{action} is on rank {rank}, but the placement runs stage {action.stage} "
+            f"of microbatch {action.microbatch} on {ranks}"
+        )
+
+    def _duplicate(self, action: Action, rank: int, first: int, second: int) -> None:
+        start = self.row_start[rank]
+        self.problems.append(f"{action} appears twice on rank {rank} (slots {first - start} and {second - start})")
+
+    # Pass 2: resolve the waits.
+
+    def link(self) -> None:
+        made: dict[tuple[int, int, int, Action], int] = {}
+        last_compute = -1
+        rules = self.rules
+        host = {n for lanes in self.lanes for lane in HOST_LANES for n in lanes[lane]}
+        for number, slot in enumerate(self.slots):
+            rank = self.rank_of[number]
+            if number == self.row_start[rank]:
+                last_compute = -1
+            found: list[int] = []
+            for action in (slot,) if type(slot) is Action else slot.actions:
+                for rule in rules.get((action.op, action.stage)) or self._open_rules(action):
+                    key = rule.base + action.microbatch
+                    for index, boundary in rule.sources:
+                        dep = index.single[key]
+                        if dep < 0:
+                            dep = self._member(index, key, rank, rule.stage, action.microbatch)
+                        if dep >= 0:
+                            break
+                    else:
+                        if not rule.wait.optional:
+                            self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
+                        continue
+                    if boundary is not None and self.rank_of[dep] != rank:
+                        dep = self._transfer(made, dep, index.spec.name, rule.stage, action.microbatch, rank, boundary)
+                    found.append(dep)
+            if number not in host:
+                last_compute = number
+            elif last_compute >= 0:
+                found.append(last_compute)
+            self.waits.append(tuple(found))
+        self._order_sends()
+
+    def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
+        if action.op in self.unknown or action in self.outside:
+            return ()
+        key = (action.op, action.stage)
+        if key not in self.rules:
+            self.rules[key] = tuple(self._make_rules(self.ops[action.op].spec, action.stage))
+        return self.rules[key]
+
+    def _make_rules(self, spec: OpSpec, stage: int) -> list[_Rule]:
+        placement, m = self.schedule.placement, self.schedule.num_microbatches
+        rules = []
+        for wait in spec.waits:
+            used = [self.ops[op] for op in wait.ops if op in self.ops]
+            if wait.optional and not used:
+                continue
+            targets: tuple[int, ...] = (stage,)
+            if wait.where != "self":
+                targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
+            for t in targets:
+                sources = tuple((index, _boundary(index.spec, wait, stage, t)) for index in used)
+                rules.append(_Rule(wait, t, t * m, sources))
+        return rules
+
+    def _member(self, index: _OpIndex, key: int, rank: int, stage: int, microbatch: int) -> int:
+        here = index.members.get(key)
+        if not here:
+            return -1
+        if rank in here:
+            return here[rank]
+        return next(here[r] for r in self.schedule.placement.ranks(stage, microbatch) if r in here)
+
+    def _transfer(
+        self,
+        made: dict[tuple[int, int, int, Action], int],
+        producer: int,
+        op: str,
+        stage: int,
+        i: int,
+        dst: int,
+        boundary: int,
+    ) -> int:
+        """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
+        slot = self.slots[producer]
+        if type(slot) is not Action:
+            slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
+        key = (producer, dst, boundary, slot)
+        number = made.get(key)
+        if number is None:
+            number = made[key] = len(self.slots) + len(self.transfers)
+            self.sends.setdefault(producer, []).append(len(self.transfers))
+            self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, boundary))
+        return number
+
+    def _order_sends(self) -> None:
+        """Transfers of one slot go out in the order of its actions, then by boundary and destination."""
+        for producer, sent in self.sends.items():
+            if len(sent) > 1:
+                actions = self.slots[producer].actions
+                sent.sort(
+                    key=lambda k: (
+                        actions.index(self.transfers[k].action),
+                        self.transfers[k].stage,
+                        self.transfers[k].dst,
+                    )
+                )
+
+    # Pass 3: slots that start together.
+
+    def join(self) -> None:
+        parent: dict[int, int] = {}
+
+        def root(x: int) -> int:
+            while parent.setdefault(x, x) != x:
+                parent[x] = x = parent[parent[x]]
+            return x
+
+        for index in self.ops.values():
+            if index.spec.sends != "none":
+                for members in index.members.values():
+                    first, *rest = members.values()
+                    for other in rest:
+                        parent[root(other)] = root(first)
+        together: dict[int, list[int]] = {}
+        for slot in sorted(parent):
+            together.setdefault(root(slot), []).append(slot)
+        for group in together.values():
+            self.joint_of.update(dict.fromkeys(group, len(self.joints)))
+            self.joints.append(tuple(group))
+
+
+def _boundary(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
+    """Stage whose boundary a wait of ``stage`` on ``target`` moves: the upstream one; None when nothing moves."""
+    if wait.where == "pred" and producer.sends == "succ":
+        return target
+    if wait.where == "succ" and producer.sends == "pred":
+        return stage
+    return None

@@ -1,0 +1,182 @@
+"""Schedules, cost profiles and timelines as files; written whole or not at all.
+
+Schedules by suffix: ``.sched`` (text), ``.json``, ``.csv`` (PyTorch's compute-only format). Cost profiles and timelines are
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.schedule import json_form
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.csv_form import format_csv, parse_csv
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.text import format_schedule, parse_schedule
+from jaxpipe.schedule.timeline import Timeline
+
+StrPath = str | os.PathLike[str]
+T = TypeVar("T")
+SUFFIXES = (".sched", ".json", ".csv")
+
+
+def read_schedule(path: StrPath) -> Schedule:
+    """The schedule in ``path``, by suffix. Not checked: call :func:`~jaxpipe.schedule.check.check_schedule`.
+
+    Raises:
+        ScheduleParseError: the file can't be read, is damaged, or has another suffix.
+    """
+    path = Path(path)
+    suffix = _suffix(path, ScheduleParseError)
+    text = _read(path)
+    if suffix == ".sched":
+        return parse_schedule(text, str(path))
+    if suffix == ".csv":
+        return parse_csv(text, path.stem, str(path))
+    return _from_json(path, text, json_form.from_schedule)
+
+
+def write_schedule(schedule: Schedule, path: StrPath) -> None:
+    """Write ``schedule`` to ``path``, by suffix, atomically.
+
+    Raises:
+        ScheduleError: unknown suffix, a CSV that can't hold this schedule, or the file can't be written.
+    """
+    path = Path(path)
+    suffix = _suffix(path, ScheduleError)
+    if suffix == ".sched":
+        text = format_schedule(schedule)
+    elif suffix == ".csv":
+        text = format_csv(schedule)
+    else:
+        text = _to_json(json_form.to_schedule(schedule))
+    write_atomically(path, text)
+
+
+def read_costs(path: StrPath) -> CostProfile:
+    """The cost profile in the JSON file ``path``.
+
+    Raises:
+        ScheduleParseError: the file can't be read or is not a cost profile.
+    """
+    path = Path(path)
+    return _from_json(path, _read(path), json_form.from_costs)
+
+
+def write_costs(costs: CostProfile, path: StrPath) -> None:
+    """Write ``costs`` as JSON, atomically. Raises ScheduleError if the file can't be written."""
+    write_atomically(Path(path), _to_json(json_form.to_costs(costs)))
+
+
+def read_timeline(path: StrPath) -> Timeline:
+    """The timeline in the JSON file ``path``.
+
+    Raises:
+        ScheduleParseError: the file can't be read or is not a timeline.
+    """
+    path = Path(path)
+    return _from_json(path, _read(path), json_form.from_timeline)
+
+
+def write_timeline(timeline: Timeline, path: StrPath) -> None:
+    """Write ``timeline`` as JSON, atomically. Raises ScheduleError if the file can't be written."""
+    write_atomically(Path(path), _to_json(json_form.to_timeline(timeline)))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside ``path``, then move into place: a reader sees the old file or the new one.
+
+    Raises:
+        ScheduleError: the folder is missing or can't be written.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise ScheduleError(
+            f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
+        ) from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _suffix(path: Path, error: type[ScheduleError]) -> str:
+    if path.suffix not in SUFFIXES:
+        raise error(f"{path}: a schedule file ends in {', '.join(SUFFIXES)}, not {path.suffix!r}")
+    return path.suffix
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ScheduleParseError(f"can't read {path}: {error.strerror or error}; check the path") from None
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise ScheduleParseError(
+            f"{path}: line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
+            "is this the right file? Save it as UTF-8"
+        ) from None
+
+
+def _to_json(data: json_form.Json) -> str:
+    """One line per top-level key, and per entry of a top-level list or object: short enough to read and to diff."""
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value and isinstance(value[0], (list, dict)):
+            body = "[\n" + ",\n".join("    " + _compact(x) for x in value) + "\n  ]"
+        else:
+            body = _compact(value)
+        parts.append(f"  {json.dumps(key)}: {body}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
+    try:
+        data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        near = text[max(0, error.pos - 20) : error.pos + 20]
+        raise ScheduleParseError(
+            f"{path}: line {error.lineno}: not JSON: {error.msg} (near {near!r}); is the file truncated?"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ScheduleParseError(f"{path}: not JSON that jaxpipe reads: {error}") from None
+    try:
+        return make(data)
+    except ScheduleError as error:
+        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f'{constant} is not JSON; write "inf" for no limit')
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is given twice")
+    return data

@@ -1,0 +1,135 @@
+"""Live bytes and live activations over time, from the memory effects that ops declare.
+
+Memory is taken when an action starts and given back when it ends (DESIGN.md section 4); changes at one instant are merged, so
+an action may take what another gives back at the same moment. Workspace (``temp_bytes``) counts while its action runs.
+Deltas are summed as integers on a binary grid fine enough for doubles, so that what was taken and given back cancels
+exactly. Not modelled: buffers of boundaries in flight between ranks, and fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.deps import DependencyGraph
+from jaxpipe.schedule.ir import Action, op_spec
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.timeline import MemoryCurve
+
+ACTIVATION_FIELDS = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
+_BITS = 50
+
+
+class _Delta(NamedTuple):
+    """What an action changes at its start and its end: integer bytes, integer activation units."""
+
+    start_bytes: int
+    start_units: int
+    end_bytes: int
+    end_units: int
+
+
+def memory_curves(
+    graph: DependencyGraph, costs: CostProfile, start_s: Sequence[float], end_s: Sequence[float]
+) -> tuple[tuple[MemoryCurve, ...], tuple[float, ...]]:
+    """Per rank, the curve of live bytes and the peak of live activations.
+
+    A unit of activation is one rank's share of one microbatch: the residuals of the stages that the rank runs for it. For
+    a stage spread over a group of ranks, costs are what each rank of the group holds.
+    """
+    grid = _Grid(graph, costs)
+    curves, peaks = [], []
+    for rank in range(graph.schedule.num_ranks):
+        curve, peak = _accumulate(grid, _changes(graph, grid, rank, start_s, end_s))
+        curves.append(curve)
+        peaks.append(peak)
+    return tuple(curves), tuple(peaks)
+
+
+def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
+    """Per rank, parameters and optimizer state of the stages it holds in any flow."""
+    return tuple(
+        sum((costs.param_bytes[s] + costs.optimizer_bytes[s] for s in placement.stages_of(rank)), 0.0)
+        for rank in range(placement.num_ranks)
+    )
+
+
+class _Grid:
+    """Deltas of every op, stage and flow as integers: ``round(bytes * scale)``, with one power of two for all."""
+
+    def __init__(self, graph: DependencyGraph, costs: CostProfile) -> None:
+        self.costs = costs
+        self.placement = graph.schedule.placement
+        self.effects = {spec.name: spec.memory for spec in graph.ops()}
+        self.temp = dict(costs.temp_bytes)
+        used = {e.field for effects in self.effects.values() for e in effects}
+        largest = max((max(costs.values(name), default=0.0) for name in used), default=0.0)
+        largest = max([largest, *(max(v, default=0.0) for v in self.temp.values())])
+        self.scale = 2.0 ** (_BITS - math.frexp(largest)[1]) if largest > 0 else 1.0
+        self.unit_scale = 2.0**_BITS
+
+    def delta(self, rank: int, op: str, stage: int, flow: int) -> _Delta:
+        share = sum(self.costs.residual_bytes[s] for s, group in enumerate(self.placement.flows[flow]) if rank in group)
+        changes = {"start": [0, 0], "end": [0, 0]}
+        for effect in op_spec(op).memory:
+            amount = self.costs.values(effect.field)[stage]
+            change = changes[effect.at]
+            change[0] += effect.sign * round(amount * self.scale)
+            if share > 0 and effect.field in ACTIVATION_FIELDS:
+                change[1] += effect.sign * round(amount / share * self.unit_scale)
+        if op in self.temp:
+            workspace = round(self.temp[op][stage] * self.scale)
+            changes["start"][0] += workspace
+            changes["end"][0] -= workspace
+        return _Delta(*changes["start"], *changes["end"])
+
+
+def _changes(
+    graph: DependencyGraph, grid: _Grid, rank: int, start_s: Sequence[float], end_s: Sequence[float]
+) -> list[tuple[float, int, int]]:
+    """(time, bytes, units) of every change on ``rank``, in order of time."""
+    num_flows = graph.schedule.placement.num_flows
+    known: dict[tuple[str, int, int], _Delta] = {}
+    changes: list[tuple[float, int, int]] = []
+    number = graph.row_start[rank]
+    for slot in graph.schedule.rows[rank]:
+        for action in (slot,) if type(slot) is Action else slot.actions:
+            key = (action.op, action.stage, action.microbatch % num_flows)
+            delta = known.get(key)
+            if delta is None:
+                delta = known[key] = grid.delta(rank, *key)
+            start_bytes, start_units, end_bytes, end_units = delta
+            if start_bytes or start_units:
+                changes.append((start_s[number], start_bytes, start_units))
+            if end_bytes or end_units:
+                changes.append((end_s[number], end_bytes, end_units))
+        number += 1
+    changes.sort()
+    return changes
+
+
+def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple[MemoryCurve, float]:
+    times, levels = [], []
+    peak_units = 0
+    for time, live, units in _levels(changes):
+        times.append(time)
+        levels.append(live / grid.scale)
+        if units > peak_units:
+            peak_units = units
+    return MemoryCurve(tuple(times), tuple(levels)), peak_units / grid.unit_scale
+
+
+def _levels(changes: Sequence[tuple[float, int, int]]) -> Iterator[tuple[float, int, int]]:
+    """Running totals after each instant."""
+    live = units = 0
+    now: float | None = None
+    for time, more_bytes, more_units in changes:
+        if now is not None and time != now:
+            yield now, live, units
+        now = time
+        live += more_bytes
+        units += more_units
+    if now is not None:
+        yield now, live, units

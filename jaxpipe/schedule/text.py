@@ -1,0 +1,317 @@
+"""The text form of a schedule: what ``str(schedule)`` prints, and its strict parser.
+
+::
+
+    # jaxpipe schedule 1
+    name: 1f1b
+    microbatches: 2
+    placement: one-to-one ranks=2
+    edges: chain
+    rank 0: F0.0 F0.1 BW0.0 BW0.1
+    rank 1: F1.0 BW1.0 F1.1 BW1.1
+
+Placements that a constructor makes are written by its arguments (``circular ranks=4 chunks=2``); others list their flows,
+stage by stage, groups joined by ``+`` (``two-towers ranks=3 flow=0,1,0+1+2``). Edges are ``chain``, ``none`` or a list
+(``0->2 1->2``). Braided slots print as ``F3.5+BW1.2``. Names that would not survive as bare text are JSON strings. Blank lines
+and lines that start with ``#`` are skipped. ``parse_schedule(str(s)) == s``; user ops must be registered before parsing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import NoReturn, TypeVar
+
+from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot, registered_ops
+from jaxpipe.schedule.placement import Edges, Placement, bidirectional, chain, circular, one_to_one, v_shape, wave
+
+_K = TypeVar("_K")
+_T = TypeVar("_T")
+
+FIRST_LINE = "# jaxpipe schedule 1"
+MAX_STAGES = 1_000_000
+
+_ACTION = re.compile(r"([^\W\d]+)(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})")
+_RANK = re.compile(r"rank (0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+_BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
+_HEADERS = ("name", "microbatches", "placement", "edges")
+_EXCERPT = 60
+
+_CONSTRUCTORS: dict[str, tuple[tuple[str, ...], Callable[..., Placement]]] = {
+    "one-to-one": (("ranks",), one_to_one),
+    "circular": (("ranks", "chunks"), circular),
+    "v": (("ranks",), v_shape),
+    "wave": (("ranks", "chunks"), wave),
+    "bidirectional": (("ranks",), bidirectional),
+}
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The text form, ending in a newline."""
+    lines = [
+        FIRST_LINE,
+        f"name: {_quote(schedule.name)}",
+        f"microbatches: {schedule.num_microbatches}",
+        f"placement: {format_placement(schedule.placement)}",
+        f"edges: {format_edges(schedule.placement)}",
+    ]
+    lines += [" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(schedule.rows)]
+    return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str, path: str = "<text>") -> Schedule:
+    """The schedule that ``text`` describes; its validity is the checker's business.
+
+    Raises:
+        ScheduleParseError: naming ``path``, the line, an excerpt and what to write instead.
+    """
+    return _Parser(text, path).schedule()
+
+
+def parse_slot(token: str) -> Slot:
+    """``F2.0`` as an :class:`Action`, ``F3.5+BW1.2`` as a :class:`Braid`.
+
+    Raises:
+        ScheduleParseError: the token is malformed or names an op that is not registered.
+    """
+    return _slot(token, frozenset(spec.name for spec in registered_ops()))
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for a near miss, else the list of what is known."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {' '.join(known)}"
+
+
+def _slot(token: str, known_ops: frozenset[str]) -> Slot:
+    actions = []
+    for part in token.split("+"):
+        match = _ACTION.fullmatch(part)
+        if match is None:
+            raise ScheduleParseError(
+                f"{_clip(part)!r} is not an action; write op, stage, '.', microbatch, for example F2.0 (braided: F3.5+BW1.2)"
+            )
+        op, stage, microbatch = match.groups()
+        if op not in known_ops:
+            raise ScheduleParseError(
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{closest(op, sorted(known_ops))} "
+                "(register_op makes new ones)"
+            )
+        actions.append(Action(op, int(stage), int(microbatch)))
+    return actions[0] if len(actions) == 1 else Braid(tuple(actions))
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
+
+
+def _quote(name: str) -> str:
+    plain = name.isprintable() and name == name.strip() and name != "" and not name.startswith('"')
+    return name if plain else json.dumps(name)
+
+
+def _unquote(text: str) -> str:
+    if not text.startswith('"'):
+        return text
+    value = json.loads(text)
+    if not isinstance(value, str):
+        raise ValueError("not a string")
+    return value
+
+
+# Placements.
+
+
+def format_placement(placement: Placement) -> str:
+    """Kind and arguments of ``placement``, without its edges."""
+    known = _CONSTRUCTORS.get(placement.kind)
+    if known is not None:
+        arguments, make = known
+        sizes = {"ranks": placement.num_ranks, "chunks": max(1, placement.num_stages // placement.num_ranks)}
+        sizes = {name: sizes[name] for name in arguments}
+        if make(**sizes).flows == placement.flows:
+            return " ".join([placement.kind, *(f"{name}={size}" for name, size in sizes.items())])
+    kind = placement.kind if _BARE_WORD.fullmatch(placement.kind) else json.dumps(placement.kind)
+    flows = (",".join("+".join(map(str, group)) for group in flow) for flow in placement.flows)
+    return " ".join([kind, f"ranks={placement.num_ranks}", *(f"flow={flow}" for flow in flows)])
+
+
+def format_edges(placement: Placement) -> str:
+    if placement.edges == chain(placement.num_stages):
+        return "chain"
+    return " ".join(f"{a}->{b}" for a, b in placement.edges) or "none"
+
+
+def _parse_placement(text: str, edges: str, num_rows: int) -> Placement:
+    """Raises ScheduleError, or ValueError for a malformed ``edges``."""
+    kind, arguments = _split_kind(text)
+    sizes: dict[str, int] = {}
+    flows: list[tuple[tuple[int, ...], ...]] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key == "flow" and equals:
+            flows.append(tuple(tuple(_number(r, argument) for r in group.split("+")) for group in value.split(",")))
+        elif key not in ("ranks", "chunks") or not equals:
+            raise ScheduleError(
+                f"unknown placement argument {_clip(argument)!r}{closest(key, ('ranks', 'chunks', 'flow'))}"
+            )
+        elif key in sizes:
+            raise ScheduleError(f"placement argument {key!r} is given twice")
+        else:
+            sizes[key] = _number(value, argument)
+    if "ranks" not in sizes:
+        raise ScheduleError(f"the placement lacks its number of ranks; write for example '{_clip(kind)} ranks=4'")
+    if sizes["ranks"] != num_rows:
+        raise ScheduleError(
+            f"the placement has {sizes['ranks']} ranks but there are {num_rows} 'rank' lines; is the file truncated?"
+        )
+    if flows:
+        return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])))
+    placement = _construct(kind, sizes)
+    return Placement(kind, placement.num_ranks, placement.flows, _parse_edges(edges, placement.num_stages))
+
+
+def _split_kind(text: str) -> tuple[str, list[str]]:
+    if text.startswith('"'):
+        value, end = json.JSONDecoder().raw_decode(text)
+        return str(value), text[end:].split()
+    kind, *arguments = text.split() or [""]
+    return kind, arguments
+
+
+def _construct(kind: str, sizes: dict[str, int]) -> Placement:
+    known = _CONSTRUCTORS.get(kind)
+    if known is None:
+        raise ScheduleError(
+            f"unknown placement {_clip(kind)!r}{closest(kind, _CONSTRUCTORS)}; a placement of another kind lists its ranks "
+            "stage by stage: flow=0,1,2"
+        )
+    wanted, make = known
+    if set(sizes) != set(wanted):
+        raise ScheduleError(f"placement {kind!r} takes {' and '.join(wanted)}, got {' and '.join(sizes)}")
+    if sizes["ranks"] * sizes.get("chunks", 1) > MAX_STAGES:
+        raise ScheduleError(f"the placement has more than {MAX_STAGES} stages; is the number of chunks right?")
+    return make(**sizes)
+
+
+def _parse_edges(text: str, num_stages: int) -> Edges:
+    if text == "chain":
+        return chain(num_stages)
+    if text == "none":
+        return ()
+    edges = []
+    for word in text.split():
+        a, arrow, b = word.partition("->")
+        if not arrow:
+            raise ScheduleError(f"{_clip(word)!r} is not an edge; write 'chain', 'none' or edges such as 0->2 1->2")
+        edges.append((_number(a, word), _number(b, word)))
+    if not edges:
+        raise ScheduleError("'edges:' is empty; write 'chain', 'none' or edges such as 0->2 1->2")
+    return tuple(edges)
+
+
+def _number(text: str, where: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise ScheduleError(f"{_clip(text)!r} in {_clip(where)!r} is not a whole number >= 0")
+    return int(text)
+
+
+class _Parser:
+    """Reads lines into headers and rows, each with its line number, then builds the schedule."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.path = path
+        self.lines = text.split("\n")
+        self.headers: dict[str, tuple[int, str]] = {}
+        self.rows: dict[int, tuple[int, str]] = {}
+        self.known_ops = frozenset(spec.name for spec in registered_ops())
+
+    def schedule(self) -> Schedule:
+        self._first_line()
+        for number, raw in enumerate(self.lines[1:], start=2):
+            line = raw.rstrip("\r")
+            if line.strip() and not line.startswith("#"):
+                self._line(number, line)
+        for key in _HEADERS[:3]:
+            if key not in self.headers:
+                self._fail(len(self.lines), "", f"the line '{key}: …' is missing; is the file truncated?")
+        name = self._header("name", _unquote, "write plain text or a JSON string")
+        microbatches = self._header("microbatches", int_text, "write a whole number, for example 'microbatches: 8'")
+        placement = self._placement()
+        return Schedule(name, placement, microbatches, tuple(self._row(rank) for rank in range(placement.num_ranks)))
+
+    def _first_line(self) -> None:
+        first = self.lines[0].rstrip("\r")
+        if first == FIRST_LINE:
+            return
+        if re.fullmatch(r"# jaxpipe schedule \d+", first):
+            self._fail(1, first, f"this version of the format is not known; this jaxpipe reads '{FIRST_LINE}'")
+        self._fail(1, first, f"this is not a schedule in text form; its first line must be '{FIRST_LINE}'")
+
+    def _line(self, number: int, line: str) -> None:
+        key, colon, value = line.partition(":")
+        value = value.strip()
+        if not colon:
+            self._fail(number, line, "expected 'key: value' or 'rank N: actions'")
+        rank = _RANK.fullmatch(key)
+        if rank:
+            self._once(self.rows, int(rank.group(1)[:9]), number, line, value)
+        elif key in _HEADERS:
+            self._once(self.headers, key, number, line, value)
+        else:
+            self._fail(number, line, f"unknown key {_clip(key)!r}{closest(key, (*_HEADERS, 'rank N'))}")
+
+    def _once(self, where: dict[_K, tuple[int, str]], key: _K, number: int, line: str, value: str) -> None:
+        if key in where:
+            self._fail(number, line, f"this line repeats line {where[key][0]}; keep one of them")
+        where[key] = (number, value)
+
+    def _header(self, key: str, read: Callable[[str], _T], fix: str) -> _T:
+        number, value = self.headers[key]
+        try:
+            return read(value)
+        except ValueError:
+            self._fail(number, f"{key}: {value}", fix)
+
+    def _placement(self) -> Placement:
+        number, text = self.headers["placement"]
+        edge_line, edges = self.headers.get("edges", (number, "chain"))
+        try:
+            return _parse_placement(text, edges, len(self.rows))
+        except ValueError:
+            self._fail(number, text, "the kind of placement is not a JSON string; close its quotes")
+        except ScheduleError as error:
+            at_edges = "edge" in str(error)
+            self._fail(*((edge_line, edges) if at_edges else (number, text)), str(error))
+
+    def _row(self, rank: int) -> Row:
+        if rank not in self.rows:
+            extra = max(self.rows)
+            self._fail(
+                self.rows[extra][0], f"rank {extra}: …", f"there is no line 'rank {rank}: …'; is the file truncated?"
+            )
+        number, text = self.rows[rank]
+        row = []
+        for token in text.split():
+            try:
+                row.append(_slot(token, self.known_ops))
+            except ScheduleParseError as error:
+                at = text.index(token)
+                self._fail(number, ("…" if at > 20 else "") + text[max(0, at - 20) : at + len(token)][:80], str(error))
+        return tuple(row)
+
+    def _fail(self, number: int, excerpt: str, what: str) -> NoReturn:
+        shown = f" (in {_clip(excerpt)!r})" if excerpt else ""
+        raise ScheduleParseError(f"{self.path}: line {number}: {what}{shown}")
+
+
+def int_text(text: str) -> int:
+    """A whole number written plainly. Raises ValueError."""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(text)
+    return int(text)

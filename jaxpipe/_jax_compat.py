@@ -1,0 +1,222 @@
+"""The only file that may say ``jax._src`` or branch on a JAX version.
+
+Borrowed names, why, and where they were checked (jax 0.10.2 on Python 3.11, jax 0.12.0.1 on Python 3.12):
+
+=============================  ==========================================================================================
+name                           why
+=============================  ==========================================================================================
+``jax.extend.core``            ``Var Literal Jaxpr ClosedJaxpr JaxprEqn DropVar``: the types an equation list is made of.
+                               Semi-public; ``Var(aval)`` makes a fresh variable in both versions, and ``ClosedJaxpr`` and
+                               ``Jaxpr`` are one class in 0.12 (``ClosedJaxpr(jaxpr, consts)`` works in both).
+``jax.core.eval_jaxpr``        public; evaluates an equation list under a new trace.
+``eqn.source_info.name_stack`` which layer an equation came from. ``NameStack`` has no public home: read through ``str``,
+                               joined with ``+``.
+``aval.vma``                   mesh axes over which a value varies; ``aval.mat.varying`` in 0.10.2 and 0.12.
+``jax.lax.pcast``              casts a value to varying; named ``pvary`` before 0.9.
+``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
+``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
+``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
+=============================  ==========================================================================================
+
+Not handled: jaxprs with mutable references or "high" types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax._src import effects as _effects
+from jax._src import source_info_util as _source_info
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+__all__ = [
+    "Atom",
+    "ClosedJaxpr",
+    "DropVar",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "ScanParts",
+    "Var",
+    "aval_bytes",
+    "called_jaxpr",
+    "checkpoint_name_of",
+    "close_jaxpr",
+    "eval_jaxpr",
+    "fresh_var",
+    "has_ordered_effects",
+    "is_checkpoint",
+    "is_identity",
+    "is_key_dtype",
+    "scan_parts",
+    "source_line",
+    "sub_jaxprs",
+    "vary",
+    "varying_axes",
+    "with_outer_names",
+]
+
+Atom: TypeAlias = Var | Literal
+
+eval_jaxpr = jax.core.eval_jaxpr
+
+_CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "eval_jaxpr",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "checkpoint",
+        "remat",
+        "remat2",
+    }
+)
+"""Primitives whose meaning is "run this jaxpr on these operands"; the name of a primitive changes between versions."""
+
+
+def fresh_var(aval: Any) -> Var:
+    """A new variable of the given abstract value."""
+    return Var(aval)
+
+
+def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """The body of a call-like equation and its constants, or None for any other equation."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        if body is not None:
+            jaxpr, consts = _open(body)
+            if len(jaxpr.invars) == len(eqn.invars):
+                return jaxpr, consts
+    return None
+
+
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a ``jax.checkpoint`` body."""
+    return eqn.primitive.name in ("checkpoint", "remat", "remat2")
+
+
+def is_identity(eqn: JaxprEqn) -> bool:
+    """Whether the result is the operand, once varying-axis types no longer matter."""
+    name = eqn.primitive.name
+    return name in ("name", "pvary", "copy", "copy_p") or (name == "pcast" and eqn.params.get("to") == "varying")
+
+
+def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
+    """The name given by ``checkpoint_name``, or None for any other equation."""
+    return str(eqn.params["name"]) if eqn.primitive.name == "name" else None
+
+
+def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    inner = getattr(body, "jaxpr", body)
+    return inner, getattr(body, "consts", ())
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """Every jaxpr among an equation's parameters (bodies, branches)."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, Jaxpr | ClosedJaxpr):
+                yield _open(item)[0]
+
+
+def close_jaxpr(
+    consts: Sequence[tuple[Var, Any]], invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]
+) -> ClosedJaxpr:
+    """A closed jaxpr made of these equations."""
+    effects: set[Any] = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
+    jaxpr = Jaxpr(
+        [v for v, _ in consts], list(invars), list(outvars), list(eqns), effects, _no_debug_info(invars, outvars)
+    )
+    return ClosedJaxpr(jaxpr, [c for _, c in consts])
+
+
+def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:
+    probe = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    return probe._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+
+
+def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
+    """``eqn`` of the body called by ``outer`` (if any), on other variables, its name stack extended by the caller's."""
+    if outer is None:
+        return eqn.replace(invars=list(invars), outvars=list(outvars))
+    info = eqn.source_info.replace(name_stack=outer.source_info.name_stack + eqn.source_info.name_stack)
+    return eqn.replace(invars=list(invars), outvars=list(outvars), source_info=info)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """``file:line (function)`` of the user code that made an equation."""
+    return str(_source_info.summarize(eqn.source_info))
+
+
+def has_ordered_effects(eqn: JaxprEqn) -> bool:
+    """Whether the equation has effects whose order is part of the program (an ordered callback or print)."""
+    return bool(_effects.ordered_effects.filter_in(eqn.effects))
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def varying_axes(value: Any) -> frozenset[str]:
+    """Mesh axes over which a value varies, inside ``shard_map``."""
+    aval = jax.typeof(value)
+    vma = getattr(aval, "vma", None)
+    if vma is None:
+        vma = getattr(getattr(aval, "mat", None), "varying", frozenset())
+    return frozenset(vma)
+
+
+def vary(value: Any, axes: Sequence[str]) -> Any:
+    """``value`` cast to varying over ``axes``, those it already varies over left out."""
+    have = varying_axes(value)
+    missing = tuple(a for a in axes if a not in have)
+    if not missing:
+        return value
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(value, missing, to="varying")
+    return jax.lax.pvary(value, missing)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanParts:
+    """How a scan equation's operands and results divide: constants, carries, then stacked inputs or outputs."""
+
+    body: Jaxpr
+    body_consts: Sequence[Any]
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
+    """The parts of a ``lax.scan`` equation, or None for any other equation."""
+    if eqn.primitive.name != "scan":
+        return None
+    p = eqn.params
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:
+        consts, carry, _ = p["ft_in"].unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    body, body_consts = _open(p["jaxpr"])
+    return ScanParts(body, body_consts, num_consts, num_carry, int(p["length"]), bool(p["reverse"]), p.get("unroll", 1))
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
+    itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
+    return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)

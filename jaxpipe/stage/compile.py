@@ -1,0 +1,353 @@
+"""From layers to compiled functions: trace, split, jit on the rank's submesh.
+
+:func:`build_stage_functions` makes one stage, :func:`build_all` a chain, handing what leaves one stage to the next. Stages whose
+layers are of the same kinds and shapes are traced and split once per :class:`BuildCache`; on one submesh they also share
+compiled code (unless a layer draws random numbers: its index in the model is part of the program).
+
+Calls are positional over flat lists of arrays. Parameters and keys are replicated on the submesh; activations, batch arrays,
+residuals and accumulators are split over ``dp`` on axis 0 (with ``dp > 1`` an accumulator has a leading axis ``dp`` times as long:
+each shard sums its own part of the batch, and the update adds the shards up). Scalars become ``[dp]`` arrays when ``dp > 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe import dump
+from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, eval_jaxpr
+from jaxpipe.errors import StageError
+from jaxpipe.mesh import DP
+from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.layer import Layer, Params
+from jaxpipe.stage.params import ParamLayout, stage_params
+from jaxpipe.stage.recompute import policy
+from jaxpipe.stage.split import Part, Split, split
+from jaxpipe.stage.trace import StageSpec, StageTrace, array_leaves, fill, is_array, trace_eval, trace_joint
+
+_REPLICATED = frozenset({"param", "key", "token"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What stages of the same kinds and shapes share."""
+
+    joint: StageTrace
+    split: Split
+    evaluation: StageTrace
+
+
+@dataclass(slots=True)
+class BuildCache:
+    """Traces by signature and jitted functions by signature and submesh. One per run; pass it to every build."""
+
+    traced: dict[Hashable, _Traced] = field(default_factory=dict)
+    jitted: dict[Hashable, Any] = field(default_factory=dict)
+
+
+def build_stage_functions(
+    layers: Sequence[Layer],
+    layer_offset: int,
+    param_avals: Mapping[str, Params],
+    x: Any,
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    stage: int,
+    is_last: bool,
+    recompute: str = "none",
+    acc_dtype: Any = jnp.float32,
+    cache: BuildCache | None = None,
+) -> StageFunctions:
+    """The functions of one stage.
+
+    Args:
+        layers: of the stage, in order. The last stage's last layer returns ``(loss_sum, weight_sum)``.
+        layer_offset: index in the model of the first of them.
+        param_avals: parameters by layer name, as shapes (or arrays), in the dtype the stage computes in; may hold the whole
+            model's. Leaves tied to layers of other stages are taken from their owners where the layer does not hold a copy.
+        x: what enters: None for the first stage, else ``y`` of the stage before. Leaves are ``ShapeDtypeStruct`` (global
+            shapes) or static values.
+        data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
+        mesh: the rank's submesh with axes ``dp`` and ``tp``.
+        recompute: name of a policy in :data:`jaxpipe.stage.recompute.POLICIES`.
+        acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
+        cache: shares traces and compiled functions between stages.
+
+    Raises:
+        StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
+    """
+    cache = cache if cache is not None else BuildCache()
+    if not layers:
+        raise StageError(f"stage {stage} has no layers; cut the model into fewer stages")
+    layout = ParamLayout.build(layers, stage_params(layers, param_avals))
+    data = _data_read(layers, data_avals, stage)
+    spec = StageSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype)
+    signature = _signature(spec, mesh, recompute)
+    traced = cache.traced.get(signature) if signature is not None else None
+    if traced is None:
+        traced = _trace_and_split(spec, mesh, recompute)
+        if signature is not None:
+            cache.traced[signature] = traced
+    return _assemble(spec, traced, mesh, signature, cache)
+
+
+def build_all(
+    stages: Sequence[Sequence[Layer]],
+    param_avals: Mapping[str, Params],
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    meshes: Sequence[Mesh],
+    recompute: str | Sequence[str] = "none",
+    acc_dtype: Any = jnp.float32,
+    cache: BuildCache | None = None,
+) -> tuple[StageFunctions, ...]:
+    """The functions of a chain of stages; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
+
+    Raises:
+        StageError: as :func:`build_stage_functions`, or the lengths differ.
+    """
+    policies = [recompute] * len(stages) if isinstance(recompute, str) else list(recompute)
+    if not len(stages) == len(meshes) == len(policies):
+        raise StageError(
+            f"{len(stages)} stages, {len(meshes)} meshes, {len(policies)} recompute policies; want as many of each"
+        )
+    cache = cache if cache is not None else BuildCache()
+    built: list[StageFunctions] = []
+    offset = 0
+    for s, layers in enumerate(stages):
+        x = built[-1].y if built else None
+        last = s == len(stages) - 1
+        built.append(
+            build_stage_functions(
+                layers, offset, param_avals, x, data_avals, meshes[s], s, last, policies[s], acc_dtype, cache
+            )
+        )
+        offset += len(layers)
+    return tuple(built)
+
+
+def compile_functions(
+    functions: StageFunctions | Iterable[StageFunctions], ops: Iterable[str] = ("F", "B", "W")
+) -> None:
+    """Compile the named operations now, so that no call compiles later: each runs once on zeros."""
+    for stage in [functions] if isinstance(functions, StageFunctions) else functions:
+        for op in ops:
+            f = stage.functions[op]
+            zeros = [_zeros(aval) for aval in f.avals_in]
+            jax.block_until_ready(f.call(*zeros))
+
+
+def _zeros(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(aval.shape, aval.dtype), aval.sharding)
+
+
+def _data_read(
+    layers: Sequence[Layer], data_avals: Mapping[str, jax.ShapeDtypeStruct], stage: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    wanted = {name for layer in layers for name in layer.reads}
+    for layer in layers:
+        unknown = [name for name in layer.reads if name not in data_avals]
+        if unknown:
+            raise StageError(
+                f"layer {layer.name!r} (stage {stage}) reads {', '.join(map(repr, unknown))}; the batch has "
+                f"{', '.join(map(repr, data_avals)) or 'no arrays'}"
+            )
+    return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
+
+
+def _signature(spec: StageSpec, mesh: Mesh, recompute: str) -> Hashable | None:
+    """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
+    leaves, treedef = jax.tree.flatten(spec.x)
+    statics = tuple((v.shape, np.dtype(v.dtype)) if is_array(v) else (type(v), v) for v in leaves)
+    position = {layer.name: i for i, layer in enumerate(spec.layers)}
+    layers = tuple(
+        (
+            layer.kind or layer.name,
+            layer.kind == "" and id(layer.apply),
+            layer.reads,
+            layer.uses_key,
+            tuple(sorted(layer.tied)),
+        )
+        for layer in spec.layers
+    )
+    slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset) for s in spec.layout.slots)
+    aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
+    data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
+    signature = (
+        layers, slots, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype), recompute,
+        tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    try:
+        hash(signature)
+    except TypeError:
+        return None
+    return signature
+
+
+def _trace_and_split(spec: StageSpec, mesh: Mesh, recompute: str) -> _Traced:
+    saveable = policy(recompute)
+    joint = trace_joint(spec, mesh)
+    evaluation = trace_eval(spec, mesh)
+    return _Traced(joint, split(joint, saveable), evaluation)
+
+
+def _assemble(
+    spec: StageSpec, traced: _Traced, mesh: Mesh, signature: Hashable | None, cache: BuildCache
+) -> StageFunctions:
+    joint = traced.joint
+    consts = {v: _portable(c) for v, c in joint.consts.items()}
+    if joint.seed is not None:
+        consts[joint.seed] = np.ones((), joint.seed.aval.dtype)
+    if joint.offset is not None:
+        consts[joint.offset] = np.uint32(spec.layer_offset)
+    parts = {**traced.split.parts, "E": _eval_part(traced.evaluation)}
+    key = (signature, mesh, spec.layer_offset if spec.uses_key else None)
+    functions: dict[str, StageFunction] = {}
+    for op, part in parts.items():
+        closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
+        dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
+        functions[op] = _function(
+            op, part, closed, mesh, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
+        )
+    y = joint.y
+    y_global = fill(y, [_global_aval(v, mesh, "y") for v in array_leaves(y)]) if y is not None else None
+    x_avals = tuple(array_leaves(spec.x))
+    layout = spec.layout
+    built = StageFunctions(
+        stage=spec.stage,
+        functions=functions,
+        x=spec.x,
+        y=y_global,
+        x_avals=x_avals,
+        y_avals=tuple(array_leaves(y_global)),
+        data_names=tuple(spec.data),
+        uses_key=spec.uses_key,
+        layout=layout,
+        param_avals=tuple(_global_aval(b, mesh, "param") for b in layout.buffers),
+        acc_avals=tuple(_global_aval(b, mesh, "acc") for b in layout.acc_avals(spec.acc_dtype)),
+        **_sizes(parts),
+        boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
+        param_bytes=sum(aval_bytes(b) for b in layout.buffers),
+        flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
+        notes=traced.split.notes,
+    )
+    dump.dump("stage", f"stage{spec.stage}", lambda: str(built))
+    return built
+
+
+def _eval_part(trace: StageTrace) -> Part:
+    ports = {v: p for v, p in trace.inputs.items() if p.kind != "acc"}
+    read = {a for eqn in trace.eqns for a in eqn.invars if isinstance(a, Var)}
+    read.update(a for _, a in trace.outputs if isinstance(a, Var))
+    used = [(p, v) for v, p in ports.items() if v in read]
+    return Part(
+        tuple(p for p, _ in used),
+        tuple(v for _, v in used),
+        tuple(p for p, _ in trace.outputs),
+        tuple(a for _, a in trace.outputs),
+        trace.eqns,
+    )
+
+
+def _portable(const: Any) -> Any:
+    """A closed-over array as NumPy, so that it is tied to no device."""
+    if isinstance(const, jax.core.Tracer):
+        raise StageError("a layer closes over a traced value; pass it through params, x or the batch instead")
+    if isinstance(const, jax.Array) and not jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
+        return np.asarray(const)
+    return const
+
+
+def _sizes(parts: Mapping[str, Part]) -> dict[str, int]:
+    """Bytes held between the operations, per device."""
+    held = {
+        op: {p: aval_bytes(v.aval) for p, v in zip(parts[op].inputs, parts[op].invars, strict=True)}
+        for op in ("B", "W")
+    }
+    kept = ("x", "res")
+    for_w = {p: n for p, n in held["W"].items() if p.kind in (*kept, "wres")}
+    return {
+        "residual_bytes": sum({p: n for h in held.values() for p, n in h.items() if p.kind in kept}.values()),
+        "w_residual_bytes": sum(for_w.values()),
+        "cotangent_bytes": sum(n for p, n in for_w.items() if p.kind == "wres"),
+    }
+
+
+def _global_aval(aval: Any, mesh: Mesh, kind: str) -> jax.ShapeDtypeStruct:
+    shape, spec = tuple(aval.shape), P()
+    if kind not in _REPLICATED and (shape or mesh.shape[DP] > 1):
+        shape = (mesh.shape[DP] * shape[0], *shape[1:]) if shape else (mesh.shape[DP],)
+        spec = P(DP)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _function(
+    op: str, part: Part, closed: ClosedJaxpr, mesh: Mesh, name: str, key: Hashable, shareable: bool, cache: BuildCache
+) -> StageFunction:
+    avals_in = tuple(_global_aval(v.aval, mesh, p.kind) for p, v in zip(part.inputs, part.invars, strict=True))
+    avals_out = tuple(_global_aval(a.aval, mesh, p.kind) for p, a in zip(part.outputs, part.outvars, strict=True))
+    donated = tuple(k for k, p in enumerate(part.inputs) if p.kind == "acc")
+    at = {v: k for k, v in enumerate(part.invars)}
+    forwarded = {
+        k: at[a] for k, a in enumerate(part.outvars) if isinstance(a, Var) and a in at and at[a] not in donated
+    }
+    jitted = cache.jitted.get(key) if shareable else None
+    if jitted is None:
+        rest = [k for k in range(len(part.outvars)) if k not in forwarded]
+        jitted = _jit(closed, avals_in, [avals_out[k] for k in rest], rest, mesh, donated, name)
+        if shareable:
+            cache.jitted[key] = jitted
+    call = jitted if not forwarded else _forwarding(jitted, forwarded, len(part.outvars))
+    return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
+
+
+def _jit(
+    closed: ClosedJaxpr,
+    avals_in: Sequence[jax.ShapeDtypeStruct],
+    avals_out: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[int],
+    mesh: Mesh,
+    donated: tuple[int, ...],
+    name: str,
+) -> Any:
+    shapes = [v.aval.shape for v in closed.jaxpr.invars]
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        local = [a if a.shape == shape else a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
+        out = eval_jaxpr(closed.jaxpr, closed.consts, *local)
+        chosen = [jnp.asarray(out[k]) for k in results]
+        return tuple(v if v.ndim == len(a.shape) else v.reshape(1) for v, a in zip(chosen, avals_out, strict=True))
+
+    run.__name__ = run.__qualname__ = name
+    specs = [tuple(_spec(a) for a in avals) for avals in (avals_in, avals_out)]
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    return jax.jit(mapped, donate_argnums=donated)
+
+
+def _spec(aval: jax.ShapeDtypeStruct) -> P:
+    sharding = aval.sharding
+    assert isinstance(sharding, NamedSharding)
+    return sharding.spec
+
+
+def _forwarding(
+    jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], count: int
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """A call that hands arguments on as results without copying them."""
+    rest = [k for k in range(count) if k not in forwarded]
+    if not rest:
+        return lambda *arrays: tuple(arrays[forwarded[k]] for k in range(count))
+    source = tuple((True, forwarded[k]) if k in forwarded else (False, rest.index(k)) for k in range(count))
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        made = jitted(*arrays)
+        return tuple(arrays[i] if given else made[i] for given, i in source)
+
+    return call

@@ -1,0 +1,152 @@
+"""Which cheap equations to move from W to B so that fewer bytes wait between them.
+
+A bias gradient is a sum over a large cotangent: left in W it keeps the cotangent alive, moved to B it leaves a vector. Moving
+some equations only pays together (scale and bias gradients of one norm read the same cotangent), so this is not a greedy walk
+but a minimum cut: nodes are W's equations, an edge carries the bytes of a value that crosses if its maker is on B's side and a
+reader on W's. Matrix products, convolutions, loops, scatters and anything unknown stay in W; nothing is computed twice.
+Of all minimum cuts the one that moves least is taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING
+
+from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, sub_jaxprs
+
+if TYPE_CHECKING:
+    from jaxpipe.stage.split import Graph
+
+_UNMOVABLE = frozenset(
+    {
+        "dot_general",
+        "ragged_dot",
+        "ragged_dot_general",
+        "conv_general_dilated",
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter_mul",
+        "sort",
+        "cumsum",
+        "cumprod",
+        "cumlogsumexp",
+        "fft",
+        "cholesky",
+        "triangular_solve",
+        "custom_call",
+        "ffi_call",
+        "pallas_call",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "all_gather",
+        "all_to_all",
+        "ppermute",
+        "reduce_scatter",
+    }
+)
+_INFINITE = 1 << 62
+
+
+def is_movable(eqn: JaxprEqn) -> bool:
+    """Whether an equation is cheap enough to run in B although only W needs it."""
+    return eqn.primitive.name not in _UNMOVABLE and not eqn.effects and not any(True for _ in sub_jaxprs(eqn))
+
+
+def cheapest_moves(graph: Graph, w: set[int], free: Callable[[Var], bool]) -> set[int]:
+    """The equations of ``w`` to move to B. ``free``: values that W has without holding memory for them."""
+    flow = _Flow()
+    source, sink = "B", "W"
+    readers: dict[Var, list[int]] = {}
+    for i in w:
+        eqn = graph.eqns[i]
+        reads = {v for v in eqn.invars if isinstance(v, Var)}
+        if not is_movable(eqn) or any(_is_accumulator(graph, v) for v in reads):
+            flow.edge(i, sink, _INFINITE)
+        for v in reads:
+            maker = graph.maker.get(v)
+            if maker in w:
+                flow.edge(i, maker, _INFINITE)  # what it reads moves along
+            base = _base(graph, v, w)
+            if not free(base):
+                readers.setdefault(base, []).append(i)
+    for port, atom in graph.trace.outputs:
+        if port.kind == "acc" and isinstance(atom, Var) and graph.maker.get(atom) in w:
+            flow.edge(graph.maker[atom], sink, _INFINITE)
+    for v, ends in readers.items():
+        maker = graph.maker.get(v)
+        flow.edge(maker if maker in w else source, v, aval_bytes(v.aval))
+        for i in ends:
+            flow.edge(v, i, _INFINITE)
+    return {i for i in flow.source_side(source, sink) if isinstance(i, int)}
+
+
+def _base(graph: Graph, v: Var, w: set[int]) -> Var:
+    """What crosses instead of a view made in B or F."""
+    while graph.maker.get(v) not in w and (base := graph.view_base(v)) is not None:
+        v = base
+    return v
+
+
+def _is_accumulator(graph: Graph, v: Var) -> bool:
+    port = graph.trace.inputs.get(v)
+    return port is not None and port.kind == "acc"
+
+
+class _Flow:
+    """Maximum flow by augmenting along level graphs (Dinic)."""
+
+    def __init__(self) -> None:
+        self._capacity: dict[Hashable, dict[Hashable, int]] = {}
+
+    def edge(self, a: Hashable, b: Hashable, capacity: int) -> None:
+        out = self._capacity.setdefault(a, {})
+        out[b] = out.get(b, 0) + capacity
+        self._capacity.setdefault(b, {}).setdefault(a, 0)
+
+    def source_side(self, source: Hashable, sink: Hashable) -> Iterable[Hashable]:
+        """Nodes on the source's side of the smallest minimum cut, without the source."""
+        if source not in self._capacity or sink not in self._capacity:
+            return ()
+        while sink in (levels := self._levels(source)):
+            ahead = {
+                a: [b for b in out if levels.get(b) == levels[a] + 1]
+                for a, out in self._capacity.items()
+                if a in levels
+            }
+            while self._augment(source, sink, ahead):
+                pass
+        return [node for node in levels if node != source]
+
+    def _levels(self, source: Hashable) -> dict[Hashable, int]:
+        levels = {source: 0}
+        queue = deque([source])
+        while queue:
+            a = queue.popleft()
+            for b, left in self._capacity[a].items():
+                if left > 0 and b not in levels:
+                    levels[b] = levels[a] + 1
+                    queue.append(b)
+        return levels
+
+    def _augment(self, source: Hashable, sink: Hashable, ahead: dict[Hashable, list[Hashable]]) -> bool:
+        path = [source]
+        while path[-1] != sink:
+            a = path[-1]
+            while ahead[a] and not (self._capacity[a][ahead[a][-1]] > 0):
+                ahead[a].pop()
+            if ahead[a]:
+                path.append(ahead[a][-1])
+            elif len(path) == 1:
+                return False
+            else:
+                path.pop()
+                ahead[path[-1]].pop()
+        steps = list(zip(path, path[1:], strict=False))
+        amount = min(self._capacity[a][b] for a, b in steps)
+        for a, b in steps:
+            self._capacity[a][b] -= amount
+            self._capacity[b][a] += amount
+        return True

@@ -1,0 +1,136 @@
+"""Stage functions as values: flat lists of arrays whose positions are named by ports.
+
+Nothing but ports is known to lowering and runtime. The types of the four functions (checked when one is made)::
+
+    F : (param, x, data, key)                   -> (y | loss, res)
+    B : (param, x, data, key, res, dy)          -> (dx, wres)          token if it would have no result
+    W : (param, x, data, key, res, wres, acc)   -> (acc, token)
+    BW: (param, x, data, key, res, dy, acc)     -> (dx, acc, token)
+    E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
+
+Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
+:class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves of the pytree
+that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
+:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from jaxpipe._jax_compat import ClosedJaxpr
+from jaxpipe.stage.params import ParamLayout
+
+PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token"]
+
+_READS: Mapping[str, frozenset[str]] = {
+    "F": frozenset({"param", "x", "data", "key"}),
+    "B": frozenset({"param", "x", "data", "key", "res", "dy"}),
+    "W": frozenset({"param", "x", "data", "key", "res", "wres", "acc"}),
+    "BW": frozenset({"param", "x", "data", "key", "res", "dy", "acc"}),
+    "E": frozenset({"param", "x", "data"}),
+}
+_WRITES: Mapping[str, frozenset[str]] = {
+    "F": frozenset({"y", "loss", "res"}),
+    "B": frozenset({"dx", "wres", "token"}),
+    "W": frozenset({"acc", "token"}),
+    "BW": frozenset({"dx", "acc", "token"}),
+    "E": frozenset({"y", "loss"}),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Port:
+    """The meaning of one argument or result; ``index`` counts within the kind."""
+
+    kind: PortKind
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunction:
+    """One compiled-on-first-use function of a stage.
+
+    ``avals_in``/``avals_out``: global shapes with their shardings on the rank's submesh. ``donated``: argument positions whose
+    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving.
+    ``call(*arrays) -> tuple of arrays``. ``jitted``: the jitted part of ``call``; it returns the results that are not plain
+    arguments (``forwarded``: result position → argument position; those arrays are handed on without a copy).
+    """
+
+    op: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    avals_in: tuple[jax.ShapeDtypeStruct, ...]
+    avals_out: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...]
+    jaxpr: ClosedJaxpr = field(repr=False)
+    call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
+    jitted: Any = field(repr=False)
+    forwarded: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.op in _READS, f"{self.op} is not an operation of a stage"
+        bad = [p for p in self.inputs if p.kind not in _READS[self.op]]
+        assert not bad, f"{self.op} reads {', '.join(map(str, bad))}"
+        bad = [p for p in self.outputs if p.kind not in _WRITES[self.op]]
+        assert not bad, f"{self.op} writes {', '.join(map(str, bad))}"
+        assert len(set(self.inputs)) == len(self.inputs) == len(self.avals_in), "one argument per port"
+        assert len(set(self.outputs)) == len(self.outputs) == len(self.avals_out), "one result per port"
+        assert self.outputs, f"{self.op} returns nothing, so nothing could be waited on"
+        assert all(self.inputs[k].kind == "acc" for k in self.donated), "only accumulators are donated"
+
+    def __str__(self) -> str:
+        return f"{self.op}: ({' '.join(map(str, self.inputs))}) -> ({' '.join(map(str, self.outputs))})"
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunctions:
+    """The functions of one stage on one submesh, and what they cost in memory and arithmetic.
+
+    ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
+    does. ``x_avals``/``y_avals``: their array leaves in port order. ``data_names``: batch arrays the stage reads, in port order.
+    Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
+    reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
+    the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
+    ``notes``: remarks for people, such as a scan that could not be divided between B and W.
+    """
+
+    stage: int
+    functions: Mapping[str, StageFunction]
+    x: Any
+    y: Any
+    x_avals: tuple[jax.ShapeDtypeStruct, ...]
+    y_avals: tuple[jax.ShapeDtypeStruct, ...]
+    data_names: tuple[str, ...]
+    uses_key: bool
+    layout: ParamLayout
+    param_avals: tuple[jax.ShapeDtypeStruct, ...]
+    acc_avals: tuple[jax.ShapeDtypeStruct, ...]
+    residual_bytes: int
+    w_residual_bytes: int
+    cotangent_bytes: int
+    boundary_bytes: int
+    param_bytes: int
+    flops: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        made = {p for op in ("F", "B") for p in self.functions[op].outputs}
+        for op in ("B", "W", "BW"):
+            unknown = [p for p in self.functions[op].inputs if p.kind in ("res", "wres") and p not in made]
+            assert not unknown, f"stage {self.stage}: {op} reads {', '.join(map(str, unknown))}, which nothing makes"
+
+    def __str__(self) -> str:
+        lines = [f"stage {self.stage}", *(f"  {f}" for f in self.functions.values())]
+        lines.append(
+            f"  bytes: residual {self.residual_bytes}, held for W {self.w_residual_bytes} (cotangents "
+            f"{self.cotangent_bytes}), boundary {self.boundary_bytes}, parameters {self.param_bytes}"
+        )
+        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])

@@ -1,0 +1,331 @@
+"""Cut a traced stage into F, B and W by dataflow.
+
+Equations that no cotangent reaches are F. Of the others, those that ``dx`` depends on are B and the rest W; the values that cross
+are the w-residuals. No equation of F runs again in B or W, except
+
+* what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
+  so that no residual holds a parameter or a function of parameters;
+* views (reshape, broadcast, widening cast) of a value that is kept anyway: cheaper to redo than to keep;
+* what a recompute policy forbids to save (:mod:`jaxpipe.stage.recompute`), recomputed once, in B if B needs it and in W if only
+  W does.
+
+Then :mod:`jaxpipe.stage.crossing` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
+gradients). ``scan``, ``while`` and ``cond`` are atoms: one that yields both ``dx`` and parameter gradients goes whole to B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval_bytes,
+    close_jaxpr,
+    is_key_dtype,
+    source_line,
+    sub_jaxprs,
+)
+from jaxpipe.stage.crossing import cheapest_moves
+from jaxpipe.stage.functions import Port
+from jaxpipe.stage.trace import StageTrace
+
+Saveable = Callable[[Var], bool]
+"""Whether F may save a value it computed."""
+
+_KEY_PLUMBING = frozenset({"random_wrap", "random_fold_in", "random_split", "random_unwrap", "random_seed"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"})
+
+
+class Level(IntEnum):
+    """What a value depends on, at most: parameters and constants; inputs of the microbatch; cotangents."""
+
+    FIXED = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The program of one operation: equations between ports."""
+
+    inputs: tuple[Port, ...]
+    invars: tuple[Var, ...]
+    outputs: tuple[Port, ...]
+    outvars: tuple[Atom, ...]
+    eqns: tuple[JaxprEqn, ...]
+
+    def close(self, consts: Mapping[Var, Any]) -> ClosedJaxpr:
+        """A jaxpr with these constants bound (those it uses)."""
+        read = {a for eqn in self.eqns for a in eqn.invars if isinstance(a, Var)}
+        read.update(a for a in self.outvars if isinstance(a, Var))
+        return close_jaxpr([(v, c) for v, c in consts.items() if v in read], self.invars, self.eqns, self.outvars)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The parts by operation name. ``notes``: remarks on what could not be divided."""
+
+    parts: Mapping[str, Part]
+    notes: tuple[str, ...] = ()
+
+
+class Graph:
+    """Dataflow of a trace: who makes a value, and what it depends on. Built once, not changed."""
+
+    def __init__(self, trace: StageTrace) -> None:
+        self.trace = trace
+        self.eqns = trace.eqns
+        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+        self.level: dict[Var, Level] = {v: _port_level(p) for v, p in trace.inputs.items()}
+        if trace.seed is not None:
+            self.level[trace.seed] = Level.BACKWARD
+        self.eqn_level = [self._classify(i, eqn) for i, eqn in enumerate(self.eqns)]
+
+    def _classify(self, i: int, eqn: JaxprEqn) -> Level:
+        keys = [v for v in variables(eqn.invars) if is_key(v) or self._is_key_port(v)]
+        level = max(
+            (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if not self._is_key_port(v)),
+            default=Level.FIXED,
+        )
+        plumbing = eqn.primitive.name in _KEY_PLUMBING or all(is_key(v) for v in eqn.outvars)
+        if keys and not plumbing:
+            level = max(level, Level.FORWARD)
+        if i in self.trace.recomputed and level is Level.FORWARD:
+            level = Level.BACKWARD
+        for v in eqn.outvars:
+            self.level[v] = level
+        return level
+
+    def _is_key_port(self, v: Var) -> bool:
+        port = self.trace.inputs.get(v)
+        return port is not None and port.kind == "key"
+
+    def of(self, atom: Atom) -> Level:
+        return Level.FIXED if isinstance(atom, Literal) else self.level.get(atom, Level.FIXED)
+
+    def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
+        """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
+        found: set[int] = set()
+        stack = list(variables(roots))
+        while stack:
+            i = self.maker.get(stack.pop())
+            if i is not None and i not in found and among(i):
+                found.add(i)
+                stack.extend(variables(self.eqns[i].invars))
+        return found
+
+    def view_base(self, v: Var) -> Var | None:
+        """The operand of which ``v`` is a view that takes no fewer bytes, if it is one."""
+        i = self.maker.get(v)
+        if i is None or self.eqns[i].primitive.name not in _VIEWS:
+            return None
+        operands = list(variables(self.eqns[i].invars))
+        if len(operands) != 1 or aval_bytes(operands[0].aval) > aval_bytes(v.aval):
+            return None
+        return operands[0]
+
+
+def is_key(v: Var) -> bool:
+    return is_key_dtype(v.aval.dtype) if hasattr(v.aval, "dtype") else False
+
+
+def variables(atoms: Iterable[Atom]) -> Iterable[Var]:
+    return (a for a in atoms if isinstance(a, Var))
+
+
+def _port_level(port: Port) -> Level:
+    match port.kind:
+        case "param":
+            return Level.FIXED
+        case "x" | "data" | "key":
+            return Level.FORWARD
+        case _:
+            return Level.BACKWARD
+
+
+def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None) -> Split:
+    """F, B, W and BW of a traced stage. ``saveable``: the recompute policy; by default F may save anything."""
+    graph = Graph(trace)
+    may_save = saveable(graph) if saveable is not None else (lambda v: True)
+    results = {p: a for p, a in trace.outputs}
+    ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
+    dx = [(p, a) for p, a in trace.outputs if p.kind == "dx"]
+    acc = [(p, a) for p, a in trace.outputs if p.kind == "acc"]
+
+    effectful = [i for i, eqn in enumerate(graph.eqns) if eqn.effects]
+    everything = graph.needed(results.values(), lambda i: True).union(effectful)
+    backward = {i for i in everything if graph.eqn_level[i] is Level.BACKWARD}
+    targets = [a for _, a in (*dx, *acc)]
+    saved, again = _save(graph, backward, targets, may_save)
+    backward |= again
+
+    roots: list[Atom] = [a for _, a in dx] if dx else list(trace.roots)
+    effects_b = [v for i in effectful if i in backward for v in variables(graph.eqns[i].invars)]
+    b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
+    w = backward - b
+    free = _free_for_w(graph, again)
+    b |= cheapest_moves(graph, w, free)
+    w = backward - b
+    crossing, redo = _crossing(graph, b, w, [a for _, a in acc], free)
+
+    res = {v: Port("res", k) for k, v in enumerate(saved)}
+    wres = {v: Port("wres", k) for k, v in enumerate(crossing)}
+    saved_ports = [(p, v) for v, p in res.items()]
+    crossing_ports = [(p, v) for v, p in wres.items()]
+    forward_eqns = {i for i in effectful if graph.eqn_level[i] is not Level.BACKWARD}
+    token: list[tuple[Port, Atom]] = [(Port("token"), _zero())]
+    builder = _PartBuilder(graph, {**trace.inputs})
+    parts = {
+        "F": builder.part([*ys, *saved_ports], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns),
+        "B": builder.part([*dx, *crossing_ports] or token, b.__contains__, res, backward & set(effectful)),
+        "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
+        "BW": builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)),
+    }
+    return Split(parts, _notes(graph, b, acc))
+
+
+def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: Saveable) -> tuple[list[Var], set[int]]:
+    """What F saves for the backward equations, and the forward equations that run again instead."""
+    saved: dict[Var, None] = {}
+    again: set[int] = set()
+    seen: set[Var] = set()
+    stack = [v for i in sorted(backward, reverse=True) for v in variables(graph.eqns[i].invars)]
+    stack += list(variables(targets))
+    while stack:
+        v = stack.pop()
+        if v in seen or graph.of(v) is not Level.FORWARD:
+            continue
+        seen.add(v)
+        i = graph.maker.get(v)
+        if i is None:
+            continue  # x, data or key: has its own port
+        if graph.eqns[i].effects or (graph.view_base(v) is None and may_save(v)):
+            saved[v] = None
+        else:
+            again.add(i)
+            stack.extend(variables(graph.eqns[i].invars))
+    order = {v: k for k, v in enumerate(graph.maker)}
+    return sorted(saved, key=order.__getitem__), again
+
+
+def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
+    """Whether W has a value at no cost in memory: fixed values, batch arrays, keys, accumulators."""
+    kinds = {"param", "data", "key", "acc"}
+
+    def free(v: Var) -> bool:
+        port = graph.trace.inputs.get(v)
+        if port is not None:
+            return port.kind in kinds
+        return graph.of(v) is Level.FIXED or v is graph.trace.seed
+
+    return free
+
+
+def _crossing(
+    graph: Graph, b: set[int], w: set[int], targets: Sequence[Atom], free: Callable[[Var], bool]
+) -> tuple[list[Var], set[int]]:
+    """Values that B hands to W, and views that W makes again from them."""
+    crossing: dict[Var, None] = {}
+    redo: set[int] = set()
+    stack = [v for i in sorted(w) for v in variables(graph.eqns[i].invars)] + list(variables(targets))
+    seen: set[Var] = set()
+    while stack:
+        v = stack.pop()
+        if v in seen or free(v) or graph.maker.get(v) in w:
+            continue
+        seen.add(v)
+        i = graph.maker.get(v)
+        port = graph.trace.inputs.get(v)
+        if i in b:
+            base = graph.view_base(v)
+            if base is None:
+                crossing[v] = None
+            else:
+                assert i is not None
+                redo.add(i)
+                stack.append(base)
+        elif port is not None and port.kind == "dy":
+            crossing[v] = None
+    order = {v: k for k, v in enumerate([*graph.trace.inputs, *graph.maker])}
+    return sorted(crossing, key=order.__getitem__), redo
+
+
+class _PartBuilder:
+    """Gathers the equations of a part and names its free variables by ports."""
+
+    def __init__(self, graph: Graph, inputs: Mapping[Var, Port]) -> None:
+        self.graph = graph
+        self.inputs = inputs
+
+    def part(
+        self,
+        outputs: Sequence[tuple[Port, Atom]],
+        mine: Callable[[int], bool],
+        given: Mapping[Var, Port],
+        always: Iterable[int] = (),
+    ) -> Part:
+        """The part that computes ``outputs`` from ``given`` ports, inputs of the stage and fixed values."""
+        graph = self.graph
+        ports = {**self.inputs, **given}
+
+        def among(i: int) -> bool:
+            return mine(i) or graph.eqn_level[i] is Level.FIXED
+
+        roots = [a for _, a in outputs] + [a for i in always for a in graph.eqns[i].invars]
+        chosen = sorted(
+            graph.needed([a for a in roots if not isinstance(a, Var) or a not in given], among) | set(always)
+        )
+        eqns = tuple(graph.eqns[i] for i in chosen)
+        made = {v for eqn in eqns for v in eqn.outvars}
+        read = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(a for _, a in outputs))
+        invars = sorted((v for v in read - made if v in ports), key=lambda v: _port_order(ports[v]))
+        unknown = [v for v in read - made if v not in ports and v not in graph.trace.consts]
+        known = {graph.trace.offset, graph.trace.seed}
+        assert all(v in known for v in unknown), "a part reads a value that no port carries"
+        return Part(
+            tuple(ports[v] for v in invars),
+            tuple(invars),
+            tuple(p for p, _ in outputs),
+            tuple(a for _, a in outputs),
+            eqns,
+        )
+
+
+_KINDS = ("param", "x", "data", "key", "res", "wres", "dy", "acc")
+
+
+def _port_order(port: Port) -> tuple[int, int]:
+    return _KINDS.index(port.kind), port.index
+
+
+def _zero() -> Literal:
+    return Literal(np.float32(0), jax.core.ShapedArray((), np.dtype(np.float32)))
+
+
+def _notes(graph: Graph, b: set[int], acc: Sequence[tuple[Port, Atom]]) -> tuple[str, ...]:
+    only_w = graph.needed([a for _, a in acc], lambda i: i not in b)
+    read_by_w = {v for i in only_w for v in variables(graph.eqns[i].invars)}
+    read_by_b = {v for i in b for v in variables(graph.eqns[i].invars)}
+    notes = []
+    for i in sorted(b):
+        eqn = graph.eqns[i]
+        for_w = any(v in read_by_w and v not in read_by_b for v in eqn.outvars)
+        if for_w and any(True for _ in sub_jaxprs(eqn)):
+            notes.append(
+                f"{eqn.primitive.name} at {source_line(eqn)} computes dx and parameter gradients together: it is in B whole"
+            )
+    return tuple(dict.fromkeys(notes))

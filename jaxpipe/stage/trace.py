@@ -1,0 +1,391 @@
+"""Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
+
+The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on the
+rank's submesh with varying-axis types on. Parameters are cast to varying over ``dp`` first, so their gradients stay per-shard
+sums and no microbatch pays a reduction. Nothing is executed; splitting (:mod:`jaxpipe.stage.split`) cuts the result.
+
+Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
+:func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
+
+What crosses a stage boundary is a pytree: inexact arrays have cotangents, integer and boolean arrays travel without, other leaves
+(Python numbers, strings) are recorded while tracing and baked into the next stage. Every array is split over ``dp`` on axis 0.
+
+Not modelled here: ``tp`` (size 1 for now; the axis is present), complex-valued losses, side effects that must stay ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    has_ordered_effects,
+    source_line,
+    vary,
+    varying_axes,
+)
+from jaxpipe.errors import StageError
+from jaxpipe.mesh import DP
+from jaxpipe.stage.functions import Port
+from jaxpipe.stage.inline import FlatJaxpr, flatten
+from jaxpipe.stage.layer import Layer, LayerContext, Params
+from jaxpipe.stage.params import ParamLayout
+
+KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
+"""A microbatch's random key: raw threefry key data."""
+
+_PREFIX = "jaxpipe"
+_SOURCE = f"{_PREFIX}.dy"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read, in port order."""
+
+    stage: int
+    layers: tuple[Layer, ...]
+    layer_offset: int
+    layout: ParamLayout
+    x: Any
+    data: Mapping[str, jax.ShapeDtypeStruct]
+    is_last: bool
+    acc_dtype: Any
+
+    @property
+    def uses_key(self) -> bool:
+        return any(layer.uses_key for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrace:
+    """A traced stage, flat. ``inputs``: variable → port. ``outputs``: ``y`` (or ``loss``), ``acc`` and ``dx`` ports with the
+    values they return. ``roots``: what B must compute besides ``dx`` (see :func:`trace_joint`). ``layer_inputs``: values that
+    enter a layer, in order. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
+    model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
+    leaves, leaves being per-shard ``ShapeDtypeStruct`` or static."""
+
+    eqns: tuple[JaxprEqn, ...]
+    recomputed: frozenset[int]
+    consts: Mapping[Var, Any]
+    inputs: Mapping[Var, Port]
+    outputs: tuple[tuple[Port, Atom], ...]
+    roots: tuple[Atom, ...]
+    layer_inputs: tuple[Atom, ...]
+    named: tuple[tuple[str, Atom], ...]
+    offset: Var | None
+    seed: Var | None
+    y: Any
+
+
+def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:
+    """The key that layer ``layer_index`` (counted over the whole model) draws from; ``key``: uint32[2] of the microbatch."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), layer_index)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a boundary leaf is an array (or the type of one) rather than a static value."""
+    return isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf carries a gradient."""
+    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def array_leaves(tree: Any) -> list[Any]:
+    """The array leaves of a boundary pytree, in port order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+
+
+def fill(tree: Any, arrays: Sequence[Any]) -> Any:
+    """``tree`` with its array leaves replaced, in port order; static leaves stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+
+
+def trace_joint(spec: StageSpec, mesh: Mesh) -> StageTrace:
+    """Trace forward, gradients and accumulation of a stage.
+
+    ``roots`` of the result is empty where ``x`` has inexact leaves: B then computes what ``dx`` needs. A stage without (the
+    first one) has the cotangents of its first inexact activation as roots instead, so that its B walks the whole chain down to
+    the embedding and W holds the weight products, as in every other stage.
+
+    Raises:
+        StageError: a layer fails, or returns what can't cross a boundary; batch sizes don't divide by ``dp``.
+    """
+    made: dict[str, Any] = {}
+
+    def joint(
+        buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]
+    ) -> tuple[Any, ...]:
+        leaves = [vary(leaf, (DP,)) for leaf in spec.layout.unpack_leaves(buffers)]
+        theta, theta_of = _partition(leaves)
+        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x])
+
+        def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
+            params = spec.layout.tree(theta_of(theta))
+            out = _run_layers(spec, mesh, params, fill(spec.x, x_of(floats)), data, key, offset, train=True)
+            if spec.is_last:
+                loss, weight = _loss(spec, out)
+                return [loss], [weight]
+            ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
+            made["y"] = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
+            made["float_y"] = [is_inexact(v) for v in ys]
+            return [v for v in ys if is_inexact(v)], [v for v in ys if not is_inexact(v)]
+
+        ys, pullback, aux = jax.vjp(forward, theta, floats, has_aux=True)
+        dy = [checkpoint_name(_zeros(v), f"{_SOURCE}/{i}") for i, v in enumerate(ys)]
+        dtheta, dx = pullback(dy)
+        grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
+        return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
+
+    acc = [jax.ShapeDtypeStruct(_lifted(a.shape, mesh), a.dtype) for a in spec.layout.acc_avals(spec.acc_dtype)]
+    closed, offset_at = _trace(spec, mesh, joint, acc)
+    flat = flatten(closed.jaxpr, closed.consts, sources=_SOURCE)
+    _refuse_ordered_effects(spec, flat)
+    return _joint_trace(spec, flat, made, offset_at)
+
+
+def trace_eval(spec: StageSpec, mesh: Mesh) -> StageTrace:
+    """Trace the evaluation forward pass: ``(param, x, data) -> y | loss`` with ``train=False`` and no keys."""
+    made: dict[str, Any] = {}
+
+    def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
+        params = spec.layout.unpack([vary(b, (DP,)) for b in buffers], ties=True)
+        out = _run_layers(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False)
+        if spec.is_last:
+            return list(_loss(spec, out))
+        ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
+        made["y"] = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
+        return ys
+
+    closed, offset_at = _trace(spec, mesh, forward, [])
+    flat = flatten(closed.jaxpr, closed.consts)
+    _refuse_ordered_effects(spec, flat)
+    kind = "loss" if spec.is_last else "y"
+    outputs = tuple((Port(kind, i), a) for i, a in enumerate(flat.outvars))  # type: ignore[arg-type]
+    return StageTrace(
+        flat.eqns,
+        frozenset(),
+        flat.consts,
+        _input_ports(spec, flat, offset_at),
+        outputs,
+        (),
+        (),
+        (),
+        None,
+        None,
+        made.get("y"),
+    )
+
+
+def _trace(
+    spec: StageSpec, mesh: Mesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[ClosedJaxpr, int]:
+    """The jaxpr of ``fn`` per shard, and the position of the layer offset among its inputs."""
+    captured: list[ClosedJaxpr] = []
+    x = array_leaves(spec.x)
+    args = (
+        list(spec.layout.buffers),
+        x,
+        list(spec.data.values()),
+        KEY_AVAL,
+        jax.ShapeDtypeStruct((), jnp.uint32),
+        list(acc),
+    )
+    specs = (P(), [split_spec(mesh, v) for v in x], [split_spec(mesh, v) for v in args[2]], P(), P(), P(DP))
+    _check_divisible(spec, mesh)
+
+    def body(*shards: Any) -> jax.Array:
+        captured.append(jax.make_jaxpr(fn)(*shards))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P()), *args)
+    offset_at = len(spec.layout.buffers) + len(x) + len(spec.data) + 1
+    return captured[0], offset_at
+
+
+def split_spec(mesh: Mesh, aval: Any) -> P:
+    """How an activation or batch array lies on the submesh: axis 0 over ``dp``; scalars are replicated (``dp`` 1 only)."""
+    return P(DP) if len(aval.shape) else P()
+
+
+def _lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    return (shape[0] * mesh.shape[DP], *shape[1:])
+
+
+def _check_divisible(spec: StageSpec, mesh: Mesh) -> None:
+    dp = mesh.shape[DP]
+    arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
+    arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
+    for what, v in arrays:
+        if dp > 1 and (not v.shape or v.shape[0] % dp):
+            size = v.shape[0] if v.shape else "no axis"
+            raise StageError(
+                f"{what} of shape {tuple(v.shape)} has {size} on axis 0, which does not divide over dp {dp}; use a multiple of {dp}"
+            )
+
+
+def _partition(leaves: Sequence[Any]) -> tuple[list[Any], Callable[..., list[Any]]]:
+    """The inexact leaves, and how to put others in their places between the remaining leaves."""
+    trained = [is_inexact(leaf) for leaf in leaves]
+    rest = [None if t else leaf for t, leaf in zip(trained, leaves, strict=True)]
+
+    def merge(values: Sequence[Any], missing: Any = rest) -> list[Any]:
+        others = rest if missing is not None else [None] * len(rest)
+        it = iter(values)
+        return [next(it) if t else other for t, other in zip(trained, others, strict=True)]
+
+    return [leaf for t, leaf in zip(trained, leaves, strict=True) if t], merge
+
+
+def _zeros(like: Any) -> Any:
+    return vary(jnp.zeros(like.shape, like.dtype), sorted(varying_axes(like)))
+
+
+def _run_layers(
+    spec: StageSpec,
+    mesh: Mesh,
+    params: Mapping[str, Params],
+    x: Any,
+    data: Sequence[Any],
+    key: Any,
+    offset: Any,
+    *,
+    train: bool,
+) -> Any:
+    arrays = dict(zip(spec.data, data, strict=True))
+    if train and spec.uses_key and mesh.shape[DP] > 1:
+        shard = jax.random.wrap_key_data(key, impl="threefry2x32")
+        key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
+    for i, layer in enumerate(spec.layers):
+        own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
+        context = LayerContext({name: arrays[name] for name in layer.reads}, own, train)
+        with jax.named_scope(f"layer{i}"):
+            try:
+                x = layer.apply(dict(params[layer.name]), x, context)
+            except StageError:
+                raise
+            except Exception as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise StageError(
+                    f"layer {layer.name!r} (stage {spec.stage}) can't be traced: {type(error).__name__}: {reason}"
+                ) from error
+        if train and i + 1 < len(spec.layers):
+            x = fill(x, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(x))])
+    return x
+
+
+def _mark(value: Any, layer: int, leaf: int) -> Any:
+    """Name a value between two layers, and its cotangent."""
+
+    @jax.custom_vjp
+    def marked(v: Any) -> Any:
+        return checkpoint_name(v, f"{_PREFIX}.h/{layer}/{leaf}")
+
+    marked.defvjp(
+        lambda v: (checkpoint_name(v, f"{_PREFIX}.h/{layer}/{leaf}"), None),
+        lambda _, ct: (checkpoint_name(ct, f"{_PREFIX}.ct/{layer}/{leaf}"),),
+    )
+    return marked(value)
+
+
+def _loss(spec: StageSpec, out: Any) -> tuple[Any, Any]:
+    layer = spec.layers[-1].name
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise StageError(
+            f"the last layer {layer!r} returns {type(out).__name__}; want (loss_sum, weight_sum), two float scalars"
+        )
+    values = []
+    for what, value in zip(("loss_sum", "weight_sum"), out, strict=True):
+        value = jnp.asarray(value)
+        if value.shape != ():
+            raise StageError(
+                f"{what} of the last layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
+            )
+        dtype = jnp.promote_types(value.dtype, jnp.float32)
+        values.append(vary(value.astype(dtype), (DP,)))
+    return values[0], jax.lax.stop_gradient(values[1])
+
+
+def _refuse_ordered_effects(spec: StageSpec, flat: FlatJaxpr) -> None:
+    for eqn in flat.eqns:
+        if has_ordered_effects(eqn):
+            raise StageError(
+                f"stage {spec.stage}: {eqn.primitive.name} at {source_line(eqn)} in {where(spec.layers, eqn)} has ordered effects, which "
+                "can't be kept in order across F, B and W; use ordered=False or remove it"
+            )
+
+
+def where(layers: Sequence[Layer], eqn: JaxprEqn) -> str:
+    """The layer an equation came from, for messages."""
+    i = layer_of(eqn)
+    return f"layer {layers[i].name!r}" if i is not None and i < len(layers) else "the stage"
+
+
+def layer_of(eqn: JaxprEqn) -> int | None:
+    """Position in the stage of the layer that an equation (forward or backward) came from."""
+    for part in str(eqn.source_info.name_stack).replace("(", "/").replace(")", "/").split("/"):
+        if part.startswith("layer") and part[5:].isdigit():
+            return int(part[5:])
+    return None
+
+
+def _input_ports(spec: StageSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, Port]:
+    ports: list[Port | None] = [Port("param", i) for i in range(len(spec.layout.buffers))]
+    ports += [Port("x", i) for i in range(len(array_leaves(spec.x)))]
+    ports += [Port("data", i) for i in range(len(spec.data))]
+    ports += [Port("key", 0), None]
+    ports += [Port("acc", i) for i in range(len(flat.invars) - offset_at - 1)]
+    return {v: p for v, p in zip(flat.invars, ports, strict=True) if p is not None}
+
+
+def _joint_trace(spec: StageSpec, flat: FlatJaxpr, made: Mapping[str, Any], offset_at: int) -> StageTrace:
+    inputs = _input_ports(spec, flat, offset_at)
+    float_y = made.get("float_y", [True, False])
+    float_x = [is_inexact(v) for v in array_leaves(spec.x)]
+    y_at = [i for i, f in enumerate(float_y) if f] + [i for i, f in enumerate(float_y) if not f]
+    kind = "loss" if spec.is_last else "y"
+    ports = [Port(kind, i) for i in y_at]  # type: ignore[arg-type]
+    ports += [Port("dx", i) for i, f in enumerate(float_x) if f]
+    ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
+    seeds = {int(name.split("/")[1]): v for name, v in flat.names if name.startswith(_SOURCE)}
+    seed = None
+    for i, v in seeds.items():
+        assert isinstance(v, Var)
+        if spec.is_last:
+            seed = v
+        else:
+            inputs[v] = Port("dy", y_at[i])
+    return StageTrace(
+        flat.eqns,
+        flat.recomputed,
+        flat.consts,
+        inputs,
+        tuple(zip(ports, flat.outvars, strict=True)),
+        () if any(float_x) else _first_cotangents(flat),
+        tuple(a for name, a in flat.names if name.startswith(f"{_PREFIX}.h/")),
+        tuple((name, a) for name, a in flat.names if not name.startswith(f"{_PREFIX}.")),
+        flat.invars[offset_at],
+        seed,
+        made.get("y"),
+    )
+
+
+def _first_cotangents(flat: FlatJaxpr) -> tuple[Atom, ...]:
+    marks = [(int(name.split("/")[1]), a) for name, a in flat.names if name.startswith(f"{_PREFIX}.ct/")]
+    first = min((layer for layer, _ in marks), default=None)
+    return tuple(a for layer, a in marks if layer == first and not isinstance(a, Literal))

@@ -1,0 +1,79 @@
+"""Interleaved 1F1B: each rank runs v chunks, stages dealt round-robin, so the pipeline fills v times faster.
+
+Source: Narayanan et al. 2021 (Megatron-LM, section 2.2.2); `controllable-memory.txt` appendix H, figure 15a (the official,
+non-uniform repeat). Microbatches go through in groups of p: a rank runs a group on its first chunk, then on its second, …
+
+Megatron asks for m divisible by p. Here any m works: the schedule is that of the next multiple of p with the missing
+microbatches left out of the *first* group. Leaving out whole microbatches keeps every dependency satisfied, so it can't
+deadlock and is never slower than the full multiple; a short first group costs less than a short last one (measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.placement import circular
+
+
+def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F0b F1b F2-     BW0b--- F3- BW1b--- F2b BW0---- F3b BW1----     BW2b---     BW3b--- BW2---- BW3----
+        rank 1 |    F0- F1- F0b BW0b--- F1b BW1b--- F2- BW0---- F3- BW1---- F2b BW2b--- F3b BW3b--- BW2---- BW3----
+
+    (``b`` marks the second chunk of a rank.) With m a multiple of p, equal stages and no transfer time the makespan is
+    m(F + B + W) + (p − 1)(F + B + W)/v; a rank holds at most (v + 1)p − 1 chunks of activations, 1/v of its share each.
+    One chunk gives eager 1F1B.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    require_sizes("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    rows = tuple(tuple(_row(r, ranks, microbatches, chunks)) for r in range(ranks))
+    return Schedule("interleaved-1f1b", circular(ranks, chunks), microbatches, rows)
+
+
+def _row(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+    missing = -m % p
+    total = (m + missing) * v
+    warm_up = min(2 * (p - rank - 1) + (v - 1) * p, total)
+    for k in range(total + warm_up):
+        if k < total:
+            chunk, microbatch = _unit(k, p, v)
+            if microbatch >= missing:
+                yield Action("F", chunk * p + rank, microbatch - missing)
+        if k >= warm_up:
+            chunk, microbatch = _unit(k - warm_up, p, v)
+            if microbatch >= missing:
+                yield Action("BW", (v - 1 - chunk) * p + rank, microbatch - missing)
+
+
+def _unit(k: int, p: int, v: int) -> tuple[int, int]:
+    """(chunk, microbatch) of the k-th forward of a rank; backwards follow the same order over mirrored chunks."""
+    group, within = divmod(k, p * v)
+    chunk, position = divmod(within, p)
+    return chunk, group * p + position
+
+
+def _peak(p: int, m: int, v: int) -> float | None:
+    return min((v + 1) * p - 1, v * m) / v if m % p == 0 else None
+
+
+def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
+    return (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None
+
+
+INTERLEAVED_ONE_F_ONE_B = Family(
+    name="interleaved-1f1b",
+    function=interleaved_one_f_one_b,
+    description="1F1B over v chunks per rank (--chunks, default 2): the bubble divided by v, more activations",
+    source="Narayanan et al. 2021 (Megatron-LM) §2.2.2; controllable-memory.txt appendix H",
+    options=("chunks",),
+    placement=circular,
+    default_chunks=2,
+    peak_activations=_peak,
+    makespan=_makespan,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)

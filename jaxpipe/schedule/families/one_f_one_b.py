@@ -1,0 +1,77 @@
+"""1F1B and eager 1F1B: after a warm-up of forwards, one forward and one backward in turn.
+
+Sources: 1F1B is Fan et al. 2021 (DAPPLE) and Narayanan et al. 2021 (Megatron-LM, section 2.2.1, "PipeDream-Flush").
+Eager 1F1B is Zhuang et al. 2023, "On Optimizing the Communication of Model Parallelism"; `controllable-memory.txt` §2.1 and
+figure 1b show it as 1F1B's building block with wider offsets between forwards. The two differ only in the depth of the
+warm-up.
+"""
+
+from __future__ import annotations
+
+from jaxpipe.schedule.families.family import Family, in_order, require_sizes
+from jaxpipe.schedule.ir import Schedule
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
+
+        rank 0 |F0 F1 F2 F3                   BW0--    BW1--    BW2--    BW3--
+        rank 1 |   F0 F1 F2             BW0-- F3 BW1--    BW2--    BW3--
+        rank 2 |      F0 F1       BW0-- F2 BW1-- F3 BW2--    BW3--
+        rank 3 |         F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3--
+
+    Rank r holds at most min(p − r, m) activations. With equal stages and no transfer time the makespan is GPipe's,
+    (m + p − 1)(F + B + W).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    require_sizes("1f1b", ranks=ranks, microbatches=microbatches)
+    return in_order("1f1b", microbatches, [_row(ranks - r, microbatches) for r in range(ranks)])
+
+
+def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
+
+        rank 0 |F0 F1 F2 F3 F4 F5             BW0--    BW1--    BW2--    BW3--    BW4--    BW5--
+        rank 1 |   F0 F1 F2 F3 F4       BW0-- F5 BW1--    BW2--    BW3--    BW4--    BW5--
+        rank 2 |      F0 F1 F2    BW0-- F3 BW1-- F4 BW2-- F5 BW3--    BW4--    BW5--
+        rank 3 |         F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- F4 BW4-- F5 BW5--
+
+    Rank r holds at most min(2(p − r) − 1, m) activations: one more in flight per rank below it than 1F1B, so that a transfer
+    each way hides under compute. Without transfer time the makespan is 1F1B's.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    require_sizes("eager-1f1b", ranks=ranks, microbatches=microbatches)
+    return in_order("eager-1f1b", microbatches, [_row(2 * (ranks - r) - 1, microbatches) for r in range(ranks)])
+
+
+def _row(in_flight: int, microbatches: int) -> list[str]:
+    """``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    lead = min(in_flight, microbatches)
+    return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead
+
+
+def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float:
+    return (m + p - 1) * (f + b + w)
+
+
+ONE_F_ONE_B = Family(
+    name="1f1b",
+    function=one_f_one_b,
+    description="one forward, one backward in turn: GPipe's time, at most p activations",
+    source="Fan et al. 2021 (DAPPLE); Narayanan et al. 2021 (Megatron-LM) §2.2.1",
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=_makespan,
+)
+EAGER_ONE_F_ONE_B = Family(
+    name="eager-1f1b",
+    function=eager_one_f_one_b,
+    description="1F1B with a deeper warm-up, so that transfers hide under compute; at most 2p-1 activations",
+    source="Zhuang et al. 2023; controllable-memory.txt §2.1, figure 1b",
+    peak_activations=lambda p, m, v: min(2 * p - 1, m),
+    makespan=_makespan,
+    picture={"ranks": 4, "microbatches": 6},
+)

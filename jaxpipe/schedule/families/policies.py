@@ -1,0 +1,142 @@
+"""The policies that the zero-bubble heuristic tries, most useful first.
+
+A policy needs a depth per rank: how many microbatches may be between F and B there. ``_DEPTHS`` names several ways to choose
+it; ``_GRID`` combines them with the other choices of a :class:`~jaxpipe.schedule.families.list_scheduler.Policy`. The grid's
+order was found by greedy selection over random chains (even, jittered, one heavy stage, arbitrary; transfers 0-0.3 F; limits
+p/2-2p): each row is the one that improves most on those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil, floor
+
+from jaxpipe.schedule.families.list_scheduler import Chain, Policy, Turn
+
+Depths = list[float]
+
+
+def _one_f_one_b(c: Chain) -> Depths:
+    return [c.num_ranks - r for r in range(c.num_ranks)]
+
+
+def _eager(c: Chain) -> Depths:
+    return [2 * (c.num_ranks - r) - 1 for r in range(c.num_ranks)]
+
+
+def _unbounded(c: Chain) -> Depths:
+    return [c.num_microbatches] * c.num_ranks
+
+
+def _in_proportion(c: Chain) -> Depths:
+    """The limit on rank 0, falling evenly."""
+    p = c.num_ranks
+    return [ceil(min(c.limit, 2 * p) * (p - r) / p) for r in range(p)]
+
+
+def _round_trip(c: Chain, factor: float) -> Depths:
+    """``factor`` × what a rank must have under way not to wait for its first microbatch to come back."""
+    period = max(map(sum, zip(c.f_s, c.b_s, c.w_s, strict=True)))
+    trip = 0.0
+    depths: Depths = []
+    for r in reversed(range(c.num_ranks)):
+        trip += c.f_s[r] + c.b_s[r]
+        depths.append(ceil(factor * trip / period - 1e-9) if period > 0 else c.num_ranks)
+        if r:
+            trip += c.down_s[r - 1] + c.up_s[r - 1]
+    return depths[::-1]
+
+
+def _warm_up(c: Chain, rounded: Callable[[float], int]) -> Depths:
+    """Forwards that fit before the first B comes back; the last one partly (``ceil``) or not at all (``floor``)."""
+    p = c.num_ranks
+    reach = [0.0]
+    for r in range(p - 1):
+        reach.append(reach[r] + c.f_s[r] + c.down_s[r])
+    depths = [1]
+    back = reach[-1] + c.f_s[-1] + c.b_s[-1]
+    for r in reversed(range(p - 1)):
+        back += c.up_s[r]
+        fits = rounded((back - reach[r]) / c.f_s[r] + 1e-9) if c.f_s[r] > 0 else c.num_microbatches
+        depths.append(max(depths[-1], min(fits, c.num_microbatches, floor(min(c.limit, c.num_microbatches)))))
+        back = max(back, reach[r] + depths[-1] * c.f_s[r]) + c.b_s[r]
+    return [float(d) for d in reversed(depths)]
+
+
+def _stepped(depths: Depths, c: Chain) -> Depths:
+    """``depths``, but at least one less per rank than the limit leaves, so that memory fills from rank 0 down."""
+    return [min(max(depths[r:]), max(1.0, c.limit - r)) for r in range(c.num_ranks)]
+
+
+_DEPTHS: dict[str, Callable[[Chain], Depths]] = {
+    "1f1b": _one_f_one_b,
+    "eager": _eager,
+    "unbounded": _unbounded,
+    "in proportion": _in_proportion,
+    "trip": lambda c: _round_trip(c, 1.0),
+    "trip 1.25": lambda c: _round_trip(c, 1.25),
+    "trip 1.5": lambda c: _round_trip(c, 1.5),
+    "trip 2": lambda c: _round_trip(c, 2.0),
+    "trip 3": lambda c: _round_trip(c, 3.0),
+    "warm": lambda c: _warm_up(c, floor),
+    "warm+": lambda c: _warm_up(c, ceil),
+    "warm stepped": lambda c: _stepped(_warm_up(c, floor), c),
+    "warm+ stepped": lambda c: _stepped(_warm_up(c, ceil), c),
+}
+
+_GRID: tuple[tuple[str, Turn, float, bool, float], ...] = (
+    # depth, turn, w_gap, balance, f_gap
+    ("eager", "forward", 0.5, True, 0),
+    ("in proportion", "alternate", 1, True, 0),
+    ("in proportion", "backward", 1, True, 0.5),
+    ("warm", "forward", 0, False, 0),
+    ("1f1b", "forward", 0.5, False, 0),
+    ("in proportion", "alternate", 0, False, 0),
+    ("warm", "backward", 1, True, 0),
+    ("1f1b", "forward", 1, False, 0),
+    ("trip 3", "backward", 0.5, True, 0),
+    ("eager", "alternate", 0, False, 0),
+    ("trip", "forward", 0.5, False, 0),
+    ("warm stepped", "alternate", 0.5, True, 0),
+    ("unbounded", "backward", 0.5, True, 0.5),
+    ("trip 1.5", "forward", 0.5, False, 0),
+    ("trip", "backward", 1, True, 0.5),
+    ("warm", "backward", 0.5, False, 0),
+    ("in proportion", "forward", 1, False, 0),
+    ("in proportion", "backward", 0, False, 0),
+    ("trip 2", "backward", 0.5, False, 0),
+    ("in proportion", "backward", 0.5, False, 0.5),
+    ("warm+", "forward", 0.5, True, 0),
+    ("trip 2", "forward", 0.5, True, 0),
+    ("1f1b", "backward", 0.5, True, 0),
+    ("1f1b", "forward", 1, True, 0),
+    ("in proportion", "backward", 0, False, 1),
+    ("trip 1.25", "backward", 1, False, 0),
+    ("trip 3", "forward", 0, False, 0),
+    ("warm+ stepped", "backward", 0.5, True, 0),
+    ("warm stepped", "forward", 1, True, 0),
+    ("in proportion", "forward", 0.5, False, 0),
+    ("in proportion", "backward", 0.5, True, 0.5),
+    ("in proportion", "backward", 1, True, 0),
+    ("warm+ stepped", "forward", 0.5, False, 0),
+    ("eager", "backward", 0.5, False, 0),
+    ("warm", "forward", 0.5, False, 0),
+    ("trip 1.5", "backward", 1, True, 0),
+    ("in proportion", "backward", 0.5, False, 0),
+    ("eager", "alternate", 0.5, False, 0),
+    ("trip 3", "forward", 0.5, True, 0),
+    ("warm+ stepped", "alternate", 0.5, False, 0),
+)
+
+
+def policies(c: Chain) -> Iterator[Policy]:
+    """All policies for ``c``, most useful first, each once."""
+    fitted: dict[str, tuple[int, ...]] = {}
+    seen: set[Policy] = set()
+    for depth, turn, w_gap, balance, f_gap in _GRID:
+        if depth not in fitted:
+            fitted[depth] = c.fit(_DEPTHS[depth](c))
+        policy = Policy(fitted[depth], turn, w_gap, balance, f_gap)
+        if policy not in seen:
+            seen.add(policy)
+            yield policy

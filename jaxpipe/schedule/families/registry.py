@@ -1,0 +1,107 @@
+"""The table of schedule families, and :func:`generate`, which makes a schedule by name.
+
+To add a family: write its file beside this one (a function and a :class:`Family` value) and list the value in ``FAMILIES``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.gpipe import GPIPE
+from jaxpipe.schedule.families.interleaved import INTERLEAVED_ONE_F_ONE_B
+from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
+from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
+from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
+from jaxpipe.schedule.ir import Schedule
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            GPIPE,
+            ONE_F_ONE_B,
+            EAGER_ONE_F_ONE_B,
+            INTERLEAVED_ONE_F_ONE_B,
+            ZB_H1,
+            ZB_H2,
+            ZB_1P,
+            ZB_2P,
+            ZB,
+        )
+    }
+)
+
+
+def family_named(name: str) -> Family:
+    """The family called ``name``.
+
+    Raises:
+        ScheduleError: no such family; suggests the nearest name.
+    """
+    family = FAMILIES.get(name)
+    if family is None:
+        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ScheduleError(f"unknown schedule family {name!r}{hint} Known: {' '.join(FAMILIES)}")
+    return family
+
+
+def generate(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: CostProfile | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The schedule of the family ``name`` at these sizes.
+
+    ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
+    order ignore them. ``memory_limit``: peak activations per rank in units of one rank's share of a microbatch, for
+    families that take it.
+
+    Raises:
+        ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, or costs for another number
+            of stages.
+    """
+    family = family_named(name)
+    require_sizes(name, ranks=ranks, microbatches=microbatches)
+    options: dict[str, Any] = {}
+    if chunks is not None:
+        require_sizes(name, chunks=chunks)
+        if "chunks" in family.options:
+            options["chunks"] = chunks
+        elif chunks != family.default_chunks:
+            takers = _taking("chunks")
+            raise ScheduleError(
+                f"{name} has {family.default_chunks} chunk(s) per rank, got {chunks}; families that take chunks: {takers}"
+            )
+    if memory_limit is not None:
+        if "memory_limit" not in family.options:
+            takers = _taking("memory_limit")
+            raise ScheduleError(f"{name} takes no memory limit, got {memory_limit:g}; families that do: {takers}")
+        options["memory_limit"] = memory_limit
+    if costs is not None:
+        _match(family, ranks, chunks, costs)
+        if "costs" in family.options:
+            options["costs"] = costs
+    return family.function(ranks, microbatches, **options)
+
+
+def _match(family: Family, ranks: int, chunks: int | None, costs: CostProfile) -> None:
+    stages = family.placement(ranks, family.default_chunks if chunks is None else chunks).num_stages
+    if costs.num_stages != stages:
+        raise ScheduleError(
+            f"{family.name}: the costs are for {costs.num_stages} stages; {ranks} ranks need {stages}, "
+            f"{stages // ranks} per rank"
+        )
+
+
+def _taking(option: str) -> str:
+    return ", ".join(f.name for f in FAMILIES.values() if option in f.options)

@@ -1,0 +1,63 @@
+"""A timeline as text: one line per rank, one column per unit of time.
+
+For docstrings, terminals and tests; :mod:`jaxpipe.plot` draws the real pictures. A cell holds op and microbatch (``F0``); an
+action longer than one column goes on in dashes, and the second, third, … chunk of a rank is marked ``b``, ``c``, …::
+
+    rank 0 |F0 F1 F2 F3 BW0-- …
+    rank 1 |   F0 F1 BW0-- F2 …
+
+Host lanes and transfers to other ranks are left out. Times that are no multiple of the unit are rounded to a column.
+"""
+
+from __future__ import annotations
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Action
+from jaxpipe.schedule.timeline import Event, Timeline
+
+
+def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
+    """The compute lanes of ``timeline`` as text, ``unit_s`` seconds a column.
+
+    Raises:
+        ScheduleError: ``unit_s`` is not positive.
+    """
+    if not unit_s > 0:
+        raise ScheduleError(f"unit_s is {unit_s}; want seconds per column, above 0")
+    chunk_of = _chunks(timeline)
+    cells = [
+        [(_column(e.start_s, unit_s), _column(e.end_s, unit_s), _label(e, chunk_of)) for e in timeline.of(r, "compute")]
+        for r in range(timeline.num_ranks)
+    ]
+    width = max((-(-(len(label) + 1) // max(1, b - a)) for row in cells for a, b, label in row), default=1)
+    margin = len(f"rank {timeline.num_ranks - 1}")
+    return "\n".join(f"{f'rank {r}':<{margin}} |{_line(row, width)}" for r, row in enumerate(cells))
+
+
+def _line(row: list[tuple[int, int, str]], width: int) -> str:
+    line = ""
+    for start, end, label in row:
+        room = max(1, end - start) * width - 1
+        line = f"{line:<{start * width}}{label:-<{room}} "
+    return line.rstrip()
+
+
+def _column(seconds: float, unit_s: float) -> int:
+    return round(seconds / unit_s)
+
+
+def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
+    """(rank, stage) -> which of the rank's stages it is."""
+    stages: dict[int, set[int]] = {}
+    for e in timeline.events:
+        if e.lane == "compute":
+            stages.setdefault(e.rank, set()).update(a.stage for a in e.action.actions)
+    return {(rank, s): k for rank, held in stages.items() for k, s in enumerate(sorted(held))}
+
+
+def _label(event: Event, chunk_of: dict[tuple[int, int], int]) -> str:
+    def one(a: Action) -> str:
+        chunk = chunk_of[event.rank, a.stage]
+        return f"{a.op}{a.microbatch}{chr(ord('a') + chunk) if chunk else ''}"
+
+    return "+".join(one(a) for a in event.action.actions)

@@ -1,0 +1,358 @@
+"""Checkpoints of a run: save without stopping it, keep the last few and the best, and load only what is intact.
+
+A run's directory holds one folder per step, ``00000100/``, described in ``checkpoint_format``. Parameters and optimizer
+state are stored by *layer* name, so a run may resume on another number of stages or ranks, and ``load_params`` needs no
+pipeline at all. ``CheckpointStore.save`` copies the arrays to host memory and returns; a thread writes them to a
+temporary folder ``00000100.tmp-<pid>`` and renames it when all of it is on disk. A kill at any moment leaves either the
+whole checkpoint or a temporary folder, which is ignored and removed by the next save.
+
+One writer at a time (a lock on the directory), any number of readers. All arrays must be addressable from this process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.train import checkpoint_format as form
+from jaxpipe.train import checkpoint_tree as tree
+from jaxpipe.train.checkpoint_format import DamagedCheckpointError, Manifest
+from jaxpipe.train.checkpoint_tree import Placement, PyTree, Snapshot
+
+_STEP_NAME = re.compile(r"\d{8,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded checkpoint. ``params`` and ``optimizer`` are ``{layer: pytree}``; ``meta`` is what ``save`` was given,
+    as JSON returns it (tuples are lists, keys are strings)."""
+
+    step: int
+    params: dict[str, PyTree]
+    optimizer: dict[str, PyTree]
+    meta: dict[str, Any]
+    eval_loss: float | None
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Intact:
+    """The newest checkpoint whose files all match their checksums; ``step`` is None if there is none.
+
+    ``warnings`` has one line for each newer checkpoint that was passed over, saying what is wrong with it.
+    """
+
+    step: int | None
+    warnings: tuple[str, ...]
+
+
+class CheckpointStore:
+    """The checkpoints of one run in ``directory`` (made by the first save).
+
+    ``keep_last`` newest checkpoints are kept, and with ``keep_best`` also the one of lowest finite ``eval_loss``;
+    older ones are deleted after a save has succeeded. Use it as a context manager, or call ``close``: the end of a
+    ``with`` block waits for the last save. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int = 3, keep_best: bool = True) -> None:
+        if keep_last < 1:
+            raise CheckpointError(f"keep_last is {keep_last}; at least 1 checkpoint must be kept")
+        self.directory = Path(directory).absolute()
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(f"also: {failed}")
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps with a checkpoint, ascending, damaged or not; temporary folders don't count."""
+        try:
+            names = [path.name for path in self.directory.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise CheckpointError(f"checkpoint directory {self.directory} can't be read: {error.strerror}") from error
+        return tuple(sorted(int(name) for name in names if _STEP_NAME.fullmatch(name)))
+
+    def path(self, step: int) -> Path:
+        """The folder of ``step``, which need not exist."""
+        return self.directory / f"{step:08d}"
+
+    def latest(self) -> int | None:
+        """The newest step with a checkpoint, damaged or not; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def latest_intact(self) -> Intact:
+        """The newest checkpoint whose files match their checksums, for automatic resume. Reads the files whole.
+
+        A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
+        """
+        warnings = []
+        for step in reversed(self.steps()):
+            try:
+                form.verify(self.path(step))
+            except DamagedCheckpointError as error:
+                warnings.append(f"passed over step {step}: {error}")
+            else:
+                return Intact(step, tuple(warnings))
+        return Intact(None, tuple(warnings))
+
+    def best(self) -> int | None:
+        """The step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
+        losses = {}
+        for step in self.steps():
+            try:
+                loss = form.read_manifest(self.path(step)).eval_loss
+            except CheckpointError:  # damaged: not a candidate
+                continue
+            if loss is not None and math.isfinite(loss):
+                losses[step] = loss
+        return min(losses, key=lambda step: (losses[step], -step), default=None)
+
+    def save(
+        self,
+        step: int,
+        params: Mapping[str, PyTree],
+        optimizer: Mapping[str, PyTree],
+        meta: Mapping[str, Any],
+        eval_loss: float | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save ``{layer: pytree}`` of arrays and numbers with ``meta`` (JSON values) as the checkpoint of ``step``.
+
+        Returns when the arrays are copied to host memory, or with ``wait`` when the checkpoint is on disk. Waits for the
+        previous save first, and raises its error if it failed. Saving the newest step again replaces it; a step older
+        than the newest is refused (see ``discard_after``).
+        """
+        self.wait()
+        newest = self.latest()
+        if step < 0 or (newest is not None and step < newest):
+            raise CheckpointError(
+                f"step {step} is older than the newest checkpoint ({newest}) in {self.directory}; resume from it, use "
+                f"another directory, or give up the later steps with discard_after({step})"
+                if step >= 0
+                else f"can't save step {step}; steps count from 0"
+            )
+        groups = {"params": tree.snapshot("params", params), "optimizer": tree.snapshot("optimizer", optimizer)}
+        record = form.to_json_values(meta)
+        loss = None if eval_loss is None else float(eval_loss)
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._writer.submit(self._commit, step, loss, record, groups)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any; raises CheckpointError if it failed."""
+        if self._pending is None:
+            return
+        try:
+            self._pending.result()
+        finally:
+            if self._pending.done():  # not after Ctrl-C: the save goes on, and close() waits for it
+                self._pending = None
+
+    def close(self) -> None:
+        """Wait for the save under way and end the thread; raises CheckpointError if the save failed."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+
+    def discard_after(self, step: int) -> tuple[int, ...]:
+        """Delete the checkpoints of steps after ``step``, for a run that goes on from there. Returns those steps."""
+        self.wait()
+        doomed = tuple(other for other in self.steps() if other > step)
+        for other in doomed:
+            form.remove(self.path(other))
+        return doomed
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        like: Mapping[str, Mapping[str, PyTree]] | None = None,
+        sharding: Placement | Mapping[str, Placement] | None = None,
+    ) -> Checkpoint:
+        """Load the checkpoint of ``step`` (the newest by default), verified.
+
+        ``like`` is ``{"params": {layer: pytree}, "optimizer": {layer: pytree}}`` (or one of them) of arrays or
+        ``ShapeDtypeStruct``: layers, paths, shapes and dtypes must match, and the result has its structure. Without it
+        trees come back as dictionaries and lists. Arrays go where ``sharding`` says (for all, or by layer), else where
+        the leaf of ``like`` is, else they are NumPy arrays.
+
+        Raises CheckpointError in one line: no such checkpoint, damaged (names a step that is intact), or made for
+        another model.
+        """
+        self.wait()
+        step = self._existing(step)
+        try:
+            manifest = form.read_manifest(self.path(step))
+            trees = {group: _load_group(self.path(step), group, manifest, like, sharding) for group in form.GROUPS}
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error}; {self._advice(step)}") from error
+        return Checkpoint(
+            manifest.step, trees["params"], trees["optimizer"], manifest.meta, manifest.eval_loss, self.path(step)
+        )
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            what = "is empty" if self.directory.is_dir() else "does not exist"
+            raise CheckpointError(f"no checkpoint in {self.directory}: it {what}; train first, or correct the path")
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.directory}; there is {', '.join(str(other) for other in steps)}"
+            )
+        return steps[-1] if step is None else step
+
+    def _advice(self, damaged: int) -> str:
+        intact = self.latest_intact().step
+        if intact is None:
+            return (
+                "no other checkpoint beside it is intact: restore it from a copy, or start again in another directory"
+            )
+        return f"step {intact} is intact: load {self.path(intact)}, or delete {self.path(damaged)} to resume from there"
+
+    def _commit(self, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot]) -> None:
+        temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with _locked(self.directory):
+                for leftover in self.directory.glob("*.tmp-*"):
+                    form.remove(leftover)
+                try:
+                    form.write(temporary, step, eval_loss, meta, groups)
+                except BaseException:
+                    form.remove(temporary)
+                    raise
+                form.put_in_place(temporary, self.path(step))
+                self._prune()
+        except Exception as error:
+            raise CheckpointError(self._failure(step, error, groups)) from error
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        kept = set(steps[-self.keep_last :]) | ({self.best()} if self.keep_best else set())
+        for step in steps:
+            if step not in kept:
+                form.remove(self.path(step))
+
+    def _failure(self, step: int, error: Exception, groups: Mapping[str, Snapshot]) -> str:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        message = f"can't save step {step} in {self.directory}: {reason}; earlier checkpoints are as they were"
+        try:
+            free = shutil.disk_usage(self.directory).free
+        except OSError:
+            return message
+        needed = sum(content.nbytes for content in groups.values())
+        if free < 1.05 * needed or "space left" in str(error):
+            message += (
+                f"; the disk has {free / 1e6:,.0f} MB free and the checkpoint needs {needed / 1e6:,.1f} MB: make room"
+            )
+        return message
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    device: Placement | None = None,
+    *,
+    step: int | None = None,
+    like: Mapping[str, PyTree] | None = None,
+) -> dict[str, PyTree]:
+    """Parameters alone, ``{layer: pytree}`` on one device (JAX's default one if None), without a pipeline.
+
+    ``path`` is a run's checkpoint directory (then ``step``, or the newest) or the folder of one step. The optimizer state
+    is neither read nor verified. ``like`` as ``{layer: pytree}`` fixes structure, shapes and dtypes, as in
+    ``CheckpointStore.load``. Raises CheckpointError.
+    """
+    store, step = _locate(path, step)
+    target = jax.devices()[0] if device is None else device
+    wanted = None if like is None else {"params": like}
+    try:
+        manifest = form.read_manifest(store.path(step))
+        return _load_group(store.path(step), "params", manifest, wanted, target)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}; {store._advice(step)}") from error
+
+
+def read_manifest(path: str | os.PathLike[str], step: int | None = None) -> Manifest:
+    """A checkpoint without its arrays: step, ``meta``, evaluation loss, shapes and dtypes. ``path`` as in ``load_params``."""
+    store, step = _locate(path, step)
+    try:
+        return form.read_manifest(store.path(step))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}; {store._advice(step)}") from error
+
+
+def _locate(path: str | os.PathLike[str], step: int | None) -> tuple[CheckpointStore, int]:
+    folder = Path(path).absolute()
+    if step is None and _STEP_NAME.fullmatch(folder.name):
+        store = CheckpointStore(folder.parent)
+        return store, store._existing(int(folder.name))
+    store = CheckpointStore(folder)
+    return store, store._existing(step)
+
+
+def _load_group(
+    folder: Path,
+    group: str,
+    manifest: Manifest,
+    like: Mapping[str, Mapping[str, PyTree]] | None,
+    sharding: Placement | Mapping[str, Placement] | None,
+) -> dict[str, PyTree]:
+    """Compare one group with ``like[group]``, verify and read it, and place its arrays."""
+    layers, leaves = manifest.layers[group], manifest.leaves[group]
+    wanted = None if like is None else like.get(group)
+    if wanted is not None and (problems := tree.differences(layers, leaves, wanted)):
+        more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
+        raise CheckpointError(
+            f"checkpoint {folder} does not fit: {group}: {'; '.join(problems[:4])}{more}; use the model and optimizer "
+            f"settings that it was saved with (under meta in its {form.MANIFEST}), or another checkpoint"
+        )
+    form.verify(folder, (group,))
+    targets = {} if wanted is None else tree.targets_of(wanted)
+    values = []
+    for leaf, array in zip(leaves, form.read_arrays(folder, group, manifest), strict=True):
+        where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
+        values.append(tree.place(leaf, array, targets.get(leaf.key), where))
+    return tree.build(layers, leaves, values) if wanted is None else tree.refill(wanted, leaves, values)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One writer at a time; the lock goes with the process that holds it. File systems without locks go without."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -56,7 +56,7 @@ def _dispatch(argv: list[str]) -> int:
 def _one_line(error: JaxpipeError) -> str:
     """The message on one line: excerpts over several lines are joined, long lists of problems cut."""
     text = " ".join(str(error).split())
-    problems = getattr(error, "problems", ())
+    problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) > _LONGEST_LINE and len(problems) > 1:
         first = " ".join(problems[0].split())
         rest = len(problems) - 1

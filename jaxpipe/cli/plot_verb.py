@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, chosen_costs, require_file
@@ -11,6 +12,7 @@ from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxpipe.plot.units import Units
     from jaxpipe.schedule import Timeline
 
 _MOST_FILES = 8
@@ -40,13 +42,13 @@ def run_plot(arguments: argparse.Namespace) -> None:
     costs = chosen_costs(arguments)
     timelines = [_timeline(path, costs) for path in arguments.files]
     measured = [p for p, t in zip(arguments.files, timelines, strict=True) if t.source == "measured"]
-    drawn = [p for p in arguments.files if not p.endswith(_TIMELINE_SUFFIX)]
+    drawn = [p for p in arguments.files if not _holds_timeline(p)]
     if measured and drawn and costs.profile is None:
         raise ConfigError(
             f"{measured[0]} was measured in seconds and {drawn[0]} has unit costs; "
             "give --costs FILE so that both share a time axis"
         )
-    units = "si" if measured or costs.profile is not None else None
+    units: Units | None = "si" if measured or costs.profile is not None else None
     for path in arguments.output:
         plot_timelines(timelines, path, title=arguments.title, units=units)
         print(f"wrote {path}")
@@ -56,7 +58,7 @@ def _timeline(path: str, costs: CostChoice) -> Timeline:
     from jaxpipe.schedule import read_timeline, simulate
 
     require_file(path)
-    if path.lower().endswith(_TIMELINE_SUFFIX):
+    if _holds_timeline(path):
         return read_timeline(path)
     if suffix_of(path) == ".trace.json":
         raise ConfigError(
@@ -66,6 +68,16 @@ def _timeline(path: str, costs: CostChoice) -> Timeline:
 
     schedule = load_schedule(path)
     return simulate(schedule, costs.for_placement(schedule.placement, schedule.name))
+
+
+def _holds_timeline(path: str) -> bool:
+    """Whether a file is a timeline rather than a schedule: by its suffix, or by the format named at the top of the JSON."""
+    if path.lower().endswith(_TIMELINE_SUFFIX):
+        return True
+    if suffix_of(path) != ".json":
+        return False
+    with Path(path).open("rb") as file:
+        return b'"jaxpipe timeline' in file.read(200)
 
 
 COMMANDS = {"plot": Command(configure_plot, run_plot)}

@@ -6,6 +6,7 @@ The JSON keys are fixed: benchmarks and checks outside the repository read them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ from jaxpipe.plot.units import Units, memory_scale, number, time_scale
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
+
+
+_MOST_STEPS = 400
+_MOST_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +139,34 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
             print("  ".join(cells).rstrip())
     for failure in failures:
         print(f"{failure.name}: not possible: {failure.error}")
+
+
+def sketch(timeline: Timeline, width: int) -> str | None:
+    """The timeline as text (:func:`jaxpipe.schedule.picture.draw`), or None if it doesn't fit in ``width`` columns."""
+    from jaxpipe.schedule.picture import draw
+
+    if timeline.num_ranks > _MOST_RANKS:
+        return None
+    events = [e for e in timeline.events if e.lane == "compute"]
+    step = _common_step([t for e in events for t in (e.start_s, e.end_s)])
+    if step is None:
+        return None
+    picture = draw(timeline, step)
+    return picture if max(map(len, picture.splitlines())) <= width else None
+
+
+def _common_step(times: Sequence[float]) -> float | None:
+    """The longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
+    longest = max(times, default=0.0)
+    tolerance = longest * 1e-9
+    step = 0.0
+    for time in times:
+        a, b = time, step
+        while b > tolerance:
+            a, b = b, math.fmod(a, b)
+            if a - b < tolerance:  # the remainder is a whole step, less rounding
+                b = 0.0
+        step = a
+        if step > tolerance and longest / step > _MOST_STEPS:
+            return None
+    return step if step > tolerance else None

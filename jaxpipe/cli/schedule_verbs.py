@@ -21,9 +21,8 @@ from jaxpipe.cli.cost_flags import (
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parser import closest
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Failure, Record, print_json, print_summary, print_table
+from jaxpipe.cli.report import Failure, Record, print_json, print_summary, print_table, sketch
 from jaxpipe.errors import ConfigError, JaxpipeError
-from jaxpipe.plot import text_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,7 +191,7 @@ def _show(
         print_json(record.json())
         return
     print_summary(record, timeline, costs.units)
-    picture = text_picture(timeline, _terminal_width())
+    picture = sketch(timeline, _terminal_width())
     if picture is not None:
         print(picture)
     for path in arguments.output:

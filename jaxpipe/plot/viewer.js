@@ -36,7 +36,7 @@
     rows = [];
     let y = 0;
     const add = (kind, h, extra) => { rows.push({ kind, y, h, ...extra }); y += h; };
-    const memoryRow = (r) => { if (peak > 0) add("memory", mem, { rank: r }); };
+    const memoryRow = (r) => { if (peak > 0) add("memory", mem, { rank: r, tag: view.grouped ? "memory" : "" }); };
     const name = (t) => `${t.name}, ${t.source}`;
     if (view.grouped) {
       for (const t of data.timelines) add("head", HEAD, { text: `${name(t)} — ${t.summary}` });

@@ -57,4 +57,6 @@ def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
         yield f"rank {src} sends {n} arrays of {action} to rank {dst}, which does not receive them"
     for src, dst, action, n in sorted((received - sent).keys(), key=str):
         yield f"rank {dst} receives {n} arrays of {action} from rank {src}, which does not send them"
-    yield from (f"rank {src} sends {action} to rank {dst} {n} times" for (src, dst, action, _), n in sent.items() if n > 1)
+    yield from (
+        f"rank {src} sends {action} to rank {dst} {n} times" for (src, dst, action, _), n in sent.items() if n > 1
+    )

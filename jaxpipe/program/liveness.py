@@ -62,7 +62,8 @@ def assign_slots(rank: int, steps: Sequence[Step], value_bytes: Mapping[Value, i
     last_read = {v: k for k, step in enumerate(steps) for v in step.inputs}
     slots = _Slots()
     bound_values = sorted(
-        {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS}, key=lambda v: (v.kind, v.stage, v.microbatch, v.index)
+        {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS},
+        key=lambda v: (v.kind, v.stage, v.microbatch, v.index),
     )
     bound = tuple((v, slots.take(v)) for v in bound_values)
     out: list[Instruction] = []

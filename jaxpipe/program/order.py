@@ -32,7 +32,11 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
         _, k = heapq.heappop(ready)
         program = programs[k]
         instruction = program.instructions[at[k]]
-        if isinstance(instruction, Recv) and instruction.src in local and (message := (instruction.src, instruction.action)) not in sent:
+        if (
+            isinstance(instruction, Recv)
+            and instruction.src in local
+            and (message := (instruction.src, instruction.action)) not in sent
+        ):
             waiting[message] = k
             continue
         order.append((k, at[k]))

@@ -18,7 +18,7 @@ import jax
 
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send
-from jaxpipe.runtime.offload import copy_to, host_sharding
+from jaxpipe.runtime.offload import require_pinned_host, to_device, to_host
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
 from jaxpipe.schedule import Action, Event
@@ -81,7 +81,6 @@ class Executor:
         functions: per stage.
         shardings: per rank, where its activations live.
         transport: how arrays reach other ranks; in-process by default.
-        sync: wait for each action before the next (finds the culprit of an asynchronous failure; slow).
     """
 
     def __init__(
@@ -191,7 +190,9 @@ class Executor:
 
 def _run_error(rank: int, action: Action, error: Exception) -> RunError:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return RunError(f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}")
+    return RunError(
+        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}"
+    )
 
 
 def _link(
@@ -212,7 +213,9 @@ def _link(
             case Run(action, ins, outs):
                 function = functions[(rank, action.stage)].functions[action.op]
                 assert len(outs) == len(function.outputs), f"{action} has {len(function.outputs)} results"
-                linked = _Linked(_RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute")
+                linked = _Linked(
+                    _RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute"
+                )
             case Send(action, dst, slots):
                 send = _sender(transport, numbers[(rank, dst, action)], dst)
                 linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
@@ -220,11 +223,10 @@ def _link(
                 recv = _receiver(transport, numbers[(src, rank, action)])
                 linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
             case Offload(action, device, host):
-                copy = _copier(host_sharding(shardings[rank]))
-                linked = _Linked(_COPY, copy, _getter(device), bank, host, device, rank, action, 0, "d2h")
+                require_pinned_host(shardings[rank].mesh)
+                linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
             case Reload(action, host, device):
-                copy = _copier(shardings[rank].with_memory_kind("device"))
-                linked = _Linked(_COPY, copy, _getter(host), bank, device, host, rank, action, 0, "h2d")
+                linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
             case Free(slots):
                 before = last_of[k]
                 code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
@@ -261,10 +263,6 @@ def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[j
 def _receiver(transport: Transport, number: int) -> Callable[[], Sequence[jax.Array]]:
     recv = transport.recv
     return lambda: recv(number)
-
-
-def _copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    return lambda arrays: copy_to(arrays, sharding)
 
 
 def _marker(function: StageFunction) -> int:

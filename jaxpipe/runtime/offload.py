@@ -13,24 +13,34 @@ import jax
 from jaxpipe.errors import ProgramError
 
 PINNED_HOST = "pinned_host"
+DEVICE = "device"
 
 
-def host_sharding(device: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """The same layout in pinned host memory.
+def require_pinned_host(mesh: jax.sharding.Mesh) -> None:
+    """Check that the devices of ``mesh`` can offload.
 
     Raises:
-        ProgramError: this backend has no such memory.
+        ProgramError: this backend has no pinned host memory.
     """
-    kinds = {m.kind for d in device.mesh.devices.flat for m in d.addressable_memories()}
+    kinds = {m.kind for d in mesh.devices.flat for m in d.addressable_memories()}
     if PINNED_HOST not in kinds:
         raise ProgramError(
-            f"the schedule offloads, but {device.mesh.devices.flat[0].platform} devices have no {PINNED_HOST!r} memory (they "
-            f"have {', '.join(sorted(kinds))}); choose a schedule without O and L actions"
+            f"the schedule offloads, but {mesh.devices.flat[0].platform} devices have no {PINNED_HOST!r} memory (they have "
+            f"{', '.join(sorted(kinds))}); choose a schedule without O and L actions"
         )
-    return device.with_memory_kind(PINNED_HOST)
 
 
-def copy_to(arrays: Sequence[jax.Array], sharding: jax.sharding.Sharding) -> Sequence[jax.Array]:
-    """Start copying ``arrays`` (one call for all of them)."""
-    copies: Sequence[jax.Array] = jax.device_put(arrays, sharding)
+def to_host(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Start copying device arrays to pinned host memory (one call for all of them)."""
+    return _copy(arrays, PINNED_HOST)
+
+
+def to_device(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Start copying pinned host arrays back to where they came from."""
+    return _copy(arrays, DEVICE)
+
+
+def _copy(arrays: Sequence[jax.Array], memory_kind: str) -> Sequence[jax.Array]:
+    shardings = [a.sharding.with_memory_kind(memory_kind) for a in arrays]
+    copies: Sequence[jax.Array] = jax.device_put(list(arrays), shardings)
     return copies

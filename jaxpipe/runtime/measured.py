@@ -1,0 +1,65 @@
+"""What a recorded step says: a measured :class:`Timeline`, and how far it is from a replay of its own durations.
+
+``measured ÷ replay`` is the robust runtime statistic: the wall time of the step over the makespan of the same order with the
+same measured durations and no communication. It shows what the runtime loses to dispatch, transfers and waiting; noise in
+the durations themselves cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, replay
+from jaxpipe.schedule.memory import memory_curves, static_bytes
+
+
+def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[Event]) -> Timeline:
+    """The timeline of recorded ``events`` (one per slot of the schedule); memory from the bytes in ``costs``.
+
+    Braided slots that ran as several calls become one event from the first start to the last end.
+    """
+    merged = _slot_events(schedule, events)
+    graph = build_graph(schedule)
+    where = [merged[(graph.rank_of[n], slot)] for n, slot in enumerate(graph.slots)]
+    memory, peaks = memory_curves(graph, costs, [e.start_s for e in where], [e.end_s for e in where])
+    return Timeline(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        events=tuple(merged[(rank, slot)] for rank in range(schedule.num_ranks) for slot in schedule.rows[rank]),
+        memory=memory,
+        peak_activations=peaks,
+        static_bytes=static_bytes(schedule.placement, costs),
+        source="measured",
+    )
+
+
+def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:
+    """``step_s`` ÷ makespan of the same order with ``timeline``'s durations and no communication."""
+    durations: dict[tuple[int, Slot], float] = {(e.rank, e.action): e.end_s - e.start_s for e in timeline.events}
+    return step_s / replay(schedule, durations).makespan
+
+
+def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
+    """Mean seconds of each (op, stage) over all microbatches of some measured timelines."""
+    total: dict[tuple[str, int], float] = {}
+    count: dict[tuple[str, int], int] = {}
+    for timeline in timelines:
+        for event in timeline.events:
+            if len(event.action.actions) == 1:
+                (action,) = event.action.actions
+                key = (action.op, action.stage)
+                total[key] = total.get(key, 0.0) + event.end_s - event.start_s
+                count[key] = count.get(key, 0) + 1
+    return {key: total[key] / count[key] for key in total}
+
+
+def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int, Slot], Event]:
+    by_action = {(e.rank, e.action): e for e in events}
+    merged: dict[tuple[int, Slot], Event] = {}
+    for rank, row in enumerate(schedule.rows):
+        for slot in row:
+            parts = [by_action[(rank, action)] for action in slot.actions]
+            merged[(rank, slot)] = Event(
+                rank, parts[0].lane, slot, min(e.start_s for e in parts), max(e.end_s for e in parts)
+            )
+    return merged

@@ -1,0 +1,420 @@
+"""A model on its ranks, ready to run: stages cut, split and compiled, a schedule lowered, arrays placed.
+
+:class:`Pipeline` is what training, evaluation and tests talk to::
+
+    pipeline = Pipeline.build(model, schedule, microbatch_size=4)
+    params = pipeline.place(init_params(model, seed=0))
+    loss, grads = pipeline.loss_and_grads(params, batch)
+
+Parameters go in and gradients come out by layer name. Each stage lives on one rank, or on one per flow of a bidirectional
+placement (replicas: the first is the primary, which owns the update).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import CheckpointError, ProgramError, StageError
+from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.profile import analytic_profile, measured_profile
+from jaxpipe.program.ir import Program
+from jaxpipe.program.liveness import live_bytes
+from jaxpipe.program.lower import lower
+from jaxpipe.program.order import issue_order
+from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.measured import measured_timeline, replay_ratio
+from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
+from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.layer import Layer, Model, Params, Path
+from jaxpipe.stage.params import ParamLayout, stage_params
+
+Batch = Mapping[str, np.ndarray | jax.Array]
+Instance = tuple[int, int]
+Buffers = list[jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter leaf used by two stages: ``copy_path`` in ``copy_stage``'s parameters repeats ``owner_path`` in
+    ``owner_stage``'s. Paths begin with the layer name."""
+
+    owner_stage: int
+    owner_path: Path
+    copy_stage: int
+    copy_path: Path
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """See the module. Build with :meth:`build`; the fields are read-only.
+
+    ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``: first
+    and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on.
+    """
+
+    model: Model
+    schedule: Schedule
+    boundaries: tuple[tuple[int, int], ...]
+    submeshes: tuple[jax.sharding.Mesh, ...]
+    functions: Mapping[Instance, StageFunctions]
+    instances: Mapping[int, tuple[int, ...]]
+    tied: tuple[Tie, ...]
+    programs: tuple[Program, ...]
+    executor: Executor
+    costs: CostProfile
+    microbatch_size: int
+    compute_dtype: Any
+    master_dtype: Any
+
+    @classmethod
+    def build(
+        cls,
+        model: Model,
+        schedule: Schedule,
+        *,
+        microbatch_size: int,
+        boundaries: Sequence[tuple[int, int]],
+        devices: Sequence[jax.Device] | None = None,
+        dp: int = 1,
+        compute_dtype: Any = jnp.float32,
+        recompute: str = "none",
+        costs: CostProfile | None = None,
+    ) -> Pipeline:
+        """Trace, split and compile the stages, and lower the schedule.
+
+        Args:
+            model: layers in order, the loss last.
+            schedule: one rank a stage (several flows are allowed), stages in a chain.
+            microbatch_size: sequences in a microbatch.
+            boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
+            devices: consecutive devices make up a rank; all of ``jax.devices()`` by default.
+            compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
+            recompute: policy by name (:mod:`jaxpipe.stage.recompute`).
+            costs: for the dispatch order and the prediction; FLOP counts by default.
+
+        Raises:
+            ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work.
+        """
+        placement = schedule.placement
+        if len(boundaries) != placement.num_stages:
+            raise ProgramError(
+                f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
+                f"into {placement.num_stages}"
+            )
+        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, devices=devices)
+        layers = [model.layers[a:b] for a, b in boundaries]
+        instances = _instances(schedule)
+        compute = jnp.dtype(compute_dtype)
+        master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
+        functions: dict[Instance, StageFunctions] = {}
+        for flow in range(max(len(r) for r in instances.values())):
+            ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
+            built = build_all(
+                layers,
+                param_avals=_param_avals(model.layers, compute),
+                data_avals=model.batch_spec(microbatch_size),
+                meshes=[submeshes[r] for r in ranks],
+                recompute=recompute,
+                acc_dtype=master,
+            )
+            functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, built, strict=True))})
+        first = [functions[(instances[s][0], s)] for s in range(len(layers))]
+        costs = costs if costs is not None else analytic_profile(first)
+        programs = lower(schedule, first)
+        order = issue_order(programs, simulate(schedule, costs))
+        executor = Executor(programs, order, functions, [batch_sharded(m) for m in submeshes])
+        return cls(
+            model,
+            schedule,
+            tuple((a, b) for a, b in boundaries),
+            submeshes,
+            functions,
+            instances,
+            _ties(first),
+            programs,
+            executor,
+            costs,
+            microbatch_size,
+            compute,
+            master,
+        )
+
+    def with_costs(self, costs: CostProfile) -> Pipeline:
+        """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
+        order = issue_order(self.programs, simulate(self.schedule, costs))
+        executor = Executor(self.programs, order, self.functions, [batch_sharded(m) for m in self.submeshes])
+        return replace(self, costs=costs, executor=executor)
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[StageFunctions, ...]:
+        """Per stage, the functions on its primary rank."""
+        return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
+
+    @property
+    def all_instances(self) -> tuple[Instance, ...]:
+        return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
+
+    def primary(self, stage: int) -> Instance:
+        """(rank, stage) of the instance that owns the update."""
+        return self.instances[stage][0], stage
+
+    def layout(self, stage: int) -> ParamLayout:
+        return self.functions[self.primary(stage)].layout
+
+    def layers(self, stage: int) -> tuple[Layer, ...]:
+        a, b = self.boundaries[stage]
+        return self.model.layers[a:b]
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def owned(self, stage: int, tree: Mapping[str, Params]) -> dict[str, Params]:
+        """``tree`` (a stage's parameters or gradients) without the copies of leaves that other stages own."""
+        copies = {(name, *path) for name, path in self.layout(stage).shared}
+        return {name: _without(leaves, (name,), copies) for name, leaves in tree.items()}
+
+    def with_owned(self, tree: Mapping[str, Params], owned: Mapping[str, Params]) -> dict[str, Params]:
+        """``tree`` with the leaves of ``owned`` in place of its own; others (tied copies) stay."""
+        return {name: _overlay(leaves, owned[name]) for name, leaves in tree.items()}
+
+    def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
+        """Accumulators as a tree; leaves that are not trained (integers) come as zeros."""
+        layout = self.layout(stage)
+        return layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in layout.buffers[layout.num_trained :])])
+
+    def place(self, params: Mapping[str, Params], dtype: Any = None) -> dict[Instance, Buffers]:
+        """Parameters by layer name → buffers on every rank that needs them, floats in ``dtype`` (default: the compute dtype).
+
+        Raises:
+            CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
+        """
+        dtype = self.compute_dtype if dtype is None else dtype
+        placed = {}
+        for rank, stage in self.all_instances:
+            try:
+                tree = jax.tree.map(partial(_cast, dtype=dtype), stage_params(self.layers(stage), params))
+                buffers = self.layout(stage).pack(tree)
+            except StageError as error:
+                raise CheckpointError(f"these parameters do not fit the model: {error}") from None
+            placed[(rank, stage)] = list(jax.device_put(buffers, replicated(self.submeshes[rank])))
+        return placed
+
+    def zeros(self, instance: Instance) -> Buffers:
+        """Gradient accumulators of one (rank, stage)."""
+        return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[instance].acc_avals]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        params: Mapping[Instance, Buffers],
+        acc: Mapping[Instance, Buffers],
+        batch: Batch,
+        key: jax.Array | None = None,
+        *,
+        record: bool = False,
+    ) -> StepOutputs:
+        """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``, which
+        is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers.
+
+        Raises:
+            RunError: an instruction failed.
+            ProgramError: the batch does not fit.
+        """
+        inputs = StepInputs(params, acc, self._place_data(batch), self._place_keys(key))
+        return self.executor.run(inputs, record=record)
+
+    def loss_and_grads(
+        self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, Params]]:
+        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
+        out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
+        loss_sum = sum(float(loss[0]) for loss in out.losses)
+        weight = sum(float(loss[1]) for loss in out.losses)
+        acc = self.sum_replicas(dict(out.acc))
+        whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
+        grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
+        for tie in self.tied:
+            extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
+            own = get_leaf(grads, tie.owner_path)
+            grads = replace_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
+        return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
+
+    def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
+        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
+        data = self._place_data(batch, check=False)
+        sums = []
+        for i in range(len(next(iter(batch.values())))):
+            carry: Sequence[jax.Array] = ()
+            for s in self.instances:
+                rank, _ = at = self.primary(s)
+                if s:
+                    carry = jax.device_put(list(carry), batch_sharded(self.submeshes[rank]))
+                function = self.functions[at].functions["E"]
+                given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
+                carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
+            sums.append(carry)
+        return sum(float(c[0]) for c in sums), sum(float(c[1]) for c in sums)
+
+    def sum_replicas(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
+        """Add the gradients of a stage's replicas to its primary."""
+        for s, ranks in self.instances.items():
+            for other in ranks[1:]:
+                home = replicated(self.submeshes[ranks[0]])
+                there = jax.device_put(list(acc[(other, s)]), home)
+                acc[(ranks[0], s)] = [a + b for a, b in zip(acc[(ranks[0], s)], there, strict=True)]
+                acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
+        return acc
+
+    def copy_to_replicas(self, buffers: dict[Instance, Buffers]) -> None:
+        """Copy a stage's parameters from its primary to its replicas, in place."""
+        for s, ranks in self.instances.items():
+            for other in ranks[1:]:
+                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], replicated(self.submeshes[other])))
+
+    # -- predictions and measurements ---------------------------------------------------------------------------------
+
+    def predicted_timeline(self) -> Timeline:
+        """The schedule simulated with :attr:`costs`."""
+        return simulate(self.schedule, self.costs)
+
+    def measured_timeline(self, outputs: StepOutputs) -> Timeline:
+        """What a recorded step did."""
+        return measured_timeline(self.schedule, self.costs, outputs.events)
+
+    def replay_ratio(self, outputs: StepOutputs) -> float:
+        """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.measured`)."""
+        return replay_ratio(self.schedule, self.measured_timeline(outputs), outputs.step_s)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Per rank, the most bytes a step holds: parameters, accumulators, data and activations (no workspace)."""
+        return tuple(max(live_bytes(p), default=0) for p in self.programs)
+
+    def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
+        """Run every stage function alone and time it."""
+        return measured_profile(self.stages, repeats=repeats, progress=progress)
+
+    def warm_up(self) -> None:
+        """Compile everything before the first step: every function runs once, and every link carries a message."""
+        batch = {
+            name: np.ones((self.schedule.num_microbatches, *aval.shape), aval.dtype)
+            for name, aval in self.model.batch_spec(self.microbatch_size).items()
+        }
+        acc = {at: self.zeros(at) for at in self.all_instances}
+        params = {
+            (r, s): [
+                jax.device_put(jnp.zeros(a.shape, a.dtype), replicated(self.submeshes[r]))
+                for a in self.layout(s).buffers
+            ]
+            for r, s in self.all_instances
+        }
+        outputs = self.run(params, acc, batch, jax.random.key(0))
+        jax.block_until_ready((outputs.acc, outputs.losses))
+
+    # -- placing data -------------------------------------------------------------------------------------------------
+
+    def _place_data(self, batch: Batch, *, check: bool = True) -> dict[Instance, list[list[jax.Array]]]:
+        if check:
+            self._check_batch(batch)
+        count = len(next(iter(batch.values())))
+        names = {at: f.data_names for at, f in self.functions.items() if f.data_names}
+        slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
+        homes = [batch_sharded(self.submeshes[r]) for r, s in names for _ in range(count) for _ in names[(r, s)]]
+        arrays = iter(jax.device_put(slices, homes))
+        return {at: [[next(arrays) for _ in names[at]] for _ in range(count)] for at in names}
+
+    def _place_keys(self, key: jax.Array | None) -> dict[int, Sequence[jax.Array]]:
+        users = sorted({r for (r, _), f in self.functions.items() if f.uses_key})
+        if not users:
+            return {}
+        if key is None:
+            raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
+        keys = _microbatch_keys(key, self.schedule.num_microbatches)
+        homes = [replicated(self.submeshes[r]) for r in users]
+        flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
+        return {r: [next(flat) for _ in keys] for r in users}
+
+    def _check_batch(self, batch: Batch) -> None:
+        m = self.schedule.num_microbatches
+        spec = self.model.batch_spec(self.microbatch_size)
+        for name, aval in spec.items():
+            if name not in batch:
+                raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
+            want = (m, *aval.shape)
+            if tuple(batch[name].shape) != want:
+                raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
+
+
+@jax.jit
+def _fold(key: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, i)
+
+
+def _microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
+    """Microbatch i's key: ``fold_in(key, i)``."""
+    return [_fold(key, np.uint32(i)) for i in range(count)]
+
+
+def _instances(schedule: Schedule) -> dict[int, tuple[int, ...]]:
+    placement = schedule.placement
+    ranks = {
+        s: [r for i in range(placement.num_flows) for r in placement.ranks(s, i)] for s in range(placement.num_stages)
+    }
+    return {s: tuple(dict.fromkeys(group)) for s, group in ranks.items()}
+
+
+def _ties(functions: Sequence[StageFunctions]) -> tuple[Tie, ...]:
+    home = {name: f.stage for f in functions for name in f.layout.layers}
+    return tuple(
+        Tie(home[owner], (owner, *owner_path), f.stage, (layer, *path))
+        for f in functions
+        for (layer, path), (owner, owner_path) in f.layout.shared.items()
+    )
+
+
+def _param_avals(layers: Sequence[Layer], dtype: Any) -> dict[str, Any]:
+    def cast(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+
+    return {layer.name: jax.tree.map(cast, jax.eval_shape(layer.init, jax.random.key(0))) for layer in layers}
+
+
+def _cast(leaf: Any, dtype: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def get_leaf(tree: Any, path: Path) -> Any:
+    """The leaf of a nested dict at ``path``."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
+    """A copy of a nested dict with the leaf at ``path`` replaced."""
+    if not path:
+        return leaf
+    return {k: replace_leaf(v, path[1:], leaf) if k == path[0] else v for k, v in tree.items()}
+
+
+def _without(tree: Any, prefix: Path, drop: set[Path]) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {k: _without(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
+
+
+def _overlay(tree: Any, new: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return new
+    return {k: _overlay(v, new[k]) if k in new else v for k, v in tree.items()}

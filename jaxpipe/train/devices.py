@@ -1,0 +1,67 @@
+"""Choosing devices for a run: accelerators when there are enough, emulated CPU devices otherwise.
+
+XLA reads its flags when JAX first looks for devices, so :func:`request_devices` must come before anything that does. It does
+not import JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+_FLAG = "--xla_force_host_platform_device_count"
+_MAX_EMULATED = 512
+
+
+def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
+    """Ask XLA to emulate at least ``count`` CPU devices (it changes nothing for accelerators), and pick the platform.
+
+    Raises:
+        ConfigError: ``count`` is absurd.
+    """
+    if not 1 <= count <= _MAX_EMULATED:
+        raise ConfigError(f"{count} devices asked for; want 1 to {_MAX_EMULATED}")
+    flags = os.environ.get("XLA_FLAGS", "")
+    given = re.search(rf"{_FLAG}=(\d+)", flags)
+    if given is None:
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+    elif int(given[1]) < count:
+        os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
+    if platform == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> tuple[Sequence[jax.Device], str]:
+    """``count`` devices and a remark for people (empty if there is nothing to remark).
+
+    Raises:
+        ConfigError: there are not enough.
+    """
+    import jax
+
+    if platform == "gpu":
+        try:
+            devices = jax.devices("gpu")
+        except RuntimeError:
+            raise ConfigError("run.platform=gpu, but JAX sees no GPU: install jaxpipe[cuda13] (or [cuda12]), or use auto") from None
+    elif platform == "cpu":
+        devices = jax.devices("cpu")
+    else:
+        devices = jax.devices()
+    if len(devices) >= count:
+        return devices[:count], ""
+    kind = devices[0].platform
+    emulated = jax.devices("cpu") if platform == "auto" and kind != "cpu" else []
+    if len(emulated) >= count:
+        return emulated[:count], f"{len(devices)} {kind} device(s) are too few for {count} ranks: running on emulated CPU devices"
+    raise ConfigError(
+        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); use fewer ranks, or before JAX starts set "
+        f"XLA_FLAGS={_FLAG}={count}"
+    )

@@ -1,0 +1,147 @@
+"""From a :class:`~jaxpipe.train.config.TrainConfig` to the things a run is made of: data, model, schedule, pipeline, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpipe import profile
+from jaxpipe.errors import ConfigError
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, generate, read_schedule
+from jaxpipe.stage.layer import Model
+from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.reference import resolve_model
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.corpus import load_corpus
+from jaxpipe.train.data import TokenDataset
+from jaxpipe.train.optimizer import adamw, learning_rate
+from jaxpipe.train.step import TrainStep
+from jaxpipe.train.tokenizers import load_tokenizer
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run, ready to start. ``plan`` says which layers are on which stage."""
+
+    config: TrainConfig
+    dataset: TokenDataset
+    model: Model
+    plan: StagePlan
+    pipeline: Pipeline
+    step: TrainStep
+
+
+def load_dataset(config: TrainConfig) -> TokenDataset:
+    """Tokenise and split the data of ``config``.
+
+    Raises:
+        DataError: it can't be read or is too small.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer)
+    corpus = load_corpus(data.path, tokenizer, data.suffixes)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> Model:
+    """The model of ``config``. Its function gets ``vocab_size`` (unless the options set a larger one) and ``seq_len`` of the data.
+
+    Raises:
+        ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
+    """
+    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **config.model.options}
+    model = resolve_model(config.model.target, options)
+    if model.vocab_size < vocab_size:
+        raise ConfigError(f"model.options.vocab_size={model.vocab_size}, but the tokenizer makes {vocab_size} different ids")
+    if model.seq_len < config.data.seq_len:
+        raise ConfigError(f"model.options.seq_len={model.seq_len} is less than data.seq_len={config.data.seq_len}")
+    return model
+
+
+def build_plan(config: TrainConfig, model: Model, num_stages: int) -> StagePlan:
+    """Cut the model into stages as ``pipeline.cut`` says."""
+    cut = config.pipeline.cut
+    size = config.run.batch // config.pipeline.microbatches
+    if cut == "measured":
+        return plan_stages(model, num_stages, costs=profile.measured_layer_costs(model, size), costs_from=cut)
+    costs = analytic_layer_costs(model, size)
+    if isinstance(cut, tuple):
+        return plan_stages(model, boundaries=cut, costs=costs, costs_from="analytic")
+    return plan_stages(model, num_stages, costs=costs, costs_from=cut)
+
+
+def build_schedule(config: TrainConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
+    """The schedule of ``pipeline``: a family's, with the stages' relative costs, or a file's.
+
+    ``stage_costs(n)``: relative forward cost of each stage when the model is cut into n.
+
+    Raises:
+        ScheduleError: the family refuses these sizes, or the file is wrong.
+        ConfigError: the file is for other sizes than the config's.
+    """
+    pipe = config.pipeline
+    if Path(pipe.schedule).suffix in (".sched", ".json", ".csv"):
+        schedule = read_schedule(pipe.schedule)
+        for what, have, want in (
+            ("ranks", schedule.num_ranks, pipe.ranks),
+            ("microbatches", schedule.num_microbatches, pipe.microbatches),
+            ("chunks", schedule.num_chunks, pipe.chunks),
+        ):
+            if have != want:
+                raise ConfigError(f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal")
+        return schedule
+    takes_chunks = pipe.schedule in FAMILIES and "chunks" in FAMILIES[pipe.schedule].options
+    chunks = pipe.chunks if takes_chunks else None
+    shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
+    costs = relative_costs(stage_costs(shape.num_stages))
+    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit)
+
+
+def relative_costs(forward: Sequence[float]) -> CostProfile:
+    """Costs proportional to each stage's forward, B and W as long as F: what an order is chosen with before anything runs."""
+    f = tuple(max(x, 1e-9 * max(forward)) for x in forward)
+    ones = tuple(1.0 for _ in f)
+    twice = tuple(2 * x for x in f)
+    return CostProfile(f_s=f, b_s=f, w_s=f, bw_s=twice, residual_bytes=ones, w_residual_bytes=ones, source="relative FLOPs")
+
+
+def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress) -> Setup:
+    """Everything that a run needs, compiled. ``progress`` is told what is being done."""
+    progress(f"reading {config.data.path}")
+    dataset = load_dataset(config)
+    progress(dataset.describe())
+    model = build_model(config, dataset.tokenizer.vocab_size)
+    schedule = build_schedule(config, lambda n: [s.cost for s in build_plan(config, model, n).stages])
+    plan = build_plan(config, model, schedule.num_stages)
+    progress(f"{plan}")
+    progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
+    pipeline = Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=config.run.batch // config.pipeline.microbatches,
+        boundaries=[(s.start, s.stop) for s in plan.stages],
+        devices=devices,
+        compute_dtype=jnp.dtype(config.run.dtype),
+        recompute=config.pipeline.recompute,
+    )
+    progress("timing each stage alone")
+    pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=3))
+    pipeline.warm_up()
+    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+    return Setup(config, dataset, model, plan, pipeline, step)
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimizer that ``config`` describes."""
+    o = config.optimizer
+    schedule: Any = learning_rate(o.lr, o.warmup_steps, config.run.steps, o.min_lr_ratio)
+    return adamw(schedule, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)

@@ -62,7 +62,7 @@ class DependencyGraph:
     row_start: list[int]
     lanes: list[dict[str, list[int]]]
     waits: list[tuple[int, ...]]
-    sends: dict[int, list[int]]
+    sends: dict[int, tuple[int, ...]]
     transfers: list[Transfer]
     joint_of: dict[int, int]
     joints: list[tuple[int, ...]]
@@ -103,13 +103,20 @@ class _OpIndex:
     members: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
+class _Source(NamedTuple):
+    """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves)."""
+
+    index: _OpIndex
+    boundary: int | None
+
+
 class _Rule(NamedTuple):
-    """One wait of one op on one stage: ``sources`` pairs an op's index with the stage whose boundary moves (or None)."""
+    """One wait of one op on one stage: for ``stage``, whose actions start at ``base`` in the index."""
 
     wait: Wait
     stage: int
     base: int
-    sources: tuple[tuple[_OpIndex, int | None], ...]
+    sources: tuple[_Source, ...]
 
 
 def build_graph(schedule: Schedule) -> DependencyGraph:
@@ -129,7 +136,7 @@ class _Builder:
         self.row_start: list[int] = []
         self.lanes: list[dict[str, list[int]]] = []
         self.waits: list[tuple[int, ...]] = []
-        self.sends: dict[int, list[int]] = {}
+        self.sends: dict[int, tuple[int, ...]] = {}
         self.transfers: list[Transfer] = []
         self.joint_of: dict[int, int] = {}
         self.joints: list[tuple[int, ...]] = []
@@ -139,6 +146,7 @@ class _Builder:
         self.unknown: set[str] = set()
         self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
         self.outside: set[Action] = set()
+        self.made: dict[tuple[int, int, int, str, int], int] = {}
 
     def graph(self) -> DependencyGraph:
         return DependencyGraph(
@@ -247,37 +255,39 @@ class _Builder:
     # Pass 2: resolve the waits.
 
     def link(self) -> None:
-        made: dict[tuple[int, int, int, Action], int] = {}
-        last_compute = -1
-        rules = self.rules
-        host = {n for lanes in self.lanes for lane in HOST_LANES for n in lanes[lane]}
-        for number, slot in enumerate(self.slots):
-            rank = self.rank_of[number]
-            if number == self.row_start[rank]:
-                last_compute = -1
-            found: list[int] = []
-            for action in (slot,) if type(slot) is Action else slot.actions:
-                for rule in rules.get((action.op, action.stage)) or self._open_rules(action):
-                    key = rule.base + action.microbatch
-                    for index, boundary in rule.sources:
-                        dep = index.single[key]
-                        if dep < 0:
-                            dep = self._member(index, key, rank, rule.stage, action.microbatch)
-                        if dep >= 0:
-                            break
-                    else:
-                        if not rule.wait.optional:
-                            self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
-                        continue
-                    if boundary is not None and self.rank_of[dep] != rank:
-                        dep = self._transfer(made, dep, index.spec.name, rule.stage, action.microbatch, rank, boundary)
-                    found.append(dep)
-            if number not in host:
-                last_compute = number
-            elif last_compute >= 0:
-                found.append(last_compute)
-            self.waits.append(tuple(found))
+        for rank, row in enumerate(self.schedule.rows):
+            host = {n for lane in HOST_LANES for n in self.lanes[rank][lane]}
+            last_compute = -1
+            for number, slot in enumerate(row, start=self.row_start[rank]):
+                if type(slot) is Action:
+                    found = self._resolve(slot, number, rank)
+                else:
+                    found = [dep for action in slot.actions for dep in self._resolve(action, number, rank)]
+                if number not in host:
+                    last_compute = number
+                elif last_compute >= 0:
+                    found.append(last_compute)
+                self.waits.append(tuple(found))
         self._order_sends()
+
+    def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
+        """Numbers that ``action`` in slot ``number`` waits for."""
+        i = action.microbatch
+        found = []
+        for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
+            for source in rule.sources:
+                dep = source.index.single[rule.base + i]
+                if dep < 0 and source.index.members:
+                    dep = self._member(source.index, rule, rank, i)
+                if dep >= 0:
+                    if source.boundary is not None and self.rank_of[dep] != rank:
+                        dep = self._transfer(dep, source, rule.stage, i, rank)
+                    found.append(dep)
+                    break
+            else:
+                if not rule.wait.optional:
+                    self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
+        return found
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
         if action.op in self.unknown or action in self.outside:
@@ -298,38 +308,32 @@ class _Builder:
             if wait.where != "self":
                 targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
             for t in targets:
-                sources = tuple((index, _boundary(index.spec, wait, stage, t)) for index in used)
+                sources = tuple(_Source(index, _boundary(index.spec, wait, stage, t)) for index in used)
                 rules.append(_Rule(wait, t, t * m, sources))
         return rules
 
-    def _member(self, index: _OpIndex, key: int, rank: int, stage: int, microbatch: int) -> int:
-        here = index.members.get(key)
+    def _member(self, index: _OpIndex, rule: _Rule, rank: int, i: int) -> int:
+        """On a group: the rank's own slot, else that of the first rank of the group; -1 if there is none."""
+        here = index.members.get(rule.base + i)
         if not here:
             return -1
         if rank in here:
             return here[rank]
-        return next(here[r] for r in self.schedule.placement.ranks(stage, microbatch) if r in here)
+        return next(here[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in here)
 
-    def _transfer(
-        self,
-        made: dict[tuple[int, int, int, Action], int],
-        producer: int,
-        op: str,
-        stage: int,
-        i: int,
-        dst: int,
-        boundary: int,
-    ) -> int:
+    def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int) -> int:
         """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
-        slot = self.slots[producer]
-        if type(slot) is not Action:
-            slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
-        key = (producer, dst, boundary, slot)
-        number = made.get(key)
+        assert source.boundary is not None
+        op = source.index.spec.name
+        key = (producer, dst, source.boundary, op, i)
+        number = self.made.get(key)
         if number is None:
-            number = made[key] = len(self.slots) + len(self.transfers)
-            self.sends.setdefault(producer, []).append(len(self.transfers))
-            self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, boundary))
+            number = self.made[key] = len(self.slots) + len(self.transfers)
+            slot = self.slots[producer]
+            if type(slot) is not Action:
+                slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
+            self.sends[producer] = (*self.sends.get(producer, ()), len(self.transfers))
+            self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, source.boundary))
         return number
 
     def _order_sends(self) -> None:
@@ -337,13 +341,11 @@ class _Builder:
         for producer, sent in self.sends.items():
             if len(sent) > 1:
                 actions = self.slots[producer].actions
-                sent.sort(
-                    key=lambda k: (
-                        actions.index(self.transfers[k].action),
-                        self.transfers[k].stage,
-                        self.transfers[k].dst,
-                    )
-                )
+                by_action = [
+                    (actions.index(moved.action), moved.stage, moved.dst, k)
+                    for k, moved in ((k, self.transfers[k]) for k in sent)
+                ]
+                self.sends[producer] = tuple(k for *_, k in sorted(by_action))
 
     # Pass 3: slots that start together.
 

@@ -7,13 +7,14 @@ import string
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.config import (
     DataConfig,
     ModelConfig,
@@ -67,6 +68,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
         PipelineConfig(
             ranks=ranks,
             microbatches=microbatches,
+            schedule="zb",
             memory_limit=draw(st.none() | _positive),
             cut=draw(st.sampled_from(["analytic", "measured", tuple(sorted(boundaries))])),
         ),
@@ -124,7 +126,7 @@ def test_leaves_that_may_be_none_default_to_none() -> None:
         ("run.tensorboard=False", "run", "tensorboard", False),
         ("run.out_dir=a=b c", "run", "out_dir", "a=b c"),
         ("run.resume=must", "run", "resume", "must"),
-        ("pipeline.memory_limit=4", "pipeline", "memory_limit", 4.0),
+        ("optimizer.clip_norm=4", "optimizer", "clip_norm", 4.0),
         ("pipeline.memory_limit=none", "pipeline", "memory_limit", None),
         ("pipeline.cut=measured", "pipeline", "cut", "measured"),
         ("pipeline.cut=1,3,5", "pipeline", "cut", (1, 3, 5)),
@@ -140,6 +142,19 @@ def test_overrides_are_parsed_by_type(override: str, section: str, key: str, val
     got = getattr(getattr(TrainConfig().override([override]), section), key)
     assert got == value
     assert type(got) is type(value)
+
+
+def test_a_number_or_none() -> None:
+    config = TrainConfig().override(["pipeline.schedule=zb", "pipeline.memory_limit=4"])
+    assert config.pipeline.memory_limit == 4.0
+    assert config.override(["pipeline.memory_limit=none"]).pipeline.memory_limit is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_and_schedule_files_can_be_named(name: str) -> None:
+    chunks = FAMILIES[name].default_chunks
+    TrainConfig().override([f"pipeline.schedule={name}", f"pipeline.chunks={chunks}"])
+    TrainConfig().override([f"pipeline.schedule=found/{name}.sched", "pipeline.chunks=3", "pipeline.memory_limit=2"])
 
 
 def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
@@ -206,8 +221,18 @@ MISTAKES = {
     ),
     "evaluation of nothing": ("data.holdout=0", "set data.holdout=0.05 or run.eval_every=0"),
     "cut for other sizes": ("pipeline.cut=1,2", "pipeline.ranks=4 times pipeline.chunks=1 make 4 stages, which need 3"),
-    "chunks where there is one": ("pipeline.chunks=2", "set pipeline.chunks=1 or pipeline.schedule=interleaved-1f1b"),
-    "interleaving one chunk": ("pipeline.schedule=interleaved-1f1b", "needs pipeline.chunks of at least 2, got 1"),
+    "chunks where there is one": (
+        "pipeline.chunks=2",
+        "got pipeline.chunks=2: set pipeline.chunks=1 or a schedule that takes chunks",
+    ),
+    "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean zb-h1?"),
+    "unknown schedule": ("pipeline.schedule=qqq", "known: gpipe, 1f1b"),
+    "memory limit where none is taken": (
+        "pipeline.memory_limit=4",
+        "takes no pipeline.memory_limit: leave it out or use zb",
+    ),
+    "fewer devices than ranks": ("run.devices=2", "run.devices=2 is fewer than pipeline.ranks=4: use at least 4"),
+    "unknown recompute policy": ("pipeline.recompute=atention", "did you mean 'attention'?"),
     "ids of a text": ("data.tokenizer=ids:100", "is for arrays of ids (.npy, .npz)"),
     "model of another length": ("model.options.seq_len=64", "differs from data.seq_len=128"),
 }
@@ -314,3 +339,11 @@ def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:
     first = TrainConfig().describe().splitlines()[0]
     at = first.index("models.gpt:GPT")
     assert all(line[at - 1] == " " != line[at] for line in lines)
+
+
+def test_recompute_policies_are_those_of_the_stage_room() -> None:
+    from jaxpipe.stage.recompute import POLICIES
+
+    for name in POLICIES:
+        assert TrainConfig(pipeline=PipelineConfig(recompute=name)).pipeline.recompute == name  # type: ignore[arg-type]
+    assert set(get_args(get_type_hints(PipelineConfig)["recompute"])) == set(POLICIES)

@@ -6,6 +6,8 @@ import builtins
 import itertools
 import json
 import math
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,13 @@ def words_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     backend.save(str(path))
     return path
+
+
+def test_data_needs_no_jax() -> None:
+    """Cutting and counting text, and reading a config, must not wait for JAX to start."""
+    modules = "config rules settings tokenizers corpus permutation data ngram metrics"
+    imports = "; ".join(f"import jaxpipe.train.{module}" for module in modules.split())
+    subprocess.run([sys.executable, "-c", f"{imports}; import sys; assert 'jax' not in sys.modules"], check=True)
 
 
 # Tokenisers

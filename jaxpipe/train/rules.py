@@ -1,0 +1,183 @@
+"""What a training config must satisfy beyond types: ranges of single values, and combinations of several.
+
+A rule gives an empty string or a message that names the numbers and what would work. Rules of one value come first; those
+of several are left out when one of their values is already wrong. Only names are compared with the schedule families: what
+a family says about sizes in detail, it says when it generates.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.train.settings import Problem
+
+if TYPE_CHECKING:
+    from jaxpipe.train.config import TrainConfig
+
+
+def broken_rules(config: TrainConfig, bad_keys: set[str]) -> list[Problem]:
+    """Problems of values and of their combinations, leaving out what involves a key in ``bad_keys``."""
+    values = {f"{section}.{key}": x for section, leaves in config.to_dict().items() for key, x in leaves.items()}
+    good = {key: value for key, value in values.items() if key not in bad_keys}
+    problems = [Problem(message, (key,)) for key, message in _range_rules(good)]
+    bad_keys = bad_keys.union(*(problem.keys for problem in problems))
+    for keys, rule in _COMBINATIONS.items():
+        if not bad_keys.intersection(keys) and (message := rule(config)):
+            problems.append(Problem(message, keys))
+    return problems
+
+
+_AT_LEAST: Mapping[str, int] = {
+    "data.seq_len": 1, "data.holdout": 0, "data.seed": 0,
+    "pipeline.ranks": 1, "pipeline.microbatches": 1, "pipeline.chunks": 1,
+    "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
+    "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
+    "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
+}  # fmt: skip
+_AT_MOST: Mapping[str, float] = {
+    "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1
+}  # fmt: skip
+_POSITIVE = ("optimizer.lr", "optimizer.eps", "pipeline.memory_limit")
+_SCHEDULE_FILES = (".sched", ".json", ".csv")
+_NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
+
+
+def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) of each value that is outside its range."""
+    for key, value in values.items():
+        low, high = _AT_LEAST.get(key), _AT_MOST.get(key)
+        if low is not None and value < low:
+            yield key, f"{key} is {value}, must be at least {low}"
+        elif high is not None and value > high:
+            yield key, f"{key} is {value}, must be at most {high}"
+        elif key in _POSITIVE and value is not None and value <= 0:
+            yield key, f"{key} is {value}, must be greater than 0"
+        elif key in _NOT_EMPTY and not value.strip():
+            yield key, f"{key} is empty"
+    yield from _form_rules(values)
+
+
+def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    target = values.get("model.target", "m:f")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
+        yield "model.target", f"model.target is {target!r}, expected module:function such as models.gpt:GPT"
+    for i, beta in enumerate(values.get("optimizer.betas", ())):
+        if not 0 <= beta < 1:
+            yield "optimizer.betas", f"optimizer.betas[{i}] is {beta}, must be at least 0 and less than 1"
+    for suffix in values.get("data.suffixes", ()):
+        if not suffix.startswith("."):
+            yield (
+                "data.suffixes",
+                f"data.suffixes has {suffix!r}, expected suffixes that start with a dot, such as .txt",
+            )
+    schedule = values.get("pipeline.schedule", "1f1b")
+    if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
+        near = difflib.get_close_matches(schedule, FAMILIES, n=1, cutoff=0.5)
+        advice = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
+        )
+        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
+    cut = values.get("pipeline.cut", "")
+    layers = [layer for layer in cut if isinstance(layer, int)]
+    if any(a >= b for a, b in itertools.pairwise([0, *layers])):
+        yield "pipeline.cut", f"pipeline.cut is {cut}, stages start at increasing layers above 0, such as [2, 4, 6]"
+
+
+def _batch_rule(config: TrainConfig) -> str:
+    """The batch divides into microbatches; otherwise names numbers near by that would."""
+    batch, microbatches = config.run.batch, config.pipeline.microbatches
+    if batch % microbatches == 0:
+        return ""
+    below = batch // microbatches * microbatches
+    batches = " or ".join(str(x) for x in (below, below + microbatches) if x > 0)
+    divisors = {d for k in range(1, math.isqrt(batch) + 1) if batch % k == 0 for d in (k, batch // k)}
+    nearest = sorted(sorted(divisors, key=lambda d: abs(d - microbatches))[:2])
+    counts = " or ".join(map(str, nearest))
+    message = f"run.batch={batch} is not divisible by pipeline.microbatches={microbatches}"
+    return f"{message}: use run.batch={batches}, or pipeline.microbatches={counts}"
+
+
+def _warmup_rule(config: TrainConfig) -> str:
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    advice = f"use at most {steps} (a tenth, {max(1, steps // 10)}, is usual)"
+    return f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: {advice}" if warmup > steps else ""
+
+
+def _holdout_rule(config: TrainConfig) -> str:
+    if config.data.holdout > 0 or config.run.eval_every == 0:
+        return ""
+    message = f"data.holdout=0 leaves nothing for run.eval_every={config.run.eval_every}"
+    return f"{message}: set data.holdout=0.05 or run.eval_every=0"
+
+
+def _cut_rule(config: TrainConfig) -> str:
+    pipeline = config.pipeline
+    stages = pipeline.ranks * pipeline.chunks
+    if isinstance(pipeline.cut, str) or len(pipeline.cut) == stages - 1:
+        return ""
+    made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
+    return f"pipeline.cut has {len(pipeline.cut)} layers at which a stage starts, but {made}, which need {stages - 1}"
+
+
+def _seq_len_rule(config: TrainConfig) -> str:
+    """Models get their sequence length from the data."""
+    given, wanted = config.model.options.get("seq_len"), config.data.seq_len
+    if given in (None, wanted):
+        return ""
+    return f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
+
+
+def _chunks_rule(config: TrainConfig) -> str:
+    """Chunks against what the family takes; schedule files and the generators' finer rules are checked when they are read."""
+    family, chunks = FAMILIES.get(config.pipeline.schedule), config.pipeline.chunks
+    if family is None or "chunks" in family.options or chunks == family.default_chunks:
+        return ""
+    others = ", ".join(f.name for f in FAMILIES.values() if "chunks" in f.options)
+    shape = f"pipeline.schedule={family.name} has {family.default_chunks} chunk(s) a rank, got pipeline.chunks={chunks}"
+    return f"{shape}: set pipeline.chunks={family.default_chunks} or a schedule that takes chunks ({others})"
+
+
+def _memory_rule(config: TrainConfig) -> str:
+    family, limit = FAMILIES.get(config.pipeline.schedule), config.pipeline.memory_limit
+    if family is None or limit is None or "memory_limit" in family.options:
+        return ""
+    others = ", ".join(f.name for f in FAMILIES.values() if "memory_limit" in f.options)
+    return f"pipeline.schedule={family.name} takes no pipeline.memory_limit: leave it out or use {others}"
+
+
+def _devices_rule(config: TrainConfig) -> str:
+    devices, ranks = config.run.devices, config.pipeline.ranks
+    if devices == 0 or devices >= ranks:
+        return ""
+    return (
+        f"run.devices={devices} is fewer than pipeline.ranks={ranks}: use at least {ranks}, or 0 for as many as needed"
+    )
+
+
+def _ids_rule(config: TrainConfig) -> str:
+    """``ids:N`` has no text to read."""
+    data = config.data
+    if not data.tokenizer.startswith("ids:") or data.path.endswith((".npy", ".npz")):
+        return ""
+    return f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
+
+
+_COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
+    ("run.batch", "pipeline.microbatches"): _batch_rule,
+    ("optimizer.warmup_steps", "run.steps"): _warmup_rule,
+    ("data.holdout", "run.eval_every"): _holdout_rule,
+    ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
+    ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
+    ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
+    ("run.devices", "pipeline.ranks"): _devices_rule,
+    ("data.tokenizer", "data.path"): _ids_rule,
+    ("model.options", "data.seq_len"): _seq_len_rule,
+}

@@ -1,0 +1,267 @@
+"""The import table of the design, enforced: which room may import which, and what may not be imported at all.
+
+A room is a package or module directly under ``jaxpipe`` (``stage/`` or ``mesh.py``), or ``models``. Imports are read from
+the syntax tree, so one inside a function or under ``TYPE_CHECKING`` counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+EVERYTHING = frozenset(
+    ["errors", "dump", "_jax_compat", "mesh", "tensor_parallel", "schedule", "stage", "profile", "program", "runtime"]
+) | {"plot", "train"}
+
+ALLOWED: Mapping[str, frozenset[str]] = {
+    # room: what of ours it may import; every room may import itself and jaxpipe.__version__
+    "__init__": frozenset(),
+    "errors": frozenset(),
+    "dump": frozenset(),
+    "_jax_compat": frozenset(),
+    "schedule": frozenset({"errors", "dump"}),
+    "mesh": frozenset({"errors"}),
+    "tensor_parallel": frozenset({"mesh", "errors"}),
+    "stage": frozenset({"mesh", "_jax_compat", "errors", "dump"}),
+    "profile": frozenset({"stage", "schedule", "mesh", "errors"}),
+    "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),
+    "runtime": EVERYTHING - {"runtime", "plot", "train"},
+    "plot": frozenset({"schedule", "errors"}),
+    "train": EVERYTHING - {"train"},
+    "cli": EVERYTHING,
+    "__main__": frozenset({"cli"}),
+    # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
+    "models": frozenset({"tensor_parallel", "errors", "stage.layer", "stage.adapters", "stage.options"}),
+}
+
+NO_JAX = ("schedule", "plot")
+"""Rooms without JAX, anywhere."""
+JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
+LAZY = ("matplotlib", "ortools", "tokenizers", "tensorboardX")
+"""Slow or optional packages: imported inside the function that needs them."""
+
+TOP_LEVEL = {"pyproject.toml", "jaxpipe", "models", "scripts", "tests", "README.md", "LICENSE", "CHANGELOG.md"}
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+README_MAX_LINES = 60
+
+
+def room_of(module: str) -> str:
+    """``stage`` for ``jaxpipe.stage.split``, ``models`` for ``models.gpt``, ``__init__`` for ``jaxpipe``."""
+    head, *rest = module.split(".")
+    return head if head != "jaxpipe" else rest[0] if rest else "__init__"
+
+
+def imports(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported: ``from a import b`` gives ``a.b``; relative names are resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".") if is_package else module.split(".")[:-1]
+                parts = parts[: len(parts) - (node.level - 1)]
+                base = ".".join([*parts, *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = ast.unparse(node.func).split(".")[-1]
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def at_import(tree: ast.Module) -> ast.Module:
+    """What runs when the module is imported: function bodies and ``if TYPE_CHECKING`` blocks removed."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST:
+            return ast.Pass() if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return ast.fix_missing_locations(Strip().visit(ast.parse(ast.unparse(tree))))
+
+
+def branches_on_jax_version(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare ``jax.__version__`` or the like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(
+            f"{name}.__version" in ast.unparse(part) for part in ast.walk(node) for name in ("jax", "jaxlib")
+        ):
+            yield node.lineno
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What one file does that the table forbids. ``path`` is relative to the repository root."""
+    parts = list(Path(path).with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    room, tree = room_of(module), ast.parse(source)
+    if room not in ALLOWED:
+        return [f"{path}: the room {room!r} has no row in the import table (tests/test_imports.py and the design)"]
+    found = []
+    for line, name in imports(module, is_package, tree):
+        top, *rest = name.split(".")
+        where = f"{path}:{line}"
+        if name.startswith("jax._src") and room != "_jax_compat":
+            found.append(f"{where}: {name} is private to JAX; borrow it in _jax_compat.py")
+        if top in JAX and room in NO_JAX:
+            found.append(f"{where}: {name} in {room}, which has no JAX")
+        if top == "models" and room != "models":
+            found.append(f"{where}: jaxpipe never imports models; resolve the name at run time")
+        if top == "jaxpipe" and rest and rest != ["__version__"] and rest[0] != room:
+            prefixes = {".".join(rest[: i + 1]) for i in range(len(rest))}
+            if not prefixes & ALLOWED[room]:
+                found.append(f"{where}: {room} may not import {name}")
+    if room != "_jax_compat":
+        message = "a branch on the JAX version belongs in _jax_compat.py"
+        found += [f"{path}:{line}: {message}" for line in branches_on_jax_version(tree)]
+    banned = {"cli": (*LAZY, *JAX), "plot": (*LAZY, "numpy")}.get(room, LAZY)
+    for _, name in imports(module, is_package, at_import(tree)):
+        if name.split(".")[0] in banned:
+            found.append(f"{path}: {name} must be imported inside the function that needs it")
+    return found
+
+
+def sources() -> list[Path]:
+    return sorted(path for room in ("jaxpipe", "models") for path in (ROOT / room).rglob("*.py"))
+
+
+# The repository keeps the table.
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_follow_the_table(path: Path) -> None:
+    assert violations(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) == []
+
+
+def test_schedule_plot_and_cli_import_without_jax() -> None:
+    """What the table can't see: an import that reaches JAX through others."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources()]
+    names = [module for module in modules if room_of(module) in ("schedule", "plot", "cli")]
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"print([name for name in {(*JAX, *LAZY)!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_vague_file_names() -> None:
+    folders = [ROOT / name for name in ("jaxpipe", "models", "scripts", "tests")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.stem.lower() in VAGUE_NAMES]
+    assert found == []
+
+
+def rooms_that_are_packages() -> list[Path]:
+    return sorted({path.parent for path in (ROOT / "jaxpipe").glob("*/*.py")} | {ROOT / "models"})
+
+
+@pytest.mark.parametrize("room", rooms_that_are_packages(), ids=lambda path: path.name)
+def test_every_room_has_a_readme(room: Path) -> None:
+    readme = room / "README.md"
+    assert readme.is_file(), f"{room.relative_to(ROOT)} needs a README.md: what it owns, and in which order to read it"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= README_MAX_LINES
+
+
+def test_wheel_holds_jaxpipe_and_all_of_it() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert set(tool) == {"packages", "package-data"}
+    assert tool["packages"] == {"find": {"include": ["jaxpipe*"]}}
+    assert set(tool["package-data"]) == {"jaxpipe"}
+    package = ROOT / "jaxpipe"
+    for folder in {path.parent for path in package.rglob("*.py")}:
+        assert (folder / "__init__.py").is_file(), f"{folder} has no __init__.py"
+    shipped = {path for pattern in tool["package-data"]["jaxpipe"] for path in package.glob(pattern)}
+    data = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert data <= shipped, "package-data in pyproject.toml leaves these out of the wheel"
+
+
+def test_top_level_is_as_the_owner_fixed_it() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {name.split("/")[0] for name in listed.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_table_has_no_cycle() -> None:
+    """Rooms can be ordered so that each imports only earlier ones."""
+    done: set[str] = set()
+    while left := ALLOWED.keys() - done:
+        ready = {room for room in left if {name.split(".")[0] for name in ALLOWED[room]} <= done}
+        assert ready, f"cycle among {sorted(left)}"
+        done |= ready
+
+
+# The checker catches what it should, and nothing else.
+
+FORBIDDEN = [
+    ("jaxpipe/schedule/x.py", "import jax", "schedule, which has no JAX"),
+    ("jaxpipe/schedule/x.py", "def f():\n    from jax.numpy import ones", "which has no JAX"),
+    ("jaxpipe/schedule/x.py", "import flax.linen as nn", "which has no JAX"),
+    ("jaxpipe/schedule/x.py", "from jaxpipe.stage import plan", "schedule may not import jaxpipe.stage.plan"),
+    ("jaxpipe/schedule/x.py", "from ortools.sat.python import cp_model", "inside the function"),
+    ("jaxpipe/schedule/families/x.py", "from ...stage.plan import StagePlan", "may not import jaxpipe.stage.plan"),
+    ("jaxpipe/schedule/__init__.py", "from ..mesh import Mesh", "schedule may not import jaxpipe.mesh"),
+    (
+        "jaxpipe/stage/x.py",
+        "if TYPE_CHECKING:\n    import jaxpipe.schedule.ir",
+        "stage may not import jaxpipe.schedule.ir",
+    ),
+    ("jaxpipe/stage/x.py", "from jaxpipe import program", "stage may not import jaxpipe.program"),
+    ("jaxpipe/stage/x.py", "from jax._src import core", "private to JAX"),
+    ("jaxpipe/stage/x.py", "import jax._src.core", "private to JAX"),
+    ("jaxpipe/stage/x.py", "import jax\nif jax.__version__ < '0.11': pass", "branch on the JAX version"),
+    ("jaxpipe/stage/x.py", "import jax\nnew = jax.__version_info__ >= (0, 11)", "branch on the JAX version"),
+    ("jaxpipe/errors.py", "from jaxpipe.dump import write", "errors may not import"),
+    ("jaxpipe/__init__.py", "from jaxpipe.schedule import ir", "__init__ may not import"),
+    ("jaxpipe/plot/x.py", "import matplotlib.pyplot as plt", "inside the function"),
+    ("jaxpipe/plot/x.py", "import numpy as np", "inside the function"),
+    ("jaxpipe/plot.py", "import jax", "plot, which has no JAX"),
+    ("jaxpipe/cli/x.py", "import jax", "inside the function"),
+    ("jaxpipe/cli.py", "class A:\n    import orbax", "inside the function"),
+    ("jaxpipe/runtime/x.py", "from jaxpipe.train.config import Config", "runtime may not import"),
+    ("jaxpipe/train/x.py", "def f():\n    import models.gpt", "never imports models"),
+    ("jaxpipe/train/x.py", "import importlib\nimportlib.import_module('models.gpt')", "never imports models"),
+    ("jaxpipe/train/x.py", "from jaxpipe.cli import main", "train may not import"),
+    ("jaxpipe/novel.py", "", "has no row"),
+    ("models/x.py", "from jaxpipe.stage.split import split", "models may not import jaxpipe.stage.split"),
+    ("models/x.py", "from jaxpipe.stage import Layer", "models may not import jaxpipe.stage.Layer"),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "message"), FORBIDDEN)
+def test_checker_catches(path: str, source: str, message: str) -> None:
+    found = violations(path, source)
+    assert len(found) == 1
+    assert message in found[0]
+    assert found[0].startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("jaxpipe/schedule/x.py", "import numpy\nfrom jaxpipe.schedule.ir import Action\nfrom jaxpipe import errors"),
+        ("jaxpipe/schedule/x.py", "def solve():\n    from ortools.sat.python import cp_model"),
+        ("jaxpipe/schedule/x.py", "from . import ir\nfrom .ir import Action"),
+        ("jaxpipe/cli/x.py", "from jaxpipe import __version__\ndef f():\n    import jax\n    from jaxpipe.train import loop"),
+        ("jaxpipe/_jax_compat.py", "import jax\nfrom jax._src import core\nif jax.__version_info__ > (0, 11): pass"),
+        ("jaxpipe/stage/x.py", "import jax\nprint(jax.__version__)\nimport jaxpipe"),
+        ("models/x.py", "import flax\nfrom jaxpipe.stage.layer import Layer\nfrom jaxpipe.stage import layer"),
+    ],
+)  # fmt: skip
+def test_checker_allows(path: str, source: str) -> None:
+    assert violations(path, source) == []

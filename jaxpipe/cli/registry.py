@@ -33,7 +33,12 @@ class Command:
 
 
 _SCHEDULE = "jaxpipe.cli.schedule_verbs"
+_TRAIN = "jaxpipe.cli.train_verbs"
 VERBS: tuple[Verb, ...] = (
+    Verb("train", "train a model through a pipeline", _TRAIN),
+    Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
+    Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
+    Verb("profile", "time every stage function alone and report its bytes", _TRAIN),
     Verb("schedules", "list the schedule families", _SCHEDULE),
     Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
     Verb("simulate", "check and simulate a schedule file", _SCHEDULE),

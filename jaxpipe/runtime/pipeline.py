@@ -153,6 +153,19 @@ class Pipeline:
         executor = Executor(self.programs, order, self.functions, [batch_sharded(m) for m in self.submeshes])
         return replace(self, costs=costs, executor=executor)
 
+    def with_schedule(self, schedule: Schedule) -> Pipeline:
+        """Another order over the same stages on the same ranks. Compiles nothing.
+
+        Raises:
+            ProgramError: the schedule places its stages elsewhere.
+        """
+        if schedule.placement.flows != self.schedule.placement.flows:
+            raise ProgramError(
+                f"schedule {schedule.name!r} places stages differently from {self.schedule.name!r}; build a new pipeline for it"
+            )
+        programs = lower(schedule, self.stages)
+        return replace(self, schedule=schedule, programs=programs).with_costs(self.costs)
+
     # -- stages -------------------------------------------------------------------------------------------------------
 
     @property

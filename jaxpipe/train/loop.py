@@ -285,7 +285,11 @@ def _resume_step(config: TrainConfig, store: CheckpointStore, stream: TextIO) ->
     """The step to go on from, None to start anew."""
     resume = config.run.resume
     if resume == "never":
-        store.discard_after(-1)
+        if store.steps():
+            raise CheckpointError(
+                f"{store.directory} already holds checkpoints (up to step {store.latest()}) and run.resume=never would overwrite "
+                "them; choose another run.out_dir, or delete that folder"
+            )
         return None
     intact = store.latest_intact()
     for warning in intact.warnings:
@@ -294,7 +298,7 @@ def _resume_step(config: TrainConfig, store: CheckpointStore, stream: TextIO) ->
         if resume == "must" or intact.warnings:
             why = "; ".join(intact.warnings) or "there is none"
             raise CheckpointError(
-                f"{store.directory}: no checkpoint to resume from ({why}); set run.resume=never to start anew"
+                f"{store.directory}: no checkpoint to resume from ({why}); train with run.resume=auto in another run.out_dir to start anew"
             )
         return None
     return intact.step

@@ -1,0 +1,161 @@
+"""The verbs about models: ``train``, ``eval``, ``generate``, ``profile``. JAX is imported only once flags have been read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.registry import Command
+
+_MOST = 10**9
+
+
+def _configure_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML or JSON settings; without it the defaults")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that override the file, such as run.steps=200",
+    )
+
+
+def _configure_train(parser: argparse.ArgumentParser) -> None:
+    _configure_config(parser)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print all settings (changed ones marked *) and stop"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
+
+
+def _train(args: argparse.Namespace) -> int:
+    from jaxpipe.train.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.print_config:
+        print(config.describe())
+        return 0
+    from jaxpipe.train.devices import request_devices
+
+    request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+    from jaxpipe.train.loop import train
+    from jaxpipe.train.report import result_json, result_text
+
+    result = train(config, sys.stderr if args.json else sys.stdout)
+    print(json.dumps(result_json(result)) if args.json else result_text(result))
+    return 0
+
+
+def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N; the newest by default")
+
+
+def _configure_eval(parser: argparse.ArgumentParser) -> None:
+    _configure_checkpoint(parser)
+    parser.add_argument(
+        "--batch", type=whole_number("sequences", 65536), default=16, metavar="N", help="sequences at a time"
+    )
+    parser.add_argument(
+        "--batches", type=whole_number("batches", _MOST), metavar="N", help="at most N batches; all by default"
+    )
+    parser.add_argument(
+        "--baselines", action="store_true", help="also score unigram and bigram models of the same text"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from jaxpipe.train import ngram
+    from jaxpipe.train.evaluate import held_out_score, load_trained
+    from jaxpipe.train.setup import load_dataset
+
+    trained = load_trained(args.checkpoint, step=args.step)
+    dataset = load_dataset(trained.config)
+    batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
+    scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
+    scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
+    if args.json:
+        rows = {k: {"loss": s.nats_per_token, "bits_per_byte": s.bits_per_byte} for k, s in scores.items()}
+        print(json.dumps({"step": trained.step, **rows}))
+        return 0
+    from jaxpipe.train.report import score_table
+
+    print(
+        f"step {trained.step}, one device, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
+    )
+    print(score_table(scores))
+    return 0
+
+
+def _configure_generate(parser: argparse.ArgumentParser) -> None:
+    _configure_checkpoint(parser)
+    parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
+    parser.add_argument("--tokens", type=whole_number("tokens", 10**6), default=200, metavar="N", help="tokens to add")
+    parser.add_argument(
+        "--temperature", type=amount("temperature", most=100), default=0.8, help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from jaxpipe.train.evaluate import generate, load_trained
+
+    trained = load_trained(args.checkpoint, step=args.step)
+    pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    print(args.prompt, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _configure_profile(parser: argparse.ArgumentParser) -> None:
+    _configure_config(parser)
+    parser.add_argument(
+        "--repeats", type=whole_number("repeats", 1000), default=5, metavar="N", help="timed calls per function"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the cost profile as JSON")
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from jaxpipe.cli.outputs import check_outputs
+    from jaxpipe.train.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.output:
+        check_outputs([args.output], (".json",))
+    from jaxpipe.train.devices import find_devices, request_devices
+
+    request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+    from jaxpipe.schedule import write_costs
+    from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.train.report import cost_table
+    from jaxpipe.train.setup import build
+
+    devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
+    setup = build(config, devices, lambda text: print(text, file=sys.stderr, flush=True))
+    costs = setup.pipeline.measure_costs(
+        repeats=args.repeats, progress=lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    if args.output:
+        write_costs(costs, args.output)
+    print(json.dumps(to_costs(costs)) if args.json else cost_table(costs))
+    return 0
+
+
+COMMANDS = {
+    "train": Command(_configure_train, _train),
+    "eval": Command(_configure_eval, _eval),
+    "generate": Command(_configure_generate, _generate),
+    "profile": Command(_configure_profile, _profile),
+}

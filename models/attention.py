@@ -36,7 +36,7 @@ def causal_attention(
     probs = _causal_softmax(scores)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
-        probs = checkpoint_name(jnp.where(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
+        probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
     return jnp.einsum("bgrts,bsgk->btgrk", probs, v).reshape(B, T, H, K)
 
 

@@ -90,7 +90,7 @@ class Embed(nn.Module):
     def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
         """tokens [B, T] int32, T at most seq_len → [B, T, D]"""
         c, T = self.config, tokens.shape[1]
-        if T > c.seq_len:
+        if tokens.shape[1] > c.seq_len:
             raise StageError(f"GPT has {c.seq_len} positions, got {T} tokens; give {c.seq_len} or fewer")
         words = nn.Embed(c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), name="tokens")
         positions = self.param("positions", _normal(0.02), (c.seq_len, c.d_model), c.dtype)

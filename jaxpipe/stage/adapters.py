@@ -141,13 +141,14 @@ class _SplitModule:
                 f"{self.label} holds random streams and got no key; make its layer with uses_key=True "
                 "and give a key in training"
             )
-        leaves = {path: variable.replace(_at(params, path, self.label)) for path, variable in self.params.items()}
+        given = {path: _at(params, path, self.label) for path in self.params}
+        leaves = {path: variable.replace(given[path]) for path, variable in self.params.items()}
         module = nnx.merge(
             self.definitions[context.train], nnx.from_flat_state(leaves), nnx.from_flat_state(self._filled(key))
         )
         y = module(*arguments, **_mode_keyword(module.__call__)(context.train))
         after = dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
-        changed = [path for path, leaf in leaves.items() if after[path].get_value() is not leaf.get_value()]
+        changed = [path for path, value in given.items() if after[path].get_value() is not value]
         if changed:
             where = "/".join(map(str, changed[0]))
             raise StageError(f"{self.label} assigns to its parameter {where} in a call; only the optimizer may")
@@ -168,7 +169,7 @@ def _mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]
     names = inspect.signature(call).parameters
     for name, sign in (("train", True), ("training", True), ("deterministic", False)):
         if name in names:
-            return lambda train: {name: train is sign}  # noqa: B023 - returns at once
+            return lambda train: {name: train is sign}
     return lambda train: {}
 
 

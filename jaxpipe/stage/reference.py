@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
@@ -38,9 +39,9 @@ def apply_model(
 ) -> tuple[jax.Array, jax.Array]:
     """Forward of the whole model on one microbatch: ``(loss_sum, weight_sum)``, two scalars.
 
-    ``key`` is the microbatch's; None will do when no layer draws random numbers, or with ``train=False``. Differentiable in
-    ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses. Raises StageError when ``batch`` lacks
-    an array that a layer reads, or a layer needs a key.
+    ``key`` is the microbatch's, typed or raw threefry data (uint32[2]); None will do when no layer draws random numbers, or
+    with ``train=False``. Differentiable in ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses.
+    Raises StageError when ``batch`` lacks an array that a layer reads, or a layer needs a key.
     """
     result = _run(model, model.layers, params, batch, key, train)
     loss_sum, weight_sum = result
@@ -105,6 +106,8 @@ def _run(
     key: jax.Array | None,
     train: bool,
 ) -> Any:
+    if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
     x: Any = None
     for index, layer in enumerate(layers):
         absent = [name for name in layer.reads if name not in batch]

@@ -1,0 +1,328 @@
+"""How a model is cut into stages: balanced by cost, or by hand; and the plan as a value, a table and JSON.
+
+:func:`cut` minimises the largest stage cost exactly, by dynamic programming over prefixes in O(stages · layers²), and among
+those cuts takes one with the least Σ cost², so that the rest is even too. Costs are measured seconds or, from shapes alone,
+the forward FLOPs of :func:`analytic_layer_costs`: matrix products only, no memory traffic, no communication, and the backward
+taken as proportional to the forward. A balanced stage is still uneven in memory; the plan does not weigh that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe.errors import StageError
+from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Path
+from jaxpipe.stage.reference import with_tied_leaves
+
+_ARRAYS = (jax.Array, np.ndarray)
+
+Cut = tuple[tuple[int, int], ...]
+"""Half-open ranges of layer indices, one a stage, in order and without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedLeaf:
+    """A parameter leaf that a stage uses and another layer owns; the owner's stage keeps, updates and sends it."""
+
+    layer: str
+    path: Path
+    owner_layer: str
+    owner_path: Path
+    owner_stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """One stage: layers ``start`` to ``stop`` (exclusive) of the model.
+
+    ``param_paths``: ``layer/path`` of each leaf it owns. ``param_bytes``: of those, as ``init`` makes them. ``cost``: in the
+    plan's unit. ``cost_share``: its part of the sum over stages.
+    """
+
+    index: int
+    start: int
+    stop: int
+    layers: tuple[str, ...]
+    param_paths: tuple[str, ...]
+    num_params: int
+    param_bytes: int
+    tied: tuple[TiedLeaf, ...]
+    cost: float
+    cost_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A model's stages in order. ``costs_from`` says what the costs are: ``"equal"``, ``"flops"``, ``"measured"`` …"""
+
+    model: str
+    stages: tuple[StageSpec, ...]
+    layer_costs: tuple[float, ...]
+    costs_from: str
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def cut(self) -> Cut:
+        return tuple((stage.start, stage.stop) for stage in self.stages)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest stage cost over the mean, 1.0 when even: no schedule of these stages beats it without a bubble."""
+        costs = [stage.cost for stage in self.stages]
+        return max(costs) * len(costs) / sum(costs) if sum(costs) > 0 else 1.0
+
+    def stage_of(self, layer: str) -> int:
+        """The stage that runs ``layer``; StageError if the model has no such layer."""
+        for stage in self.stages:
+            if layer in stage.layers:
+                return stage.index
+        raise StageError(f"{self.model} has no layer {layer!r}; it has {', '.join(self._layer_names())}")
+
+    def __str__(self) -> str:
+        """A table for people, a row each stage."""
+        rows = [("stage", "layers", "parameters", "MB", f"cost ({self.costs_from})", "share", "tied to")]
+        for s in self.stages:
+            span = s.layers[0] if len(s.layers) == 1 else f"{s.layers[0]} … {s.layers[-1]} ({len(s.layers)})"
+            ties = ", ".join(f"{t.owner_layer}/{'/'.join(t.owner_path)} @ {t.owner_stage}" for t in s.tied)
+            megabytes = f"{s.param_bytes / 1e6:.2f}"
+            rows.append(
+                (str(s.index), span, f"{s.num_params:,}", megabytes, f"{s.cost:.4g}", f"{s.cost_share:.1%}", ties)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        title = f"{self.model}: {self.num_stages} stages, largest is {self.imbalance:.3f} of the mean"
+        return "\n".join([title, *lines])
+
+    def to_json(self) -> str:
+        """Text that :meth:`from_json` reads back to an equal plan."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> StagePlan:
+        """Raises StageError, with the reason, when ``text`` is not what :meth:`to_json` writes."""
+        try:
+            data = json.loads(text)
+            stages = tuple(_stage_from(stage) for stage in data.pop("stages"))
+            return cls(stages=stages, **{**data, "layer_costs": tuple(map(float, data["layer_costs"]))})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StageError(f"not a stage plan in JSON ({error}); write one with StagePlan.to_json") from error
+
+    def _layer_names(self) -> list[str]:
+        return [layer for stage in self.stages for layer in stage.layers]
+
+
+def cut(layers: Sequence[Layer], num_stages: int, costs: Sequence[float] | None = None) -> Cut:
+    """Cut ``layers`` into ``num_stages`` runs of consecutive layers so that the largest total cost is least.
+
+    ``costs``: one finite number ≥ 0 a layer, in any unit; None counts every layer the same. The first stage holds the first
+    layer and the last stage the loss, as runs are in order and none is empty. Raises StageError when there are more stages
+    than layers, or the costs do not fit the layers.
+    """
+    n = len(layers)
+    if not 1 <= num_stages <= n:
+        raise StageError(f"{num_stages} stages of {n} layers; every stage needs a layer, so use 1 to {n} stages")
+    values = _checked_costs(layers, costs)
+    prefix = [math.fsum(values[:i]) for i in range(n + 1)]
+    largest = _least_largest(prefix, num_stages)
+    ends = _most_even(prefix, num_stages, largest)
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
+    """The cut whose stages, from the second on, start at ``boundaries``: layer indices or names, in order.
+
+    Raises StageError for a layer that does not exist and for boundaries out of order.
+    """
+    names = [layer.name for layer in layers]
+    starts = [0]
+    for boundary in boundaries:
+        if isinstance(boundary, str) and boundary not in names:
+            raise StageError(f"no layer {boundary!r} to start a stage at; layers are {', '.join(names)}")
+        start = names.index(boundary) if isinstance(boundary, str) else boundary
+        if not starts[-1] < start < len(layers):
+            possible = (
+                f"{starts[-1] + 1} to {len(layers) - 1}" if starts[-1] + 1 < len(layers) else "none, no layer is left"
+            )
+            raise StageError(
+                f"a stage can't start at layer {boundary!r} after one that starts at {starts[-1]}; possible: {possible}"
+            )
+        starts.append(start)
+    return tuple(zip(starts, [*starts[1:], len(layers)], strict=True))
+
+
+def plan_stages(
+    model: Model,
+    num_stages: int | None = None,
+    *,
+    costs: Sequence[float] | None = None,
+    costs_from: str = "",
+    boundaries: Sequence[int | str] | None = None,
+) -> StagePlan:
+    """The plan of ``model`` in ``num_stages`` balanced stages, or cut at ``boundaries``; give one of the two.
+
+    ``costs`` as in :func:`cut`, and ``costs_from`` their name for the table. Shapes come from ``init`` by abstract evaluation:
+    nothing is allocated. Raises StageError as :func:`cut` and :func:`cut_at` do.
+    """
+    if (num_stages is None) == (boundaries is None):
+        raise StageError("a stage plan needs either num_stages or boundaries, and not both")
+    layers = model.layers
+    values = _checked_costs(layers, costs)
+    if boundaries is not None:
+        ranges = cut_at(layers, boundaries)
+    else:
+        assert num_stages is not None
+        ranges = cut(layers, num_stages, values)
+    stage_of = {layers[i].name: s for s, (start, stop) in enumerate(ranges) for i in range(start, stop)}
+    avals = param_avals(model)
+    for layer in layers:
+        with_tied_leaves(layer, avals)  # raises if an owner lacks the leaf
+    total = math.fsum(values)
+    stages = []
+    for index, (start, stop) in enumerate(ranges):
+        mine = layers[start:stop]
+        leaves = {
+            f"{layer.name}/{path}": leaf for layer in mine for path, leaf in _leaves_by_path(avals[layer.name]).items()
+        }
+        cost = math.fsum(values[start:stop])
+        stages.append(
+            StageSpec(
+                index=index,
+                start=start,
+                stop=stop,
+                layers=tuple(layer.name for layer in mine),
+                param_paths=tuple(leaves),
+                num_params=sum(leaf.size for leaf in leaves.values()),
+                param_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values()),
+                tied=tuple(
+                    TiedLeaf(layer.name, path, owner, owner_path, stage_of[owner])
+                    for layer in mine
+                    for path, (owner, owner_path) in layer.tied.items()
+                ),
+                cost=cost,
+                cost_share=cost / total if total > 0 else 1 / len(ranges),
+            )
+        )
+    return StagePlan(model.name, tuple(stages), values, costs_from or ("equal" if costs is None else "given"))
+
+
+def param_avals(model: Model) -> dict[str, Any]:
+    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes, without making it."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return {layer.name: jax.eval_shape(layer.init, key) for layer in model.layers}
+
+
+def analytic_layer_costs(model: Model, microbatch_size: int) -> tuple[float, ...]:
+    """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
+
+    Counted from the layer's jaxpr in training mode. Layers that share an ``apply`` function and shapes are traced once. An
+    embedding look-up and the loss count nothing.
+    """
+    params = param_avals(model)
+    batch = model.batch_spec(microbatch_size)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x: Any = None
+    seen: dict[Any, tuple[float, Any]] = {}
+    costs = []
+    for layer in model.layers:
+        arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
+        leaves, structure = jax.tree.flatten(arguments)
+        signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
+        if signature not in seen:
+            seen[signature] = _forward_flops(layer, arguments)
+        flops, x = seen[signature]
+        costs.append(flops)
+    return tuple(costs)
+
+
+def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
+    """FLOPs of one layer, and what it returns with arrays as ShapeDtypeStruct. Leaves that are no arrays pass as they are."""
+    leaves, structure = jax.tree.flatten(arguments)
+    is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    result: list[tuple[list[Any], Any]] = []
+
+    def forward(arrays: list[jax.Array]) -> list[Any]:
+        given = iter(arrays)
+        full = [next(given) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
+        params, x, data, key = jax.tree.unflatten(structure, full)
+        y = layer.apply(params, x, LayerContext(data, key if layer.uses_key else None))
+        result.append(jax.tree.flatten(y))
+        return [leaf for leaf in result[0][0] if isinstance(leaf, _ARRAYS)]
+
+    arrays = [leaf for array, leaf in zip(is_array, leaves, strict=True) if array]
+    jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(arrays)
+    y_leaves, y_structure = result[0]
+    shapes = iter(out)
+    y = jax.tree.unflatten(y_structure, [next(shapes) if isinstance(leaf, _ARRAYS) else leaf for leaf in y_leaves])
+    return float(jaxpr_flops(jaxpr)), y
+
+
+def _shape(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _least_largest(prefix: Sequence[float], num_stages: int) -> float:
+    """The least possible largest stage cost."""
+    n = len(prefix) - 1
+    best = list(prefix)  # best[i]: of layers 0..i in the stages so far
+    for stage in range(2, num_stages + 1):
+        best = [
+            min((max(best[j], prefix[i] - prefix[j]) for j in range(stage - 1, i)), default=math.inf)
+            for i in range(n + 1)
+        ]
+    return best[n]
+
+
+def _most_even(prefix: Sequence[float], num_stages: int, largest: float) -> list[int]:
+    """Ends of the stages with the least Σ cost² among cuts with no stage above ``largest``; first stages long on a tie."""
+    n = len(prefix) - 1
+    limit = largest * (1 + 1e-12)
+    rows: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(math.inf, 0)] * n]
+    for _ in range(num_stages):
+        row = []
+        for i in range(n + 1):
+            options = [
+                (rows[-1][j][0] + (prefix[i] - prefix[j]) ** 2, -j) for j in range(i) if prefix[i] - prefix[j] <= limit
+            ]
+            value, minus_j = min(options, default=(math.inf, 0))
+            row.append((value, -minus_j))
+        rows.append(row)
+    ends = [n]
+    for row in reversed(rows[2:]):
+        ends.append(row[ends[-1]][1])
+    return ends[::-1]
+
+
+def _checked_costs(layers: Sequence[Layer], costs: Sequence[float] | None) -> tuple[float, ...]:
+    if costs is None:
+        return (1.0,) * len(layers)
+    if len(costs) != len(layers):
+        raise StageError(f"{len(costs)} costs for {len(layers)} layers; give one a layer")
+    for layer, cost in zip(layers, costs, strict=True):
+        if not 0 <= cost < math.inf:
+            raise StageError(f"the cost of layer {layer.name} is {cost}; want a finite number >= 0")
+    return tuple(map(float, costs))
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def _stage_from(data: Mapping[str, Any]) -> StageSpec:
+    tied = tuple(
+        TiedLeaf(**{**leaf, "path": tuple(leaf["path"]), "owner_path": tuple(leaf["owner_path"])})
+        for leaf in data["tied"]
+    )
+    lists = {name: tuple(data[name]) for name in ("layers", "param_paths")}
+    return StageSpec(**{**data, **lists, "tied": tied})

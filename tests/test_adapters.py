@@ -1,0 +1,243 @@
+"""Flax modules through the adapters give what Flax itself gives; what can't be a layer is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxpipe.errors import StageError
+from jaxpipe.stage.adapters import from_linen, from_nnx
+from jaxpipe.stage.layer import LayerContext
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+SHAPE = jax.ShapeDtypeStruct((1, 8), jnp.float32)
+EVAL, TRAIN = LayerContext({}, train=False), LayerContext({}, jax.random.key(5))
+
+
+class LinenMLP(nn.Module):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.relu(nn.Dense(16)(x))
+        return nn.Dense(8)(nn.Dropout(self.rate)(x, deterministic=not train))
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return self.out(self.dropout(x))
+
+
+def is_plain(tree: Any) -> bool:
+    if type(tree) is dict:
+        return all(type(key) is str and is_plain(value) for key, value in tree.items())
+    return isinstance(tree, jax.Array)
+
+
+# --- linen ------------------------------------------------------------------------------------------------------------
+
+
+def test_linen_gives_what_flax_gives() -> None:
+    module, key = LinenMLP(), jax.random.key(1)
+    layer = from_linen("mlp", module, example=(SHAPE,))
+    params = layer.init(key)
+    expected = jax.jit(lambda key: module.init(key, X, train=False))(key)["params"]
+    assert is_plain(params) and jax.tree.structure(params) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    np.testing.assert_array_equal(layer.apply(params, X, EVAL), module.apply({"params": params}, X, train=False))
+    ours = jax.grad(lambda p: layer.apply(p, X, EVAL).sum())(params)
+    theirs = jax.grad(lambda p: module.apply({"params": p}, X, train=False).sum())(params)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert layer.uses_key is False and layer.reads == ()
+
+
+def test_linen_dropout_draws_from_the_context_key() -> None:
+    module = LinenMLP(0.5)
+    layer = from_linen("mlp", module, example=(SHAPE,), uses_key=True)
+    params = layer.init(jax.random.key(1))
+    expected = module.apply({"params": params}, X, train=True, rngs={"dropout": TRAIN.key})
+    np.testing.assert_array_equal(layer.apply(params, X, TRAIN), expected)
+    other = layer.apply(params, X, LayerContext({}, jax.random.key(6)))
+    assert not jnp.array_equal(other, expected)
+    still = layer.apply(params, X, LayerContext({}, jax.random.key(6), train=False))
+    np.testing.assert_array_equal(still, module.apply({"params": params}, X, train=False))
+
+
+def test_linen_reads_data_after_its_input_and_takes_mode_words_of_flax() -> None:
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, scale: jax.Array, shift: jax.Array, deterministic: bool) -> jax.Array:
+            return nn.Dense(8)(x) * scale + (shift if deterministic else -shift)
+
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    layer = from_linen("scaled", Scaled(), example=(SHAPE, one, one), reads=("scale", "shift"))
+    params = layer.init(jax.random.key(0))
+    data = {"shift": jnp.full((4, 1), 2.0), "scale": jnp.full((4, 1), 3.0)}
+    dense = X @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"][None]
+    np.testing.assert_allclose(layer.apply(params, X, LayerContext(data, train=False)), 3 * dense + 2, rtol=1e-5)
+    np.testing.assert_allclose(layer.apply(params, X, LayerContext(data, train=True)), 3 * dense - 2, rtol=1e-5)
+
+
+def test_linen_first_layer_gets_data_alone() -> None:
+    tokens = jax.ShapeDtypeStruct((1, 3), jnp.int32)
+    layer = from_linen("embed", nn.Embed(5, 4), example=(tokens,), reads=("tokens",))
+    params = layer.init(jax.random.key(0))
+    data = {"tokens": jnp.asarray([[1, 0, 4]], jnp.int32)}
+    np.testing.assert_array_equal(layer.apply(params, None, LayerContext(data)), params["embedding"][data["tokens"]])
+
+
+def test_linen_passes_pytrees_and_what_is_no_array() -> None:
+    class Repeat(nn.Module):
+        @nn.compact
+        def __call__(self, x: dict[str, Any]) -> dict[str, Any]:
+            h = x["h"]
+            for _ in range(x["times"]):
+                h = nn.Dense(8)(h)
+            return {"h": h, "times": x["times"], "tag": x["tag"]}
+
+    layer = from_linen("repeat", Repeat(), example=({"h": SHAPE, "times": 2, "tag": "a"},))
+    params = layer.init(jax.random.key(0))
+    assert set(params) == {"Dense_0", "Dense_1"}
+    y = layer.apply(params, {"h": X, "times": 2, "tag": "a"}, EVAL)
+    assert y["times"] == 2 and y["tag"] == "a" and y["h"].shape == (4, 8)
+
+
+def test_tied_leaves_are_left_out_of_init() -> None:
+    layer = from_linen("mlp", LinenMLP(), example=(SHAPE,), tied={("Dense_1", "kernel"): ("first", ("w",))})
+    params = layer.init(jax.random.key(1))
+    assert set(params["Dense_1"]) == {"bias"} and set(params["Dense_0"]) == {"kernel", "bias"}
+    both = {("Dense_1", "kernel"): ("first", ("w",)), ("Dense_1", "bias"): ("first", ("b",))}
+    assert set(from_linen("mlp", LinenMLP(), example=(SHAPE,), tied=both).init(jax.random.key(1))) == {"Dense_0"}
+    wrong = from_linen("mlp", LinenMLP(), example=(SHAPE,), tied={("Dense_2", "kernel"): ("first", ("w",))})
+    with pytest.raises(StageError, match="no parameter at the tied path Dense_2/kernel; it has Dense_0, Dense_1"):
+        wrong.init(jax.random.key(1))
+
+
+def test_layers_replaced_by_name_share_their_functions() -> None:
+    first = from_linen("block_00", LinenMLP(), example=(SHAPE,), kind="mlp")
+    second = dataclasses.replace(first, name="block_01")
+    assert second.init is first.init and second.apply is first.apply and second.kind == "mlp"
+
+
+def test_linen_state_and_misuse_are_refused() -> None:
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+            return nn.BatchNorm(use_running_average=not train)(x)
+
+    with pytest.raises(
+        StageError, match=r"Normed keeps state beside its parameters \(batch_stats\).*use a layer without"
+    ):
+        from_linen("norm", Normed(), example=(SHAPE,)).init(jax.random.key(0))
+    careless = from_linen("mlp", LinenMLP(0.5), example=(SHAPE,))
+    params = careless.init(jax.random.key(0))
+    with pytest.raises(
+        StageError, match="LinenMLP draws random numbers and got no key; make its layer with uses_key=True"
+    ):
+        careless.apply(params, X, TRAIN)
+    with pytest.raises(StageError, match=r"linen module LinenMLP: .*kernel") as error:
+        careless.apply({"Dense_0": {}}, X, EVAL)
+    assert "\n" not in str(error.value)
+
+
+# --- nnx --------------------------------------------------------------------------------------------------------------
+
+
+def test_nnx_gives_what_flax_gives() -> None:
+    layer = from_nnx("mlp", NnxMLP)
+    params = layer.init(jax.random.key(1))
+    module = NnxMLP(nnx.Rngs(jax.random.key(1)))
+    assert is_plain(params) and set(params) == {"layers", "out"} and set(params["layers"]) == {"0", "1"}
+    np.testing.assert_allclose(params["layers"]["1"]["kernel"], module.layers[1].kernel[...], rtol=1e-6, atol=1e-7)
+    nnx.update(module, nnx.State(jax.tree.map(nnx.Param, with_int_keys(params))))
+    module.eval()
+    np.testing.assert_allclose(layer.apply(params, X, EVAL), module(X), rtol=1e-6)
+    grads = jax.jit(jax.grad(lambda p: layer.apply(p, X, EVAL).sum()))(params)
+    theirs = nnx.to_pure_dict(nnx.grad(lambda m: m(X).sum())(module))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), with_int_keys(grads), theirs)
+
+
+def with_int_keys(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    return {int(key) if key.isdigit() else key: with_int_keys(value) for key, value in tree.items()}
+
+
+def test_nnx_dropout_draws_from_the_context_key() -> None:
+    layer = from_nnx("mlp", lambda rngs: NnxMLP(rngs, 0.5))
+    assert layer.uses_key
+    params = layer.init(jax.random.key(1))
+    apply = jax.jit(lambda key, train: layer.apply(params, X, LayerContext({}, key, train)), static_argnums=1)
+    first, again, other = apply(jax.random.key(5), True), apply(jax.random.key(5), True), apply(jax.random.key(6), True)
+    assert jnp.array_equal(first, again) and not jnp.array_equal(first, other)
+    still = layer.apply(params, X, EVAL)
+    np.testing.assert_allclose(still, from_nnx("mlp", NnxMLP).apply(params, X, EVAL), rtol=1e-6)
+    hidden = nnx.relu(X @ params["layers"]["0"]["kernel"]) @ params["layers"]["1"]["kernel"]  # biases start at zero
+    kept = jnp.linalg.lstsq(params["out"]["kernel"].T, first.T)[0].T / nnx.relu(hidden)
+    near = jnp.minimum(jnp.abs(kept), jnp.abs(kept - 2.0))[nnx.relu(hidden) > 0.1]
+    assert float(near.max()) < 1e-2  # every activation is dropped, or kept and doubled
+    with pytest.raises(StageError, match="NnxMLP holds random streams and got no key"):
+        layer.apply(params, X, LayerContext({}))
+
+
+def test_two_streams_of_one_module_differ() -> None:
+    class Twice(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.a, self.b = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.a(x), self.b(x)
+
+    a, b = from_nnx("twice", Twice).apply({}, jnp.ones((4, 64)), TRAIN)
+    assert not jnp.array_equal(a, b)
+
+
+def test_nnx_state_and_misuse_are_refused() -> None:
+    class Assigns(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.w = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.w[...] = self.w[...] * 2
+            return x
+
+    with pytest.raises(StageError, match=r"BatchNorm keeps state beside its parameters \(BatchStat\)"):
+        from_nnx("norm", lambda rngs: nnx.BatchNorm(8, rngs=rngs))
+    layer = from_nnx("assigns", Assigns)
+    with pytest.raises(StageError, match="nnx module Assigns assigns to its parameter w in a call"):
+        layer.apply(layer.init(jax.random.key(0)), X, EVAL)
+    with pytest.raises(StageError, match="nnx module NnxMLP has no parameter layers/0/"):
+        from_nnx("mlp", NnxMLP).apply({}, X, EVAL)
+
+
+def test_an_nnx_module_in_a_compiled_step_traces_once() -> None:
+    traces = []
+
+    class Counts(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            traces.append(1)
+            return self.linear(x)
+
+    layer = from_nnx("counts", Counts)
+    params = layer.init(jax.random.key(0))
+    step = jax.jit(lambda p, x: layer.apply(p, x, EVAL))
+    step(params, X)
+    step(params, X + 1)
+    assert len(traces) == 1

@@ -106,7 +106,7 @@ class _OpIndex:
 class _Source(NamedTuple):
     """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves)."""
 
-    index: _OpIndex
+    found: _OpIndex
     boundary: int | None
 
 
@@ -276,9 +276,9 @@ class _Builder:
         found = []
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
             for source in rule.sources:
-                dep = source.index.single[rule.base + i]
-                if dep < 0 and source.index.members:
-                    dep = self._member(source.index, rule, rank, i)
+                dep = source.found.single[rule.base + i]
+                if dep < 0 and source.found.members:
+                    dep = self._member(source.found, rule, rank, i)
                 if dep >= 0:
                     if source.boundary is not None and self.rank_of[dep] != rank:
                         dep = self._transfer(dep, source, rule.stage, i, rank)
@@ -324,7 +324,7 @@ class _Builder:
     def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int) -> int:
         """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
         assert source.boundary is not None
-        op = source.index.spec.name
+        op = source.found.spec.name
         key = (producer, dst, source.boundary, op, i)
         number = self.made.get(key)
         if number is None:

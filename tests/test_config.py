@@ -144,6 +144,11 @@ def test_overrides_are_parsed_by_type(override: str, section: str, key: str, val
     assert type(got) is type(value)
 
 
+def test_bounds_themselves_are_allowed() -> None:
+    at_the_bounds = ["optimizer.warmup_steps=200", "data.holdout=0.5", "run.devices=4", "optimizer.min_lr_ratio=1"]
+    assert TrainConfig().override(at_the_bounds).optimizer.warmup_steps == 200
+
+
 def test_a_number_or_none() -> None:
     config = TrainConfig().override(["pipeline.schedule=zb", "pipeline.memory_limit=4"])
     assert config.pipeline.memory_limit == 4.0
@@ -219,6 +224,7 @@ MISTAKES = {
         "run.steps=10",
         "optimizer.warmup_steps=20 is more than run.steps=10: use at most 10",
     ),
+    "warm-up one step too long": ("optimizer.warmup_steps=201", "use at most 200 (a tenth, 20, is usual)"),
     "evaluation of nothing": ("data.holdout=0", "set data.holdout=0.05 or run.eval_every=0"),
     "cut for other sizes": ("pipeline.cut=1,2", "pipeline.ranks=4 times pipeline.chunks=1 make 4 stages, which need 3"),
     "chunks where there is one": (

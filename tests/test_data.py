@@ -273,6 +273,7 @@ BAD_INPUT: dict[str, tuple[str, Maker, str]] = {
         _saved(np.array([1, 300, 2])),
         "id 300 at position 1 is outside the vocabulary",
     ),
+    "id just above": ("a.npy", _saved(np.array([255, 256])), "id 256 at position 1 is outside"),
     "negative id": ("a.npy", _saved(np.array([1, 2, -1])), "id -1 at position 2 is outside"),
     "several arrays": (
         "a.npz",

@@ -110,6 +110,14 @@ def test_a_markov_chain_is_recovered_to_its_entropy() -> None:
     assert evaluate(bigram.unigram, [batch]).nats_per_token > truth + 0.05
 
 
+@pytest.mark.parametrize(("last", "kappa"), [(1, min(ngram.KAPPAS)), (2, max(ngram.KAPPAS))])
+def test_kappa_follows_the_tail(last: int, kappa: float) -> None:
+    """The tail is one pair: 0 1, always seen before, wants no smoothing; 0 2, never seen, wants all there is."""
+    assert (
+        Bigram.fit([np.array([0, 1] * 4 + [0, last])], 3, kappas=sorted(ngram.KAPPAS, reverse=last == 1)).kappa == kappa
+    )
+
+
 def test_weights_choose_what_counts() -> None:
     model = Unigram(np.array([0.5, 0.25, 0.25]))
     tokens, targets = np.array([[0, 0, 0]]), np.array([[0, 1, 2]])

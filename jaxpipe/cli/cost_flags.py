@@ -48,12 +48,12 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cost", metavar="F,B,W", type=cost_triple, help="time of F, B and W (default 1,1,1)")
     group.add_argument(
-        "--comm", metavar="C", type=amount("--comm"), help="time of one transfer between ranks (default 0)"
+        "--comm", metavar="C", type=amount("time of a transfer"), help="time of one transfer between ranks (default 0)"
     )
     group.add_argument(
         "--w-residual",
         metavar="X",
-        type=amount("--w-residual", most=1),
+        type=amount("fraction", most=1),
         help="fraction of an activation kept from B's end to W's end (default 1)",
     )
     group.add_argument(
@@ -66,7 +66,7 @@ def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit",
         metavar="L",
-        type=amount("--memory-limit", zero=False),
+        type=amount("limit", zero=False),
         help="live activations allowed on a rank, in its share of one microbatch (1F1B needs p)",
     )
 
@@ -147,9 +147,10 @@ def check_size(ranks: int, microbatches: int, chunks: int) -> None:
     """
     pairs = ranks * microbatches * chunks
     if pairs > MOST_ACTIONS:
+        fitting = MOST_ACTIONS // (ranks * chunks) or 1
         raise ConfigError(
-            f"--ranks {ranks} --microbatches {microbatches} with {chunks} chunks is {pairs} pairs of stage and microbatch; "
-            f"at most {MOST_ACTIONS} are handled, for example --microbatches {max(1, MOST_ACTIONS // (ranks * chunks))}"
+            f"too large: {ranks} ranks x {chunks} chunk(s) x {microbatches} microbatches are {pairs} pairs of stage and "
+            f"microbatch, and at most {MOST_ACTIONS} are handled; lower one, for example --microbatches {fitting}"
         )
 
 

@@ -30,7 +30,12 @@ class Parser(argparse.ArgumentParser):
             ConfigError: an unknown flag (with the closest known one), a stray argument, or a bad value.
             SystemExit: after ``--help``.
         """
-        arguments, extra = self.parse_known_args(self._join_negative_values(argv))
+        joined = self._join_negative_values(argv)
+        for argument in joined:  # before argparse complains of a flag that is missing because this one is misspelt
+            known = argument.split("=", 1)[0] if argument.startswith("--") else argument[:2]
+            if argument.startswith("-") and len(argument) > 1 and known not in self._option_string_actions:
+                self._refuse(argument)
+        arguments, extra = self.parse_known_args(joined)
         if extra:
             self._refuse(extra[0])
         return arguments
@@ -41,7 +46,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, argument: str) -> NoReturn:
         if argument.startswith("-"):
             flag = argument.split("=", 1)[0]
-            self.error(f"unknown flag {flag!r}{closest(flag, self._option_string_actions)}")
+            hint = closest(flag, self._option_string_actions) if len(flag) > 2 else ""
+            self.error(f"unknown flag {flag!r}{hint}")
         self.error(f"unexpected argument {argument!r}")
 
     def _join_negative_values(self, argv: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_
 from jaxpipe.cli.parser import closest
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Failure, Record, print_json, print_summary, print_table, sketch
-from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,10 @@ def load_schedule(path: str) -> Schedule:
 
     require_file(path)
     schedule = read_schedule(path)
-    check_schedule(schedule)
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}", error.problems) from None
     return schedule
 
 
@@ -200,7 +203,8 @@ def _show(
 
 def _terminal_width() -> int:
     """Columns of the terminal; a generous fixed number when the output goes to a file or another program."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if terminal else 160
 
 
 COMMANDS = {

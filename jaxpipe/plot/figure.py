@@ -8,7 +8,9 @@ numbers are glyph paths, one collection a label: thousands of cells draw in a se
 
 from __future__ import annotations
 
+import io
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +76,11 @@ def save_figure(timelines: Sequence[Timeline], path: Path, form: str, title: str
         figure = Figure(facecolor="white")
         _compose(figure, panels, layout, title, units)
         metadata = {"Date": None} if form == "svg" else {"Software": None}
-        with path.open("wb") as file:
-            figure.savefig(file, format=form, dpi=144, metadata=metadata)
+        drawn = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
+            figure.savefig(drawn, format=form, dpi=144, metadata=metadata)
+    path.write_bytes(drawn.getvalue())
 
 
 def _layout(panels: Sequence[Panel], units: Units) -> Layout:
@@ -109,7 +114,7 @@ def _compose(figure: Any, panels: Sequence[Panel], layout: Layout, title: str, u
     heights = [0.36 + p.timeline.num_ranks * layout.row for p in panels]
     total = _HEAD_IN + sum(heights) + 0.5 + (0.72 + ranks * layout.memory_row if has_memory else 0.0)
     figure.set_size_inches(layout.width, total)
-    figure.text(_LEFT_IN / layout.width, 1 - 0.1 / total, title, fontsize=12, weight="bold", va="top")
+    figure.text(_LEFT_IN / layout.width, 1 - 0.1 / total, title, fontsize=12, weight="bold", va="top", parse_math=False)
     _legend(figure, panels, layout, 1 - 0.36 / total)
     top = total - _HEAD_IN
     for k, (panel, height) in enumerate(zip(panels, heights, strict=True)):
@@ -167,7 +172,13 @@ def _bands(layout: Layout) -> dict[str, tuple[float, float]]:
 
 def _draw_gantt(axes: Any, panel: Panel, layout: Layout, units: Units) -> None:
     timeline = panel.timeline
-    axes.set_title(f"{timeline.name}, {timeline.source} — {summary(timeline, units)}", fontsize=9, loc="left", pad=4)
+    axes.set_title(
+        f"{timeline.name}, {timeline.source} — {summary(timeline, units)}",
+        fontsize=9,
+        loc="left",
+        pad=4,
+        parse_math=False,
+    )
     _label_ranks(axes, timeline.num_ranks, layout.row)
     bands = _bands(layout)
     groups: dict[str, list[tuple[float, float, float, float]]] = {}
@@ -237,7 +248,7 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
     what = "live memory" if units == "si" else "live activations"
     who = "" if len(panels) == 1 else f" ({panels[0].timeline.source} filled, then as lines)"
     axes.set_title(f"{what} per rank{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
-                   loc="left", pad=4)  # fmt: skip
+                   loc="left", pad=4, parse_math=False)  # fmt: skip
     _label_ranks(axes, ranks, layout.memory_row)
     for k, panel in enumerate(panels):
         colour = _ROW_COLOURS[k % len(_ROW_COLOURS)]

@@ -11,8 +11,9 @@ name                           why
 ``jax.core.eval_jaxpr``        public; evaluates an equation list under a new trace.
 ``eqn.source_info.name_stack`` which layer an equation came from. ``NameStack`` has no public home: read through ``str``,
                                joined with ``+``.
-``aval.vma``                   mesh axes over which a value varies; ``aval.mat.varying`` in 0.10.2 and 0.12.
-``jax.lax.pcast``              casts a value to varying; named ``pvary`` before 0.9.
+``aval.vma``                   mesh axes over which a value varies; ``aval.mat.varying`` in 0.10.2 and 0.12, replaced through
+                               ``aval.update(manual_axis_type=…)``.
+``jax.lax.pcast``              casts a value to varying; public since 0.9.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
@@ -23,11 +24,12 @@ Not handled: jaxprs with mutable references or "high" types.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
@@ -46,18 +48,22 @@ __all__ = [
     "called_jaxpr",
     "checkpoint_name_of",
     "close_jaxpr",
+    "dtype_of",
     "eval_jaxpr",
     "fresh_var",
     "has_ordered_effects",
     "is_checkpoint",
     "is_identity",
     "is_key_dtype",
+    "map_bodies",
     "scan_parts",
+    "shape_of",
     "source_line",
     "sub_jaxprs",
     "vary",
     "varying_axes",
     "with_outer_names",
+    "without_varying",
 ]
 
 Atom: TypeAlias = Var | Literal
@@ -71,6 +77,7 @@ _CALLS = frozenset(
         "closed_call",
         "core_call",
         "core_closed_call",
+        "dtype_of",
         "eval_jaxpr",
         "custom_jvp_call",
         "custom_vjp_call",
@@ -146,12 +153,28 @@ def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:
     return probe._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
 
 
+def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr]) -> JaxprEqn:
+    """A loop or branch equation with each closed body ``(jaxpr, consts)`` replaced; any other equation as it is."""
+    if eqn.primitive.name not in ("scan", "while", "cond"):
+        return eqn
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(mapped(v) for v in value) if any(isinstance(v, ClosedJaxpr) for v in value) else value
+        return change(*_open(value)) if isinstance(value, ClosedJaxpr) else value
+
+    changed: JaxprEqn = eqn.replace(params={k: mapped(v) for k, v in eqn.params.items()})
+    return changed
+
+
 def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
     """``eqn`` of the body called by ``outer`` (if any), on other variables, its name stack extended by the caller's."""
     if outer is None:
-        return eqn.replace(invars=list(invars), outvars=list(outvars))
+        bare: JaxprEqn = eqn.replace(invars=list(invars), outvars=list(outvars))
+        return bare
     info = eqn.source_info.replace(name_stack=outer.source_info.name_stack + eqn.source_info.name_stack)
-    return eqn.replace(invars=list(invars), outvars=list(outvars), source_info=info)
+    named: JaxprEqn = eqn.replace(invars=list(invars), outvars=list(outvars), source_info=info)
+    return named
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -166,16 +189,26 @@ def has_ordered_effects(eqn: JaxprEqn) -> bool:
 
 def is_key_dtype(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Mesh axes over which a value varies, inside ``shard_map``."""
     aval = jax.typeof(value)
-    vma = getattr(aval, "vma", None)
+    vma: Any = getattr(aval, "vma", None)
     if vma is None:
-        vma = getattr(getattr(aval, "mat", None), "varying", frozenset())
+        vma = getattr(getattr(aval, "mat", None), "varying", ())
     return frozenset(vma)
+
+
+_UNVARYING: Any = getattr(jax.core.ShapedArray((), np.dtype(np.float32)), "manual_axis_type", None)
+
+
+def without_varying(aval: Any) -> Any:
+    """An abstract value without its varying-axis type."""
+    if _UNVARYING is not None and hasattr(aval, "manual_axis_type"):
+        return aval.update(manual_axis_type=_UNVARYING)
+    return aval.update(vma=frozenset()) if getattr(aval, "vma", None) else aval
 
 
 def vary(value: Any, axes: Sequence[str]) -> Any:
@@ -184,9 +217,7 @@ def vary(value: Any, axes: Sequence[str]) -> Any:
     missing = tuple(a for a in axes if a not in have)
     if not missing:
         return value
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(value, missing, to="varying")
-    return jax.lax.pvary(value, missing)
+    return jax.lax.pcast(value, missing, to="varying")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +245,16 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
         num_consts, num_carry = len(list(consts)), len(list(carry))
     body, body_consts = _open(p["jaxpr"])
     return ScanParts(body, body_consts, num_consts, num_carry, int(p["length"]), bool(p["reverse"]), p.get("unroll", 1))
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal; () for what has none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of a variable or literal; None for what has none."""
+    return getattr(atom.aval, "dtype", None)
 
 
 def aval_bytes(aval: Any) -> int:

@@ -1,8 +1,8 @@
 """Numbered artefact dumps: every step of the compilation as a text file.
 
-``JAXPIPE_DUMP=dir`` makes each call of :func:`dump` write ``dir/NNNN-kind-name.txt``: traces, F/B/W jaxprs, schedules before and
-after each pass, programs, timelines. Numbers follow the order of the calls of one process; a folder with files from an earlier
-run goes on after the highest number there. Without the variable nothing happens.
+``JAXPIPE_DUMP=dir`` makes each call of :func:`dump` write ``dir/NNNN-kind-name.txt``: traces, F/B/W jaxprs, schedules before
+and after each pass, programs, timelines. Numbers follow the order of the calls; a folder with files from an earlier run goes on
+after the highest number there. Without the variable nothing happens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """From layers to compiled functions: trace, split, jit on the rank's submesh.
 
-:func:`build_stage_functions` makes one stage, :func:`build_all` a chain, handing what leaves one stage to the next. Stages whose
-layers are of the same kinds and shapes are traced and split once per :class:`BuildCache`; on one submesh they also share
+:func:`build_stage_functions` makes one stage, :func:`build_all` a chain, handing what leaves one stage to the next. Stages
+whose layers are of the same kinds and shapes are traced and split once per :class:`BuildCache`; on one submesh they also share
 compiled code (unless a layer draws random numbers: its index in the model is part of the program).
 
 Calls are positional over flat lists of arrays. Parameters and keys are replicated on the submesh; activations, batch arrays,
-residuals and accumulators are split over ``dp`` on axis 0 (with ``dp > 1`` an accumulator has a leading axis ``dp`` times as long:
-each shard sums its own part of the batch, and the update adds the shards up). Scalars become ``[dp]`` arrays when ``dp > 1``.
+residuals and accumulators are split over ``dp`` on axis 0 (with ``dp > 1`` an accumulator's leading axis is ``dp`` times as
+long: each shard sums its own part of the batch, and the update adds the shards up). Scalars become ``[dp]`` arrays then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import dump
-from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, eval_jaxpr
+from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP
 from jaxpipe.stage.flops import jaxpr_flops
@@ -145,7 +145,8 @@ def compile_functions(
 
 
 def _zeros(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(np.zeros(aval.shape, aval.dtype), aval.sharding)
+    zeros: jax.Array = jax.device_put(np.zeros(aval.shape, aval.dtype), aval.sharding)
+    return zeros
 
 
 def _data_read(
@@ -204,7 +205,7 @@ def _assemble(
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}
     if joint.seed is not None:
-        consts[joint.seed] = np.ones((), joint.seed.aval.dtype)
+        consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
     parts = {**traced.split.parts, "E": _eval_part(traced.evaluation)}

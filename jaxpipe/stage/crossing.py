@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, sub_jaxprs
@@ -144,7 +145,7 @@ class _Flow:
             else:
                 path.pop()
                 ahead[path[-1]].pop()
-        steps = list(zip(path, path[1:], strict=False))
+        steps = list(pairwise(path))
         amount = min(self._capacity[a][b] for a, b in steps)
         for a, b in steps:
             self._capacity[a][b] -= amount

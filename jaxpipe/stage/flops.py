@@ -1,8 +1,8 @@
 """Floating-point operations of a jaxpr, counted from shapes.
 
 Matrix products (``dot_general``) and convolutions are exact: 2 · (multiply-adds). Bodies of calls and branches are followed;
-``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not in
-the jaxpr). With ``elementwise=True`` every result element of other equations counts one operation, and a reduction one per operand element.
+``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
+in the jaxpr). With ``elementwise=True`` other equations count one operation per result element, reductions per operand element.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxpipe._jax_compat import JaxprEqn, scan_parts, sub_jaxprs
+from jaxpipe._jax_compat import JaxprEqn, scan_parts, shape_of, sub_jaxprs
 
 _FREE = frozenset(
     {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "pvary", "pcast"}
@@ -41,21 +41,22 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:
+    contracted: tuple[int, ...]
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[i] for i in contracted)
+    lhs = shape_of(eqn.invars[0])
+    return 2 * math.prod(shape_of(eqn.outvars[0])) * math.prod(lhs[i] for i in contracted)
 
 
 def _conv_flops(eqn: JaxprEqn) -> int:
     """Each output element sums over the kernel's window and its input channels (already per group in the kernel's shape)."""
     numbers = eqn.params["dimension_numbers"]
-    kernel = eqn.invars[1].aval.shape
-    out_features = kernel[numbers.rhs_spec[0]]
+    kernel = shape_of(eqn.invars[1])
+    out_features: int = kernel[numbers.rhs_spec[0]]
     batch_groups = int(eqn.params.get("batch_group_count", 1))
     per_output = math.prod(kernel) // max(out_features, 1)
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * per_output // batch_groups
+    return 2 * math.prod(shape_of(eqn.outvars[0])) * per_output // batch_groups
 
 
 def _elementwise_flops(eqn: JaxprEqn) -> int:
     operands = eqn.invars if eqn.primitive.name.startswith(("reduce", "arg")) else eqn.outvars
-    return max((math.prod(a.aval.shape) for a in operands if hasattr(a.aval, "shape")), default=0)
+    return max((math.prod(shape_of(a)) for a in operands), default=0)

@@ -9,8 +9,8 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
 
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
-:class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves of the pytree
-that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
+:class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
+of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
 :attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save.
 """
 
@@ -95,7 +95,7 @@ class StageFunctions:
     """The functions of one stage on one submesh, and what they cost in memory and arithmetic.
 
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
-    does. ``x_avals``/``y_avals``: their array leaves in port order. ``data_names``: batch arrays the stage reads, in port order.
+    does. ``x_avals``/``y_avals``: their array leaves in port order. ``data_names``: batch arrays it reads, in port order.
     Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.

@@ -27,7 +27,7 @@ SMALL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LeafSlot:
-    """Where one leaf lives: ``buffer`` and, in a packed buffer, the ``offset`` of its first element (None: it is the buffer)."""
+    """Where one leaf lives: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer."""
 
     layer: str
     path: Path
@@ -49,8 +49,8 @@ class ParamLayout:
     """The leaves of one stage's parameters and the buffers that hold them.
 
     ``slots``: in order of layer, then path. ``buffers``: shapes and dtypes; the first ``num_trained`` are floating-point.
-    ``aliases``: (layer, path) of a leaf tied within the stage → (owner layer, owner path). ``shared``: the same for leaves whose
-    owner lives in another stage; these have slots of their own, and the caller adds their gradients to the owner's.
+    ``aliases``: (layer, path) of a leaf tied within the stage → (owner layer, owner path). ``shared``: the same for leaves
+    whose owner lives in another stage; these have slots of their own, and the caller adds their gradients to the owner's.
     ``layers``: all layers of the stage, those without parameters too.
     """
 
@@ -137,7 +137,9 @@ class ParamLayout:
 
 def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
     """The parameters a stage of these layers holds, out of the whole model's: its layers' own leaves, and copies of leaves
-    tied to layers of other stages (kept as they are where the owner is absent but the copy is there already). Works on arrays and on ``ShapeDtypeStruct``.
+    tied to layers of other stages (kept as they are where the owner is absent but the copy is there already).
+
+    Works on arrays and on ``ShapeDtypeStruct``.
 
     Raises:
         StageError: a layer, or the owner of a tied leaf, is not in ``params``.
@@ -170,7 +172,8 @@ def _ties(
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
-    aliases, shared = {}, {}
+    aliases: dict[tuple[str, Path], tuple[str, Path]] = {}
+    shared: dict[tuple[str, Path], tuple[str, Path]] = {}
     for layer in layers:
         for path, (owner, owner_path) in layer.tied.items():
             (aliases if owner in here else shared)[(layer.name, tuple(path))] = (owner, tuple(owner_path))

@@ -1,8 +1,8 @@
 """Recompute policies: what F may save for the backward pass.
 
-A policy decides, per value of the forward pass, whether it may be kept. What may not be kept is computed again from what is, once:
-in B if ``dx`` needs it, in W if only parameter gradients do. The decision is made on the traced graph, after differentiation, so
-it needs no ``jax.checkpoint`` in the model (one inside a layer is honoured as well) and sees the whole stage.
+A policy decides, per value of the forward pass, whether it may be kept. What may not be kept is computed again from what is,
+once: in B if ``dx`` needs it, in W if only parameter gradients do. The decision is made on the traced graph, after
+differentiation, so it needs no ``jax.checkpoint`` in the model (one inside a layer is honoured) and sees the whole stage.
 
 =============  ==================================================================================================
 ``none``       save whatever the backward pass reads
@@ -19,10 +19,11 @@ The layer inputs of a stage are its own ``x`` and the inexact values between its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jaxpipe._jax_compat import Var, sub_jaxprs
+from jaxpipe._jax_compat import Var, shape_of, sub_jaxprs
 from jaxpipe.errors import StageError
 from jaxpipe.stage.split import Graph, Level, Saveable, variables
 
@@ -81,14 +82,16 @@ def _score_region(graph: Graph) -> frozenset[Var]:
         for i in graph.readers.get(v, ()):
             if graph.eqn_level[i] is Level.FORWARD and graph.eqns[i].primitive.name not in _PRODUCTS:
                 stack.extend(graph.eqns[i].outvars)
-    sizes = {v.aval.size for v in marked}
+    sizes = {math.prod(shape_of(v)) for v in marked}
     stack = list(marked)
     while stack:
         v = stack.pop()
         region.add(v)
-        i = graph.maker.get(v)
-        if i is not None and graph.eqns[i].primitive.name not in _PRODUCTS:
-            stack.extend(u for u in variables(graph.eqns[i].invars) if u.aval.size in sizes and u not in region)
+        maker = graph.maker.get(v)
+        if maker is not None and graph.eqns[maker].primitive.name not in _PRODUCTS:
+            stack.extend(
+                u for u in variables(graph.eqns[maker].invars) if math.prod(shape_of(u)) in sizes and u not in region
+            )
     return frozenset(region)
 
 

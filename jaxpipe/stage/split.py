@@ -1,7 +1,7 @@
 """Cut a traced stage into F, B and W by dataflow.
 
-Equations that no cotangent reaches are F. Of the others, those that ``dx`` depends on are B and the rest W; the values that cross
-are the w-residuals. No equation of F runs again in B or W, except
+Equations that no cotangent reaches are F. Of the others, those that ``dx`` depends on are B and the rest W; the values that
+cross are the w-residuals. No equation of F runs again in B or W, except
 
 * what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
   so that no residual holds a parameter or a function of parameters;
@@ -161,7 +161,7 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
     """F, B, W and BW of a traced stage. ``saveable``: the recompute policy; by default F may save anything."""
     graph = Graph(trace)
     may_save = saveable(graph) if saveable is not None else (lambda v: True)
-    results = {p: a for p, a in trace.outputs}
+    results = dict(trace.outputs)
     ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
     dx = [(p, a) for p, a in trace.outputs if p.kind == "dx"]
     acc = [(p, a) for p, a in trace.outputs if p.kind == "acc"]

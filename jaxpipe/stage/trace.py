@@ -1,14 +1,15 @@
 """Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
 
-The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on the
-rank's submesh with varying-axis types on. Parameters are cast to varying over ``dp`` first, so their gradients stay per-shard
+The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
+the rank's submesh with varying-axis types on. Parameters are cast to varying over ``dp`` first, so gradients stay per-shard
 sums and no microbatch pays a reduction. Nothing is executed; splitting (:mod:`jaxpipe.stage.split`) cuts the result.
 
 Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
 :func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
 
-What crosses a stage boundary is a pytree: inexact arrays have cotangents, integer and boolean arrays travel without, other leaves
-(Python numbers, strings) are recorded while tracing and baked into the next stage. Every array is split over ``dp`` on axis 0.
+What crosses a stage boundary is a pytree: inexact arrays have cotangents, integer and boolean arrays travel without, other
+leaves (Python numbers, strings) are recorded while tracing and baked into the next stage. Every array is split over ``dp`` on
+axis 0.
 
 Not modelled here: ``tp`` (size 1 for now; the axis is present), complex-valued losses, side effects that must stay ordered.
 """
@@ -235,7 +236,8 @@ def _check_divisible(spec: StageSpec, mesh: Mesh) -> None:
         if dp > 1 and (not v.shape or v.shape[0] % dp):
             size = v.shape[0] if v.shape else "no axis"
             raise StageError(
-                f"{what} of shape {tuple(v.shape)} has {size} on axis 0, which does not divide over dp {dp}; use a multiple of {dp}"
+                f"{what} of shape {tuple(v.shape)} has {size} on axis 0, which does not divide over dp {dp}; use a "
+                f"multiple of {dp}"
             )
 
 
@@ -325,8 +327,8 @@ def _refuse_ordered_effects(spec: StageSpec, flat: FlatJaxpr) -> None:
     for eqn in flat.eqns:
         if has_ordered_effects(eqn):
             raise StageError(
-                f"stage {spec.stage}: {eqn.primitive.name} at {source_line(eqn)} in {where(spec.layers, eqn)} has ordered effects, which "
-                "can't be kept in order across F, B and W; use ordered=False or remove it"
+                f"stage {spec.stage}: {eqn.primitive.name} at {source_line(eqn)} in {where(spec.layers, eqn)} has ordered "
+                "effects, which can't be kept in order across F, B and W; use ordered=False or remove it"
             )
 
 

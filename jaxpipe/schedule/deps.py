@@ -272,6 +272,8 @@ class _Builder:
 
     def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
         """Numbers that ``action`` in slot ``number`` waits for."""
+        if self.outside and action in self.outside:
+            return []
         i = action.microbatch
         found = []
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):

@@ -95,7 +95,7 @@ MUTANTS: dict[str, tuple[Callable[[], Schedule], str]] = {
     "L twice": (mutant("F0.0 O0.0 L0.0 L0.0 BW0.0", m=1), r"L0\.0 appears twice"),
     "user op twice": (mutant("F0.0 Meet0.0 Meet0.0 BW0.0", m=1), r"Meet0\.0 appears twice"),
     "twice in one braid": (mutant("F0.0+F0.0 BW0.0", m=1), r"F0\.0 appears twice on rank 0 \(slots 0 and 0\)"),
-    "twice on a group": (mutant("F0.0 F1.0 BW1.0 BW0.0", "F1.0 BW1.0 F1.0", m=1, header=SHARED), r"F1\.0 appears twice on rank 1"),
+    "twice on a group": (mutant(SHARED_ROWS[0], "F1.0 BW1.0 F1.0", m=1, header=SHARED), r"F1\.0 appears twice on rank 1"),
     "full backward next to B": (
         mutant(A + " B0.1", B),
         r"B of stage 0, microbatch 1 on rank 0 is performed 2 times, by B0\.1 and BW0\.1|by BW0\.1 and B0\.1",

@@ -2,17 +2,19 @@
 
 Each bound is a reason why time must pass: a rank's own work between the first activation that can reach it and the last
 cotangent that must leave it; the way of one microbatch down and up; a link's own traffic. The largest reason wins. Memory
-limits are ignored, so with a limit the truth may lie well above; a bound for it is one more generator of
-:func:`_rank_reasons`. Braided slots are taken to cost the sum of their actions, as in the simulator.
+limits are ignored, so with a limit the truth may lie well above; a bound for it is one more entry among the reasons of
+:func:`_rank_reasons`. Braided slots are taken to cost the sum of their actions, as in the simulator. User ops count where
+they perform F, B or W; an op that performs a forward and a backward at once would void the bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
 from jaxpipe.schedule.ir import OpSpec, registered_ops
 from jaxpipe.schedule.placement import Placement
 
@@ -40,8 +42,8 @@ def span_lower_bound(placement: Placement, num_microbatches: int, costs: CostPro
     reasons = []
     for rank in range(placement.num_ranks):
         chunks = problem.chunks(rank)
-        reasons.append(sum(c.count * c.flow.whole[c.stage] for c in chunks))
-        reasons += [c.flow.back_start[c.stage] - c.flow.head[c.stage] + c.flow.whole[c.stage] for c in chunks]
+        reasons.append(sum(c.count * (c.flow.forward[c.stage] + c.flow.backward[c.stage]) for c in chunks))
+        reasons += [c.flow.round_trip[c.stage] + c.flow.backward[c.stage] for c in chunks]
     return max(reasons)
 
 
@@ -100,46 +102,60 @@ class _Problem:
         return max(flow.back_start[s] + flow.backward[s] for flow in self.flows for s in stages)
 
     def link_reasons(self) -> Iterator[float]:
-        """Per directed pair of ranks: the first boundary that can be sent, then all of the pair's transfers."""
-        traffic: dict[tuple[int, int], list[float]] = {}
+        """Per directed pair of ranks: the first boundary that can be sent, all of the pair's transfers, what must follow."""
+        traffic: dict[tuple[int, int], list[_Traffic]] = {}
         for flow, count in zip(self.flows, self.counts, strict=True):
-            for pair, first, seconds in flow.transfers():
-                known = traffic.setdefault(pair, [first, 0.0])
-                known[0] = min(known[0], first)
-                known[1] += count * seconds
-        return (first + total for first, total in traffic.values())
+            for pair, sent in flow.transfers():
+                traffic.setdefault(pair, []).append(sent._replace(seconds=count * sent.seconds))
+        for all_sent in traffic.values():
+            yield min(x.earliest for x in all_sent) + sum(x.seconds for x in all_sent) + min(x.rest for x in all_sent)
+
+
+class _Traffic(NamedTuple):
+    """One boundary on a link: earliest start, seconds of the transfer, seconds that must follow its arrival."""
+
+    earliest: float
+    seconds: float
+    rest: float
 
 
 class _Flow:
     """One microbatch of one flow, every stage at its earliest; seconds per stage.
 
-    ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``tail``: what must follow on
-    other ranks once the cotangent has been made. ``forward``, ``passed`` (backward up to the cotangent), ``backward`` (all
-    of it): work.
+    ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``round_trip``: from the
+    forward's start to the backward's. ``tail``: what must follow once the cotangent has been made. ``forward``, ``passed``
+    (backward up to the cotangent), ``backward`` (all of it): work.
     """
 
     def __init__(self, placement: Placement, costs: CostProfile, k: int) -> None:
         self.placement, self.costs = placement, costs
         self.groups = placement.flows[k]
         n = placement.num_stages
-        self.forward = [_cheapest(costs, s, {"F"}) for s in range(n)]
-        self.passed = [_cheapest(costs, s, {"B"}, sent=True) for s in range(n)]
-        self.backward = [_cheapest(costs, s, _required() - {"F"}) for s in range(n)]
-        self.whole = [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+        self.forward = [_cheapest(costs, s, frozenset("F")) for s in range(n)]
+        self.passed = [_cheapest(costs, s, frozenset("B")) for s in range(n)]
+        self.backward = [_cheapest(costs, s, frozenset("BW")) for s in range(n)]
+        self.head, self.back_start, self.round_trip, self.tail = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         order = placement.topological_order()
-        before = [placement.predecessors(s) for s in range(n)]
-        after = [placement.successors(s) for s in range(n)]
-        self.head, self.back_start, self.tail = [0.0] * n, [0.0] * n, [0.0] * n
         for s in order:
-            arrivals = [self.head[a] + self.forward[a] + self._move(a, s, boundary=a) for a in before[s]]
-            self.head[s] = max(arrivals, default=0.0)
+            self._go_down(s)
         for s in reversed(order):
-            arrivals = [self.back_start[b] + self.passed[b] + self._move(b, s, boundary=s) for b in after[s]]
-            self.back_start[s] = max([self.head[s] + self.forward[s], *arrivals])
+            self._come_back(s)
         for s in order:
-            rest = self.backward[s] - self.passed[s]
-            later = [self._move(s, a, boundary=a) + self.passed[a] + self.tail[a] for a in before[s]]
-            self.tail[s] = max([rest if not before[s] else 0.0, *later])
+            later = [self._move(s, a, a) + self.passed[a] + self.tail[a] for a in placement.predecessors(s)]
+            self.tail[s] = max([self.backward[s] - self.passed[s], *later])
+
+    def _go_down(self, s: int) -> None:
+        arrivals = [self.head[a] + self.forward[a] + self._move(a, s, a) for a in self.placement.predecessors(s)]
+        self.head[s] = max(arrivals, default=0.0)
+
+    def _come_back(self, s: int) -> None:
+        self.round_trip[s] = self.forward[s]
+        self.back_start[s] = self.head[s] + self.forward[s]
+        for b in self.placement.successors(s):
+            back = self.passed[b] + self._move(b, s, s)
+            there_and_back = self.forward[s] + self._move(s, b, s) + self.round_trip[b] + back
+            self.round_trip[s] = max(self.round_trip[s], there_and_back)
+            self.back_start[s] = max(self.back_start[s], self.back_start[b] + back)
 
     def _routes(self, src: int, dst: int) -> list[tuple[int, int]]:
         """Pairs of ranks between which a boundary moves from stage ``src`` to stage ``dst``."""
@@ -149,35 +165,33 @@ class _Flow:
     def _move(self, src: int, dst: int, boundary: int) -> float:
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
 
-    def transfers(self) -> Iterator[tuple[tuple[int, int], float, float]]:
-        """(pair of ranks, when it can start at the earliest, seconds) of each boundary that moves."""
-        seen = set()
+    def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:
+        """Each boundary that moves, with its pair of ranks; an activation goes once to each rank that needs it."""
+        down: dict[tuple[tuple[int, int], int], _Traffic] = {}
         for a, b in self.placement.edges:
             for pair in self._routes(a, b):
-                if (pair, a) not in seen:
-                    seen.add((pair, a))
-                    yield pair, self.head[a] + self.forward[a], self.costs.transfer_s(*pair, a)
+                seconds = self.costs.transfer_s(*pair, a)
+                rest = self.round_trip[b] + self.passed[b] + self.tail[b]
+                known = down.get((pair, a))
+                rest = rest if known is None else min(rest, known.rest)
+                down[pair, a] = _Traffic(self.head[a] + self.forward[a], seconds, rest)
             for pair in self._routes(b, a):
-                yield pair, self.back_start[b] + self.passed[b], self.costs.transfer_s(*pair, a)
+                seconds = self.costs.transfer_s(*pair, a)
+                yield pair, _Traffic(self.back_start[b] + self.passed[b], seconds, self.passed[a] + self.tail[a])
+        yield from ((pair, sent) for (pair, _), sent in down.items())
 
 
-def _required() -> set[str]:
-    return {spec.name for spec in registered_ops() if spec.required}
+def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
+    """Least seconds in which registered ops can perform ``parts`` of ``stage``."""
+    if not parts:
+        return 0.0
+    first = min(parts)
+    ways = [spec for spec in registered_ops() if first in spec.performs() and _has_cost(costs, spec)]
+    return min(
+        costs.seconds(spec.cost, stage) + _cheapest(costs, stage, parts.difference(spec.performs())) for spec in ways
+    )
 
 
-def _performers() -> list[OpSpec]:
-    required = _required()
-    return [spec for spec in registered_ops() if required.intersection(spec.performs())]
-
-
-def _cheapest(costs: CostProfile, stage: int, parts: set[str], *, sent: bool = False) -> float:
-    """Least seconds in which registered ops can perform ``parts`` of ``stage``; with ``sent``, a superset will do."""
-    best = float("inf")
-    for spec in _performers():
-        does = set(spec.performs())
-        if sent and parts <= does:
-            best = min(best, costs.seconds(spec.cost, stage))
-        elif not sent and does & parts == does and min(parts) in does:
-            rest = parts - does
-            best = min(best, costs.seconds(spec.cost, stage) + (_cheapest(costs, stage, rest) if rest else 0.0))
-    return best
+def _has_cost(costs: CostProfile, spec: OpSpec) -> bool:
+    """Whether a schedule with this op can be simulated under ``costs`` at all."""
+    return spec.cost in PER_STAGE_FIELDS or spec.cost in dict(costs.extra)

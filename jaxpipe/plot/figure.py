@@ -9,7 +9,7 @@ numbers are glyph paths, one collection a label: thousands of cells draw in a se
 from __future__ import annotations
 
 import io
-import statistics
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LEFT_IN, _RIGHT_IN, _HEAD_IN = 0.75, 0.95, 0.55
 _ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
 _RASTER_CELLS = 20_000  # above this an SVG holds its cells as an image
-_GRID = "#d7dbe0"
+_GRID, _IDLE = "#d7dbe0", "#eef0f3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,13 @@ def _layout(panels: Sequence[Panel], units: Units) -> Layout:
     lanes = lanes_of(cells)
     ranks = max(p.timeline.num_ranks for p in panels)
     length = max(p.length for p in panels) or 1.0
-    durations = [c.end - c.start for c in cells if c.lane == "compute" and c.end > c.start] or [length]
+    durations = sorted(c.end - c.start for c in cells if c.lane == "compute" and c.end > c.start) or [length]
+    typical = durations[len(durations) // 5]  # a shorter one: F beside BW
     digits = len(str(max((c.microbatch for c in cells), default=0)))
-    wanted = length / statistics.median(durations) * (0.052 * digits + 0.035)
+    wanted = length / typical * (0.052 * digits + 0.035)
     width = min(46.0, max(10.0, wanted + _LEFT_IN + _RIGHT_IN))
     row = max(0.08, min(0.32, 10 / ranks)) * (1.0 if len(lanes) == 1 else 1.4)
-    cell_pt = 72 * (width - _LEFT_IN - _RIGHT_IN) * statistics.median(durations) / length
+    cell_pt = 72 * (width - _LEFT_IN - _RIGHT_IN) * typical / length
     text_pt = max(4.0, min(8.5, 0.62 * 72 * row * (1.0 if len(lanes) == 1 else 0.6), 0.78 * cell_pt / (0.64 * digits)))
     return Layout(
         width=width,
@@ -112,11 +113,13 @@ def _compose(figure: Any, panels: Sequence[Panel], layout: Layout, title: str, u
     has_memory = any(len(p.timeline.memory) and any(m.times_s for m in p.timeline.memory) for p in panels)
     ranks = max(p.timeline.num_ranks for p in panels)
     heights = [0.36 + p.timeline.num_ranks * layout.row for p in panels]
-    total = _HEAD_IN + sum(heights) + 0.5 + (0.72 + ranks * layout.memory_row if has_memory else 0.0)
+    legend = _legend_entries(panels, layout)
+    head = _HEAD_IN + 0.17 * (math.ceil(len(legend) / _legend_columns(legend, layout)) - 1)
+    total = head + sum(heights) + 0.5 + (0.72 + ranks * layout.memory_row if has_memory else 0.0)
     figure.set_size_inches(layout.width, total)
     figure.text(_LEFT_IN / layout.width, 1 - 0.1 / total, title, fontsize=12, weight="bold", va="top", parse_math=False)
-    _legend(figure, panels, layout, 1 - 0.36 / total)
-    top = total - _HEAD_IN
+    _legend(figure, legend, layout, 1 - 0.36 / total)
+    top = total - head
     for k, (panel, height) in enumerate(zip(panels, heights, strict=True)):
         rows = panel.timeline.num_ranks * layout.row
         axes = _axes(figure, layout, total, top - height, rows)
@@ -150,10 +153,10 @@ def _label_time(axes: Any, layout: Layout) -> None:
     )
 
 
-def _label_ranks(axes: Any, ranks: int, row_in: float) -> None:
+def _label_ranks(axes: Any, ranks: int, row_in: float, middle: float = 0.5) -> None:
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, ranks) if s * row_in >= 0.13 or s == ranks)
     ticks = list(range(0, ranks, step))
-    axes.set_yticks([r + 0.5 for r in ticks], [f"rank {r}" for r in ticks])
+    axes.set_yticks([r + middle for r in ticks], [f"rank {r}" for r in ticks])
     axes.set_ylim(ranks, 0)
     axes.tick_params(axis="y", length=0)
 
@@ -179,8 +182,8 @@ def _draw_gantt(axes: Any, panel: Panel, layout: Layout, units: Units) -> None:
         pad=4,
         parse_math=False,
     )
-    _label_ranks(axes, timeline.num_ranks, layout.row)
     bands = _bands(layout)
+    _label_ranks(axes, timeline.num_ranks, layout.row, bands["compute"][0] + bands["compute"][1] / 2)
     groups: dict[str, list[tuple[float, float, float, float]]] = {}
     labels: dict[tuple[str, str], list[tuple[float, float]]] = {}
     factor = layout.time.factor
@@ -204,7 +207,7 @@ def _add_idle(axes: Any, timeline: Timeline, band: tuple[float, float], layout: 
     """A pale strip behind each row for as long as the whole timeline lasts, so that bubbles show as gaps in it."""
     whole = (0.0, timeline.makespan * layout.time.factor)
     boxes = [(*whole, r + band[0], r + band[0] + band[1]) for r in range(timeline.num_ranks)]
-    _add_boxes(axes, {"#eef0f3": boxes}, edge="none")
+    _add_boxes(axes, {_IDLE: boxes}, edge="none")
 
 
 def _add_boxes(axes: Any, groups: dict[str, list[Any]], *, edge: str = "#ffffff", raster: bool = False) -> None:
@@ -269,19 +272,44 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
                       fontsize=7.5, va="center")  # fmt: skip
 
 
-def _legend(figure: Any, panels: Sequence[Panel], layout: Layout, y: float) -> None:
+def _legend_entries(panels: Sequence[Panel], layout: Layout) -> list[tuple[str, str]]:
+    """(fill, text) of each legend entry: ops, transfers, chunks, idle."""
+    cells = [c for p in panels for c in p.cells]
+    ops = dict.fromkeys((c.op, c.lane == "send") for c in cells)
+    entries = [(colour_of(op, "compute", 0, 1), op_title(op)) for op, sent in ops if not sent]
+    if any(sent for _, sent in ops):
+        entries.append((colour_of("F", "send", 0, 1), "transfer to another rank"))
+    last = layout.num_chunks - 1
+    shown = range(last + 1) if last < 4 else (0, last)
+    if last > 0:
+        entries += [(tint("#404040", k, layout.num_chunks), f"chunk {k}") for k in shown]
+    return [*entries, (_IDLE, "idle")]
+
+
+def _legend_columns(entries: Sequence[tuple[str, str]], layout: Layout) -> int:
+    """The most columns (filled downwards) that fit beside each other, by an estimate of the widths of their texts."""
+    room = layout.plot_width + _RIGHT_IN - 0.1
+    for rows in range(1, len(entries)):
+        columns = [entries[k : k + rows] for k in range(0, len(entries), rows)]
+        if sum(max(0.42 + 0.066 * len(text) for _, text in column) for column in columns) <= room:
+            return len(columns)
+    return 1
+
+
+def _legend(figure: Any, entries: Sequence[tuple[str, str]], layout: Layout, y: float) -> None:
     from matplotlib.patches import Patch
 
-    cells = [c for p in panels for c in p.cells]
-    ops = dict.fromkeys((c.op, "send" if c.lane == "send" else "op") for c in cells)
-    entries = [Patch(color=colour_of(op, "compute", 0, 1), label=op_title(op)) for op, kind in ops if kind == "op"]
-    if any(kind == "send" for _, kind in ops):
-        entries.append(Patch(color=colour_of("F", "send", 0, 1), label="transfer to another rank"))
-    shown = layout.num_chunks if layout.num_chunks <= 4 else 2
-    chunks = [0, layout.num_chunks - 1] if shown < layout.num_chunks else list(range(shown))
-    if layout.num_chunks > 1:
-        entries += [Patch(color=tint("#404040", k, layout.num_chunks), label=f"chunk {k}") for k in chunks]
-    entries.append(Patch(facecolor="#eef0f3", edgecolor=_GRID, label="idle"))
-    figure.legend(handles=entries, loc="upper left", bbox_to_anchor=(_LEFT_IN / layout.width, y), ncols=len(entries),
-                  fontsize=8, frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2, handleheight=0.8,
-                  columnspacing=1.4)  # fmt: skip
+    patches = [Patch(facecolor=fill, edgecolor=_GRID if fill == _IDLE else fill, label=text) for fill, text in entries]
+    figure.legend(
+        handles=patches,
+        loc="upper left",
+        bbox_to_anchor=(_LEFT_IN / layout.width, y),
+        ncols=_legend_columns(entries, layout),
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.2,
+        handleheight=0.8,
+        columnspacing=1.4,
+    )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -192,10 +193,21 @@ def test_failed_save_leaves_what_was_there(store: CheckpointStore) -> None:
             CheckpointError, match=r"can't save step 2 in .*; earlier checkpoints are as they were"
         ) as info:
             store.wait()
-    one_line(info)
+    assert len(one_line(info)) < 600
     assert [path.name for path in store.directory.iterdir()] == ["00000001"]
     save_losses(store, {2: None})
     assert store.steps() == (1, 2)
+
+
+def test_too_little_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_losses(store, {1: None})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000))
+    with pytest.raises(
+        CheckpointError, match=r"can't save step 2 in .*: it needs 1\.0 MB and the disk has 0\.5 MB free"
+    ) as info:
+        store.save(2, BIG, {}, {}, wait=True)
+    one_line(info)
+    assert [path.name for path in store.directory.iterdir()] == ["00000001"]
 
 
 def test_error_of_a_save_comes_with_the_next_call(store: CheckpointStore) -> None:

@@ -248,6 +248,7 @@ class CheckpointStore:
             with _locked(self.directory):
                 for leftover in self.directory.glob("*.tmp-*"):
                     form.remove(leftover)
+                self._check_room(groups)
                 try:
                     form.write(temporary, step, eval_loss, meta, groups)
                 except BaseException:
@@ -256,7 +257,15 @@ class CheckpointStore:
                 form.put_in_place(temporary, self.path(step))
                 self._prune()
         except Exception as error:
-            raise CheckpointError(self._failure(step, error, groups)) from error
+            raise CheckpointError(
+                f"can't save step {step} in {self.directory}: {form.reason(error)}; earlier checkpoints are as they were"
+            ) from error
+
+    def _check_room(self, groups: Mapping[str, Snapshot]) -> None:
+        needed = sum(content.nbytes for content in groups.values())
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise OSError(f"it needs {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free; make room")
 
     def _prune(self) -> None:
         steps = self.steps()
@@ -264,20 +273,6 @@ class CheckpointStore:
         for step in steps:
             if step not in kept:
                 form.remove(self.path(step))
-
-    def _failure(self, step: int, error: Exception, groups: Mapping[str, Snapshot]) -> str:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        message = f"can't save step {step} in {self.directory}: {reason}; earlier checkpoints are as they were"
-        try:
-            free = shutil.disk_usage(self.directory).free
-        except OSError:
-            return message
-        needed = sum(content.nbytes for content in groups.values())
-        if free < 1.05 * needed or "space left" in str(error):
-            message += (
-                f"; the disk has {free / 1e6:,.0f} MB free and the checkpoint needs {needed / 1e6:,.1f} MB: make room"
-            )
-        return message
 
 
 def load_params(

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train import checkpoint_tree as tree
-from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
+from jaxpipe.train.checkpoint import CheckpointStore, find, load_params, read_manifest
 from tests.checkpoint_cases import META, assert_same, make_optimizer, make_params, one_line, save_losses, save_two
 
 
@@ -142,6 +142,20 @@ def test_parameters_alone(saved: Path) -> None:
     assert older["embed"]["table"].devices() == {jax.devices()[3]}
 
 
+def test_ways_to_name_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run" / "checkpoints")
+    shutil.copytree(saved / "00000010", tmp_path / "exported")
+    assert find(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "00000020"
+    assert find(tmp_path / "run", 10) == find(tmp_path / "run" / "checkpoints" / "00000010")
+    assert_same(load_params(tmp_path / "exported"), make_params(10))
+    with CheckpointStore(tmp_path / "losses") as store:
+        save_losses(store, {1: 0.5, 2: 0.7})
+    assert find(tmp_path / "losses", "best").name == "00000001"
+    assert read_manifest(tmp_path / "losses", "best").eval_loss == 0.5
+    with pytest.raises(CheckpointError, match="has an evaluation loss; name a step"):
+        find(saved, "best")
+
+
 def test_manifest_describes_the_parameters(saved: Path) -> None:
     manifest = read_manifest(saved)
     shapes = {leaf.name: (leaf.shape, leaf.dtype) for leaf in manifest.leaves["params"]}
@@ -244,9 +258,9 @@ def test_nothing_there(store: CheckpointStore, tmp_path: Path, saved: Path) -> N
         one_line(info)
     with pytest.raises(CheckpointError, match="it is empty"):
         load_params(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .* there is 10, 20"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .* steps 10, 20"):
         CheckpointStore(saved).load(15)
-    with pytest.raises(CheckpointError, match="there is 10, 20"):
+    with pytest.raises(CheckpointError, match="steps 10, 20"):
         load_params(saved / "00000015")
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(CheckpointError, match="can't be read"):

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 
@@ -150,13 +150,13 @@ class CheckpointStore:
         than the newest is refused (see ``discard_after``).
         """
         self.wait()
+        if step < 0:
+            raise CheckpointError(f"can't save step {step}; steps count from 0")
         newest = self.latest()
-        if step < 0 or (newest is not None and step < newest):
+        if newest is not None and step < newest:
             raise CheckpointError(
                 f"step {step} is older than the newest checkpoint ({newest}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
-                if step >= 0
-                else f"can't save step {step}; steps count from 0"
             )
         groups = {"params": tree.snapshot("params", params), "optimizer": tree.snapshot("optimizer", optimizer)}
         record = form.to_json_values(meta)
@@ -213,14 +213,11 @@ class CheckpointStore:
         """
         self.wait()
         step = self._existing(step)
-        try:
-            manifest = form.read_manifest(self.path(step))
-            trees = {group: _load_group(self.path(step), group, manifest, like, sharding) for group in form.GROUPS}
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{error}; {self._advice(step)}") from error
-        return Checkpoint(
-            manifest.step, trees["params"], trees["optimizer"], manifest.meta, manifest.eval_loss, self.path(step)
-        )
+        folder = self.path(step)
+        with _advice(folder):
+            manifest = form.read_manifest(folder)
+            trees = {group: _load_group(folder, group, manifest, like, sharding) for group in form.GROUPS}
+        return Checkpoint(step, trees["params"], trees["optimizer"], manifest.meta, manifest.eval_loss, folder)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -228,18 +225,9 @@ class CheckpointStore:
             what = "is empty" if self.directory.is_dir() else "does not exist"
             raise CheckpointError(f"no checkpoint in {self.directory}: it {what}; train first, or correct the path")
         if step is not None and step not in steps:
-            raise CheckpointError(
-                f"no checkpoint of step {step} in {self.directory}; there is {', '.join(str(other) for other in steps)}"
-            )
+            have = ", ".join(str(other) for other in steps)
+            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; it has those of steps {have}")
         return steps[-1] if step is None else step
-
-    def _advice(self, damaged: int) -> str:
-        intact = self.latest_intact().step
-        if intact is None:
-            return (
-                "no other checkpoint beside it is intact: restore it from a copy, or start again in another directory"
-            )
-        return f"step {intact} is intact: load {self.path(intact)}, or delete {self.path(damaged)} to resume from there"
 
     def _commit(self, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot]) -> None:
         temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
@@ -279,41 +267,65 @@ def load_params(
     path: str | os.PathLike[str],
     device: Placement | None = None,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     like: Mapping[str, PyTree] | None = None,
 ) -> dict[str, PyTree]:
     """Parameters alone, ``{layer: pytree}`` on one device (JAX's default one if None), without a pipeline.
 
-    ``path`` is a run's checkpoint directory (then ``step``, or the newest) or the folder of one step. The optimizer state
-    is neither read nor verified. ``like`` as ``{layer: pytree}`` fixes structure, shapes and dtypes, as in
-    ``CheckpointStore.load``. Raises CheckpointError.
+    ``path`` is the folder of one checkpoint, or a run's directory; of a run, ``step`` or else the newest is taken. The
+    optimizer state is neither read nor verified. ``like`` as ``{layer: pytree}`` fixes structure, shapes and dtypes, as
+    in ``CheckpointStore.load``. Raises CheckpointError.
     """
-    store, step = _locate(path, step)
+    folder = find(path, step)
     target = jax.devices()[0] if device is None else device
-    wanted = None if like is None else {"params": like}
-    try:
-        manifest = form.read_manifest(store.path(step))
-        return _load_group(store.path(step), "params", manifest, wanted, target)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}; {store._advice(step)}") from error
+    with _advice(folder):
+        return _load_group(
+            folder, "params", form.read_manifest(folder), None if like is None else {"params": like}, target
+        )
 
 
-def read_manifest(path: str | os.PathLike[str], step: int | None = None) -> Manifest:
+def read_manifest(path: str | os.PathLike[str], step: int | Literal["best"] | None = None) -> Manifest:
     """A checkpoint without its arrays: step, ``meta``, evaluation loss, shapes and dtypes. ``path`` as in ``load_params``."""
-    store, step = _locate(path, step)
-    try:
-        return form.read_manifest(store.path(step))
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}; {store._advice(step)}") from error
+    folder = find(path, step)
+    with _advice(folder):
+        return form.read_manifest(folder)
 
 
-def _locate(path: str | os.PathLike[str], step: int | None) -> tuple[CheckpointStore, int]:
+def find(path: str | os.PathLike[str], step: int | Literal["best"] | None = None) -> Path:
+    """The folder of one checkpoint.
+
+    ``path`` is that folder itself, a directory of checkpoints, or a run's directory with ``checkpoints/`` in it; of
+    several, ``step`` ("best": the lowest evaluation loss), else the newest. Raises CheckpointError if there is none.
+    """
     folder = Path(path).absolute()
-    if step is None and _STEP_NAME.fullmatch(folder.name):
-        store = CheckpointStore(folder.parent)
-        return store, store._existing(int(folder.name))
+    if step is None and (folder / form.SUMS).is_file():
+        return folder
     store = CheckpointStore(folder)
-    return store, store._existing(step)
+    if not store.steps() and (folder / "checkpoints").is_dir():
+        store = CheckpointStore(folder / "checkpoints")
+    elif step is None and _STEP_NAME.fullmatch(folder.name) and not store.steps():
+        store, step = CheckpointStore(folder.parent), int(folder.name)
+    if step == "best":
+        step = store.best()
+        if step is None:
+            raise CheckpointError(f"no checkpoint in {store.directory} has an evaluation loss; name a step instead")
+    return store.path(store._existing(step))
+
+
+@contextmanager
+def _advice(folder: Path) -> Iterator[None]:
+    """Complete the error about a damaged checkpoint with what to do: name one beside it that is intact."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        store = CheckpointStore(folder.parent)
+        intact = store.latest_intact().step
+        advice = (
+            "no other checkpoint beside it is intact: restore it from a copy, or start again in another directory"
+            if intact is None
+            else f"step {intact} is intact: load {store.path(intact)}, or delete {folder} to resume from there"
+        )
+        raise DamagedCheckpointError(f"{error}; {advice}") from error
 
 
 def _load_group(

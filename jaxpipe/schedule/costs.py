@@ -16,12 +16,23 @@ from jaxpipe.errors import ScheduleError
 HostMode = Literal["duplex", "shared"]
 
 
+def _check_rates(what: str, *, latency_s: float, **bytes_per_s: float) -> None:
+    if not 0 <= latency_s < float("inf"):
+        raise ScheduleError(f"{what}: latency_s is {latency_s}; want a finite number >= 0")
+    for name, rate in bytes_per_s.items():
+        if not rate > 0:
+            raise ScheduleError(f"{what}: {name} is {rate}; want a positive number, or inf for no limit")
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A directed rank-to-rank link: a transfer of n bytes occupies it for ``latency_s + n / bytes_per_s`` seconds."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        _check_rates("link", latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -40,6 +51,16 @@ class HostLink:
     latency_s: float = 0.0
     mode: HostMode = "duplex"
     groups: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_rates(
+            "host link",
+            latency_s=self.latency_s,
+            d2h_bytes_per_s=self.d2h_bytes_per_s,
+            h2d_bytes_per_s=self.h2d_bytes_per_s,
+        )
+        if self.mode not in ("duplex", "shared"):
+            raise ScheduleError(f"host link: mode is {self.mode!r}; want 'duplex' or 'shared'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +122,18 @@ class CostProfile:
             problems += [
                 f"{name}[{s}] is {x}; want a finite number >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
             ]
-        for op, values in self.temp_bytes:
-            if len(values) != n:
-                problems.append(f"temp_bytes[{op}] has {len(values)} entries for {n} stages")
-        for name, values in self.extra:
-            if len(values) != n:
-                problems.append(f"extra[{name}] has {len(values)} entries for {n} stages")
+        for field_name in ("temp_bytes", "extra"):
+            for name, values in getattr(self, field_name):
+                if len(values) != n:
+                    problems.append(f"{field_name}[{name}] has {len(values)} entries for {n} stages")
+                problems += [
+                    f"{field_name}[{name}][{s}] is {x}; want >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
+                ]
+        problems += [
+            f"memory_limit_bytes[{r}] is {x}; want >= 0, or inf for no limit"
+            for r, x in enumerate(self.memory_limit_bytes)
+            if not x >= 0
+        ]
         if problems:
             raise ScheduleError("cost profile: " + "; ".join(problems), problems)
 

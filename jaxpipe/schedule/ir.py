@@ -81,11 +81,17 @@ def register_op(spec: OpSpec) -> OpSpec:
 
     Names are an upper-case letter followed by letters or underscores (digits would make ``F2.0`` ambiguous).
 
+    Only ops on the compute lane send: transfers leave in the order of that lane.
+
     Raises:
-        ScheduleError: the name is malformed or is taken by a different spec.
+        ScheduleError: the name is malformed or is taken by a different spec, or the spec sends from another lane.
     """
     if not spec.name or not spec.name[0].isupper() or not all(c.isalpha() or c == "_" for c in spec.name):
         raise ScheduleError(f"op name {spec.name!r}: use an upper-case letter followed by letters or '_'")
+    if spec.lane not in ("compute", "d2h", "h2d"):
+        raise ScheduleError(f"op {spec.name!r} is on lane {spec.lane!r}; want compute, d2h or h2d")
+    if spec.sends != "none" and spec.lane != "compute":
+        raise ScheduleError(f"op {spec.name!r} sends to {spec.sends!r} from lane {spec.lane!r}; only compute ops send")
     known = _REGISTRY.get(spec.name)
     if known is not None and known != spec:
         raise ScheduleError(f"op {spec.name!r} is already registered with another meaning; choose another name")

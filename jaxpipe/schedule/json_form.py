@@ -141,7 +141,8 @@ def _link_out(link: Link) -> Json:
 
 
 def _link_in(value: Mapping[str, Any], where: str) -> Link:
-    return Link(**{key: _rate(value[key], f"{where}.{key}", key) for key in _LINK_KEYS if key in value})
+    given = {key: _float(value[key], f"{where}.{key}") for key in _LINK_KEYS if key in value}
+    return _at(where, lambda kwargs: Link(**kwargs), given)
 
 
 def _pair_link(data: object, where: str) -> tuple[tuple[int, int], Link]:
@@ -152,22 +153,13 @@ def _pair_link(data: object, where: str) -> tuple[tuple[int, int], Link]:
 def _host_in(data: object) -> HostLink:
     rates = ("d2h_bytes_per_s", "h2d_bytes_per_s", "latency_s")
     value = _object(data, "host", (), optional=(*rates, "mode", "groups"))
-    given: dict[str, Any] = {key: _rate(value[key], f"host.{key}", key) for key in rates if key in value}
+    given: dict[str, Any] = {key: _float(value[key], f"host.{key}") for key in rates if key in value}
     if "mode" in value:
-        if value["mode"] not in ("duplex", "shared"):
-            raise ScheduleParseError(f"host.mode is {value['mode']!r}; want 'duplex' or 'shared'")
-        given["mode"] = value["mode"]
+        given["mode"] = _text(value["mode"], "host.mode")
     if "groups" in value:
         groups = _list(value["groups"], "host.groups")
         given["groups"] = tuple(_wholes(group, f"host.groups[{k}]") for k, group in enumerate(groups))
-    return HostLink(**given)
-
-
-def _rate(value: object, where: str, key: str) -> float:
-    number = _float(value, where)
-    if number < 0 or (number == 0 and key.endswith("bytes_per_s")):
-        raise ScheduleParseError(f'{where} is {number}; want a positive number, or "inf" for no limit')
-    return number
+    return _at("host", lambda kwargs: HostLink(**kwargs), given)
 
 
 def to_timeline(timeline: Timeline) -> Json:

@@ -193,8 +193,7 @@ class _RankLowering:
             for port in self.stages[action.stage].functions["F"].outputs
             if port.kind == "res"
         )
-        kind = "offload" if op_spec(action.op).lane == "d2h" else "reload"
-        self.steps.append(Step(kind, action, residuals, ()))
+        self.steps.append(Step("offload" if op_spec(action.op).lane == "d2h" else "reload", action, residuals, ()))
 
 
 def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:
@@ -208,7 +207,7 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
 
 
 def _is_read(stage: StageFunctions, value: Value) -> bool:
-    wanted = Port(value.kind, value.index)  # type: ignore[arg-type]
+    wanted = Port(value.kind, value.index)
     return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
 
 

@@ -111,10 +111,10 @@ class Executor:
         self._bind(inputs)
         try:
             if record:
-                return self._run_recorded()
+                return self._run_recorded(inputs)
             start = time.perf_counter()
             self._dispatch(None)
-            return self._collect((), time.perf_counter() - start, 0.0)
+            return self._collect(inputs, (), time.perf_counter() - start, 0.0)
         except BaseException:
             self._transport.clear()
             raise
@@ -122,7 +122,7 @@ class Executor:
             for bank in self._banks:
                 bank[:] = [None] * len(bank)
 
-    def _run_recorded(self) -> StepOutputs:
+    def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
             self._dispatch(recorder)
@@ -131,7 +131,7 @@ class Executor:
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
-        return self._collect(recorder.events(), dispatch_s, step_s)
+        return self._collect(inputs, recorder.events(), dispatch_s, step_s)
 
     def _dispatch(self, recorder: Recorder | None) -> None:
         at = 0
@@ -170,17 +170,17 @@ class Executor:
                     case _:
                         bank[slot] = inputs.keys[r][value.microbatch]
 
-    def _collect(self, events: tuple[Event, ...], dispatch_s: float, step_s: float) -> StepOutputs:
-        acc: dict[tuple[int, int], dict[int, jax.Array]] = {}
+    def _collect(self, inputs: StepInputs, events: tuple[Event, ...], dispatch_s: float, step_s: float) -> StepOutputs:
+        acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
         losses: dict[int, dict[int, jax.Array]] = {}
         for program, bank in zip(self._programs, self._banks, strict=True):
             for value, slot in program.results:
                 if value.kind == "acc":
-                    acc.setdefault((program.rank, value.stage), {})[value.index] = bank[slot]
+                    acc[(program.rank, value.stage)][value.index] = bank[slot]
                 else:
                     losses.setdefault(value.microbatch, {})[value.index] = bank[slot]
         return StepOutputs(
-            acc={k: [v[i] for i in sorted(v)] for k, v in acc.items()},
+            acc=acc,
             losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],
             events=events,
             dispatch_s=dispatch_s,
@@ -223,7 +223,7 @@ def _link(
                 recv = _receiver(transport, numbers[(src, rank, action)])
                 linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
             case Offload(action, device, host):
-                require_pinned_host(shardings[rank].mesh)
+                require_pinned_host(shardings[rank])
                 linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
             case Reload(action, host, device):
                 linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")

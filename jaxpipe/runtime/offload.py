@@ -16,16 +16,17 @@ PINNED_HOST = "pinned_host"
 DEVICE = "device"
 
 
-def require_pinned_host(mesh: jax.sharding.Mesh) -> None:
-    """Check that the devices of ``mesh`` can offload.
+def require_pinned_host(sharding: jax.sharding.Sharding) -> None:
+    """Check that the devices of ``sharding`` can offload.
 
     Raises:
         ProgramError: this backend has no pinned host memory.
     """
-    kinds = {m.kind for d in mesh.devices.flat for m in d.addressable_memories()}
+    devices = sorted(sharding.addressable_devices, key=lambda d: d.id)
+    kinds = {m.kind for d in devices for m in d.addressable_memories()}
     if PINNED_HOST not in kinds:
         raise ProgramError(
-            f"the schedule offloads, but {mesh.devices.flat[0].platform} devices have no {PINNED_HOST!r} memory (they have "
+            f"the schedule offloads, but {devices[0].platform} devices have no {PINNED_HOST!r} memory (they have "
             f"{', '.join(sorted(kinds))}); choose a schedule without O and L actions"
         )
 

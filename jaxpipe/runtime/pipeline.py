@@ -32,7 +32,7 @@ from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
 from jaxpipe.stage.compile import build_all
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.params import ParamLayout, stage_params
 
@@ -253,7 +253,7 @@ class Pipeline:
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
         loss_sum = sum(float(loss[0]) for loss in out.losses)
         weight = sum(float(loss[1]) for loss in out.losses)
-        acc = self.sum_replicas(dict(out.acc))
+        acc = self.sum_replicas(out.acc)
         whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
         grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
         for tie in self.tied:
@@ -278,8 +278,9 @@ class Pipeline:
             sums.append(carry)
         return sum(float(c[0]) for c in sums), sum(float(c[1]) for c in sums)
 
-    def sum_replicas(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
-        """Add the gradients of a stage's replicas to its primary."""
+    def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
+        """Accumulators with the gradients of a stage's replicas added to its primary's, the replicas' at zero."""
+        acc = {at: list(buffers) for at, buffers in given.items()}
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
                 home = replicated(self.submeshes[ranks[0]])

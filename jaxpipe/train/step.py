@@ -105,7 +105,7 @@ class TrainStep:
         """
         pipe = self.pipeline
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
-        acc = self._ties.gather(pipe.sum_replicas(dict(outputs.acc)))
+        acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
         squares = [self._square[s](acc[(r, s)]) for s, r in self._primary.items()]
         loss_sum, weight = self._sum_losses(outputs.losses)
         first = replicated(pipe.submeshes[0])

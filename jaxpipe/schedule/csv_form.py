@@ -117,9 +117,10 @@ def _candidates(num_ranks: int, num_stages: int) -> list[Placement]:
     makers: list[Callable[[], Placement]] = []
     if chunks == 1:
         makers += [lambda: one_to_one(num_ranks), lambda: bidirectional(num_ranks)]
+    makers.append(lambda: circular(num_ranks, chunks))
     if chunks == 2:
         makers.append(lambda: v_shape(num_ranks))
-    makers += [lambda: circular(num_ranks, chunks), lambda: wave(num_ranks, chunks)]
+    makers.append(lambda: wave(num_ranks, chunks))
     return [make() for make in makers]
 
 

@@ -41,7 +41,7 @@ def _round_trip(c: Chain, factor: float) -> Depths:
     depths: Depths = []
     for r in reversed(range(c.num_ranks)):
         trip += c.f_s[r] + c.b_s[r]
-        depths.append(ceil(factor * trip / period - 1e-9) if period > 0 else c.num_ranks)
+        depths.append(ceil(min(factor * trip / period, c.num_microbatches) - 1e-9) if period > 0 else c.num_ranks)
         if r:
             trip += c.down_s[r - 1] + c.up_s[r - 1]
     return depths[::-1]
@@ -54,11 +54,12 @@ def _warm_up(c: Chain, rounded: Callable[[float], int]) -> Depths:
     for r in range(p - 1):
         reach.append(reach[r] + c.f_s[r] + c.down_s[r])
     depths = [1]
+    most = floor(min(c.limit, c.num_microbatches))
     back = reach[-1] + c.f_s[-1] + c.b_s[-1]
     for r in reversed(range(p - 1)):
         back += c.up_s[r]
-        fits = rounded((back - reach[r]) / c.f_s[r] + 1e-9) if c.f_s[r] > 0 else c.num_microbatches
-        depths.append(max(depths[-1], min(fits, c.num_microbatches, floor(min(c.limit, c.num_microbatches)))))
+        fits = min((back - reach[r]) / c.f_s[r], most) if c.f_s[r] > 0 else most
+        depths.append(max(depths[-1], rounded(fits + 1e-9)))
         back = max(back, reach[r] + depths[-1] * c.f_s[r]) + c.b_s[r]
     return [float(d) for d in reversed(depths)]
 
@@ -66,6 +67,14 @@ def _warm_up(c: Chain, rounded: Callable[[float], int]) -> Depths:
 def _stepped(depths: Depths, c: Chain) -> Depths:
     """``depths``, but at least one less per rank than the limit leaves, so that memory fills from rank 0 down."""
     return [min(max(depths[r:]), max(1.0, c.limit - r)) for r in range(c.num_ranks)]
+
+
+def _falling(depths: Depths) -> Depths:
+    """``depths``, but each at least one less than the one above."""
+    fallen = depths[:1]
+    for depth in depths[1:]:
+        fallen.append(max(1.0, min(depth, fallen[-1] - 1)))
+    return fallen
 
 
 _DEPTHS: dict[str, Callable[[Chain], Depths]] = {
@@ -82,50 +91,53 @@ _DEPTHS: dict[str, Callable[[Chain], Depths]] = {
     "warm+": lambda c: _warm_up(c, ceil),
     "warm stepped": lambda c: _stepped(_warm_up(c, floor), c),
     "warm+ stepped": lambda c: _stepped(_warm_up(c, ceil), c),
+    "warm falling": lambda c: _falling(_warm_up(c, floor)),
+    "warm+ falling": lambda c: _falling(_warm_up(c, ceil)),
+    "limit falling": lambda c: _falling([c.limit] * c.num_ranks),
 }
 
 _GRID: tuple[tuple[str, Turn, float, bool, float], ...] = (
     # depth, turn, w_gap, balance, f_gap
     ("eager", "forward", 0.5, True, 0),
-    ("in proportion", "alternate", 1, True, 0),
-    ("in proportion", "backward", 1, True, 0.5),
-    ("warm", "forward", 0, False, 0),
-    ("1f1b", "forward", 0.5, False, 0),
-    ("in proportion", "alternate", 0, False, 0),
-    ("warm", "backward", 1, True, 0),
     ("1f1b", "forward", 1, False, 0),
-    ("trip 3", "backward", 0.5, True, 0),
-    ("eager", "alternate", 0, False, 0),
-    ("trip", "forward", 0.5, False, 0),
-    ("warm stepped", "alternate", 0.5, True, 0),
-    ("unbounded", "backward", 0.5, True, 0.5),
-    ("trip 1.5", "forward", 0.5, False, 0),
-    ("trip", "backward", 1, True, 0.5),
-    ("warm", "backward", 0.5, False, 0),
-    ("in proportion", "forward", 1, False, 0),
-    ("in proportion", "backward", 0, False, 0),
-    ("trip 2", "backward", 0.5, False, 0),
     ("in proportion", "backward", 0.5, False, 0.5),
-    ("warm+", "forward", 0.5, True, 0),
+    ("in proportion", "alternate", 0, False, 0),
+    ("trip 1.25", "forward", 0.5, True, 0),
+    ("warm", "backward", 1, True, 0),
+    ("warm stepped", "alternate", 0.5, True, 0),
+    ("warm+", "forward", 0, False, 0),
+    ("trip", "backward", 1, True, 0.5),
+    ("trip 1.5", "forward", 0.5, False, 0),
+    ("eager", "alternate", 0, False, 0),
+    ("trip 3", "backward", 0.5, False, 0),
+    ("unbounded", "backward", 0.5, True, 0.5),
+    ("warm stepped", "forward", 0.5, True, 0),
+    ("1f1b", "forward", 0.5, False, 0),
+    ("trip", "forward", 0.5, False, 0),
+    ("in proportion", "forward", 1, False, 0),
+    ("warm stepped", "forward", 1, True, 0),
+    ("trip 3", "backward", 0, False, 0),
+    ("trip 1.5", "forward", 0, False, 0),
     ("trip 2", "forward", 0.5, True, 0),
     ("1f1b", "backward", 0.5, True, 0),
-    ("1f1b", "forward", 1, True, 0),
-    ("in proportion", "backward", 0, False, 1),
-    ("trip 1.25", "backward", 1, False, 0),
-    ("trip 3", "forward", 0, False, 0),
-    ("warm+ stepped", "backward", 0.5, True, 0),
-    ("warm stepped", "forward", 1, True, 0),
-    ("in proportion", "forward", 0.5, False, 0),
-    ("in proportion", "backward", 0.5, True, 0.5),
     ("in proportion", "backward", 1, True, 0),
-    ("warm+ stepped", "forward", 0.5, False, 0),
-    ("eager", "backward", 0.5, False, 0),
-    ("warm", "forward", 0.5, False, 0),
-    ("trip 1.5", "backward", 1, True, 0),
-    ("in proportion", "backward", 0.5, False, 0),
-    ("eager", "alternate", 0.5, False, 0),
-    ("trip 3", "forward", 0.5, True, 0),
-    ("warm+ stepped", "alternate", 0.5, False, 0),
+    ("1f1b", "alternate", 1, False, 0),
+    ("in proportion", "backward", 0, False, 1),
+    ("warm+", "forward", 0.5, True, 0),
+    ("trip 2", "backward", 1, True, 0.5),
+    ("trip", "backward", 1, False, 1),
+    ("1f1b", "forward", 1, True, 0),
+    ("trip 2", "backward", 0.5, False, 0),
+    ("trip 1.5", "backward", 0.5, True, 0),
+    ("trip 3", "backward", 0.5, True, 0),
+    ("trip", "backward", 1, False, 0.5),
+    ("warm", "forward", 0, False, 0),
+    ("unbounded", "backward", 0, False, 1),
+    ("trip 3", "forward", 0, False, 0),
+    ("eager", "forward", 1, True, 0),
+    ("warm+ stepped", "backward", 0.5, True, 0),
+    ("trip 1.5", "forward", 1, False, 0),
+    ("warm", "backward", 0.5, False, 0),
 )
 
 

@@ -1,0 +1,262 @@
+"""All schedule families through the same properties, closed forms, reference numbers, and the docstring pictures.
+
+``ROWS`` is the one table; a family that is registered without a row here fails the test.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import (
+    FAMILIES,
+    Action,
+    CostProfile,
+    Schedule,
+    Timeline,
+    check_schedule,
+    generate,
+    lower_bound,
+    parse_schedule,
+    simulate,
+)
+from jaxpipe.schedule.picture import draw
+
+Options = dict[str, float]
+CASES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3} - {0})]
+# name -> (options to try, bound on peak activations)
+ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
+    "gpipe": ([{}], lambda p, m, o: m),
+    "1f1b": ([{}], lambda p, m, o: min(p, m)),
+    "eager-1f1b": ([{}], lambda p, m, o: min(2 * p - 1, m)),
+    "interleaved-1f1b": (
+        [{"chunks": 1}, {"chunks": 2}, {"chunks": 3}],
+        lambda p, m, o: min((o["chunks"] + 1) * p - 1, m * o["chunks"]) / o["chunks"],
+    ),
+    "zb-h1": ([{}], lambda p, m, o: min(p, m)),
+    "zb-h2": ([{}], lambda p, m, o: min(2 * p - 1, m)),
+    "zb-1p": ([{}], lambda p, m, o: p),
+    "zb-2p": ([{}], lambda p, m, o: 2 * p),
+    "zb": ([{"memory_limit": 1}, {"memory_limit": 2.5}, {"memory_limit": 1e9}], lambda p, m, o: o["memory_limit"]),
+}
+PROFILES = [
+    {"f": 1.0, "b": 1.0, "w": 1.0},
+    {"f": 18.5, "b": 18.1, "w": 9.3, "comm": 1.85},
+    {"f": 1.0, "b": 2.0, "w": 3.0, "comm": 0.1, "w_residual": 0.25},
+]
+
+
+def uniform(schedule: Schedule, **costs: float) -> CostProfile:
+    return CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, **costs)
+
+
+def run(name: str, p: int, m: int, chunks: int | None = None, limit: float | None = None, **costs: float) -> Timeline:
+    v = chunks or FAMILIES[name].default_chunks
+    profile = CostProfile.uniform(p * v, chunks=v, **costs)
+    return simulate(generate(name, p, m, chunks=chunks, costs=profile, memory_limit=limit), profile)
+
+
+def each_case() -> Iterator[object]:
+    for name, (options, _) in ROWS.items():
+        for option in options:
+            yield pytest.param(name, option, id=f"{name}-{option}" if option else name)
+
+
+def test_every_family_has_a_row() -> None:
+    assert set(FAMILIES) == set(ROWS)
+
+
+@pytest.mark.parametrize(("name", "options"), list(each_case()))
+def test_properties(name: str, options: Options) -> None:
+    bound = ROWS[name][1]
+    for p, m in CASES:
+        for costs in PROFILES:
+            v = int(options.get("chunks", FAMILIES[name].default_chunks))
+            profile = CostProfile.uniform(p * v, chunks=v, **costs)
+            schedule = generate(name, p, m, costs=profile, **options)  # type: ignore[arg-type]
+            check_schedule(schedule)
+            assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
+            assert schedule.placement == FAMILIES[name].placement(p, v)
+            assert parse_schedule(str(schedule)) == schedule
+            timeline = simulate(schedule, profile)
+            assert max(timeline.peak_activations) <= bound(p, m, options) + 1e-9
+            assert timeline.makespan >= lower_bound(schedule.placement, m, profile) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 2, 2), (3, 5, 2), (2, 3, 4), (18.5, 18.1, 9.3)])
+def test_closed_forms(name: str, fbw: tuple[float, float, float]) -> None:
+    family = FAMILIES[name]
+    f, b, w = fbw
+    for p, m in CASES:
+        for chunks in (1, 2, 3) if "chunks" in family.options else (1,):
+            timeline = run(name, p, m, chunks=chunks, f=f, b=b, w=w)
+            if family.peak_activations and (peak := family.peak_activations(p, m, chunks)) is not None:
+                assert max(timeline.peak_activations) == pytest.approx(peak)
+            if family.makespan and (makespan := family.makespan(p, m, chunks, f, b, w)) is not None:
+                assert timeline.makespan == pytest.approx(makespan)
+
+
+def test_1f1b_peaks_rank_by_rank() -> None:
+    for p, m in CASES:
+        assert run("1f1b", p, m).peak_activations == pytest.approx([min(p - r, m) for r in range(p)])
+        eager = run("eager-1f1b", p, m).peak_activations
+        assert eager == pytest.approx([min(2 * (p - r) - 1, m) for r in range(p)])
+
+
+@pytest.mark.parametrize("fbw", [(1, 1, 1), (3, 2, 2), (4, 5, 1)])
+def test_zb_h2_span(fbw: tuple[float, float, float]) -> None:
+    f, b, w = fbw
+    for p, m in [(1, 1), (2, 3), (4, 7), (8, 15), (8, 40)]:
+        span = m * (f + b + w) + (p - 1) * max(0, f + b - 2 * w)
+        assert run("zb-h2", p, m, f=f, b=b, w=w).max_span == pytest.approx(span)
+
+
+# FACTS.md: p = 8, m = 16, F = B = W = 2 (a rank's share), no transfer time: makespan, longest span, peak
+REFERENCE = {
+    "gpipe": (None, 138, 138, 16),
+    "1f1b": (None, 138, 138, 8),
+    "interleaved-1f1b": (2, 117, 117, 11.5),
+    "zb-h1": (None, 110, 110, 8),
+    "zb-1p": (None, 110, 110, 8),
+    "zb-h2": (None, 110, 96, 15),
+    "zb-2p": (None, 110, 96, 16),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_no_worse_than_the_papers_own_code(name: str) -> None:
+    chunks, makespan, span, peak = REFERENCE[name]
+    timeline = run(name, 8, 16, chunks=chunks, f=2, b=2, w=2)
+    assert timeline.makespan <= makespan + 1e-9
+    assert timeline.max_span <= span + 1e-9
+    assert max(timeline.peak_activations) <= peak
+
+
+# controllable-memory.txt table 4, ZB-1P: p, m, per-chunk costs of table 5 (a rank's share is twice that), comm, bubble in %
+TABLE_4 = [
+    (16, 16, (12.96, 13.22, 9.76), 1.34, 31.7),
+    (16, 32, (12.96, 13.22, 9.76), 1.34, 20.1),
+    (24, 24, (9.30, 9.47, 7.19), 0.89, 31.5),
+    (24, 48, (9.30, 9.47, 7.19), 0.89, 19.8),
+    (32, 32, (6.72, 6.89, 5.06), 0.577, 32.1),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "chunk", "comm", "percent"), TABLE_4)
+def test_zb_1p_of_table_4(p: int, m: int, chunk: tuple[float, float, float], comm: float, percent: float) -> None:
+    f, b, w = (2 * x for x in chunk)
+    timeline = run("zb-1p", p, m, f=f, b=b, w=w, comm=comm)
+    assert 100 * timeline.span_bubble_rate <= percent + 0.3
+
+
+def test_eager_hides_transfers() -> None:
+    slow = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.3}
+    for p, m in [(2, 8), (4, 16), (8, 32)]:
+        assert run("eager-1f1b", p, m, **slow).makespan < run("1f1b", p, m, **slow).makespan
+
+
+def test_interleaved_with_a_remainder() -> None:
+    """Any m: every microbatch's order is that of the next multiple of p, so never slower than it; one chunk is eager."""
+    for p, m, v in [(4, 5, 2), (4, 6, 3), (3, 7, 2), (8, 9, 4), (8, 3, 2)]:
+        full = -(-m // p) * p
+        assert run("interleaved-1f1b", p, m, chunks=v).makespan <= run("interleaved-1f1b", p, full, chunks=v).makespan
+    assert generate("interleaved-1f1b", 4, 9, chunks=1).rows == generate("eager-1f1b", 4, 9).rows
+
+
+def test_gradient_accumulation_order_is_the_same_everywhere() -> None:
+    """Every family runs the W (or BW) of a stage in microbatch order, so that gradients add up in one order."""
+    for name in FAMILIES:
+        schedule = generate(name, 4, 9)
+        for rank in range(4):
+            for stage in schedule.placement.stages_of(rank):
+                last = [a.microbatch for a in schedule.actions(rank) if a.stage == stage and a.op in ("W", "BW")]
+                assert last == list(range(9)), name
+
+
+def test_generation_is_fast_and_repeatable() -> None:
+    for name in FAMILIES:
+        start = time.process_time()
+        first = generate(name, 16, 64)
+        assert time.process_time() - start < 1.0, name
+        assert generate(name, 16, 64) == first
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("1f1b", {"ranks": 0, "microbatches": 4}, "ranks is 0; want a whole number of at least 1"),
+    ("1f1b", {"ranks": 4, "microbatches": -1}, "microbatches is -1"),
+    ("gpipe", {"ranks": 2.5, "microbatches": 4}, "ranks is 2.5"),
+    ("gpipe", {"ranks": True, "microbatches": 4}, "ranks is True"),
+    ("interleaved-1f1b", {"ranks": 4, "microbatches": 4, "chunks": 0}, "chunks is 0"),
+    ("1f1b", {"ranks": 4, "microbatches": 4, "chunks": 2}, "families that take chunks: interleaved-1f1b"),
+    ("zb-1p", {"ranks": 4, "microbatches": 4, "memory_limit": 3}, "families that do: zb"),
+    ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": 0.5}, "use 1 or more"),
+    ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": float("nan")}, "memory limit of nan"),
+    ("1fb1", {"ranks": 4, "microbatches": 4}, "did you mean '1f1b'"),
+    ("zb", {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(3)}, "costs are for 3 stages; 4 ranks need 4"),
+    (
+        "interleaved-1f1b",
+        {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(4)},
+        "costs are for 4 stages; 4 ranks need 8, 2 per rank",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), BAD)
+def test_bad_requests(name: str, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        generate(name, **arguments)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_functions_check_sizes_themselves(name: str) -> None:
+    with pytest.raises(ScheduleError, match="ranks is 0; want"):
+        FAMILIES[name].function(0, 4)
+
+
+# --- docstrings and pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_docstring_draws_the_family(name: str) -> None:
+    family = FAMILIES[name]
+    schedule = family.function(**family.picture)
+    v = schedule.num_chunks
+    picture = draw(simulate(schedule, uniform(schedule, f=v, b=v, w=v)))
+    assert picture in inspect.getdoc(family.function).replace("\n    ", "\n")  # type: ignore[union-attr]
+    assert "Raises" in (family.function.__doc__ or "")
+    assert family.description
+    assert "\n" not in family.description
+    assert family.source
+
+
+def test_picture_marks_chunks_lengths_and_gaps() -> None:
+    costs = CostProfile.uniform(4, chunks=2, f=2, b=2, w=2)
+    picture = draw(simulate(generate("interleaved-1f1b", 2, 2), costs))
+    expected = """\
+        rank 0 |F0- F1- F0b F1b     BW0b--- BW1b--- BW0---- BW1----
+        rank 1 |    F0- F1- F0b BW0b--- F1b BW1b--- BW0---- BW1----"""
+    assert picture.split() == textwrap.dedent(expected).split()
+    with pytest.raises(ScheduleError, match="above 0"):
+        draw(simulate(generate("1f1b", 1, 1), CostProfile.uniform(1)), unit_s=0)
+
+
+def test_import_needs_neither_jax_nor_numpy() -> None:
+    code = "import sys, jaxpipe.schedule.families; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_hold_actions_only() -> None:
+    for name in FAMILIES:
+        assert all(isinstance(slot, Action) for row in generate(name, 3, 4).rows for slot in row)

@@ -31,23 +31,27 @@ def causal_attention(
     """
     B, T, H, K = q.shape
     G = k.shape[2]
-    q = (q * (K**-0.5)).reshape(B, T, G, H // G, K)
-    scores = checkpoint_name(jnp.einsum("btgrk,bsgk->bgrts", q, k), SCORES)
+    R = H // G
+    # [B, T, H, K] → [B, G, T·R, K]: the queries that share a key/value head are rows of one product
+    rows = (q * (K**-0.5)).reshape(B, T, G, R, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, K)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
+    scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", rows, k), SCORES)
     probs = _causal_softmax(scores)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
-    return jnp.einsum("bgrts,bsgk->btgrk", probs, v).reshape(B, T, H, K)
+    out = jnp.einsum("bgms,bgsk->bgmk", probs, v).reshape(B, G, T, R, K)
+    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, K)
 
 
 @jax.custom_vjp
 def _causal_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis of ``scores`` [B, G, R, T, T], where position t sees 0..t; same dtype out."""
+    """Softmax over the last axis of ``scores`` [B, G, T·R, T]; same dtype out. Row m is of position t = m // R and sees 0..t."""
     wide = jnp.promote_types(scores.dtype, jnp.float32)
-    T = scores.shape[-1]
-    future = jnp.arange(T)[None, :] > jnp.arange(T)[:, None]
+    rows, T = scores.shape[-2:]
+    future = jnp.arange(T)[None, :] > (jnp.arange(rows) // (rows // T))[:, None]
     bias = jnp.where(future, _MASKED, 0.0).astype(wide)
-    return jax.nn.softmax(scores.astype(wide) + bias[None, None, None], axis=-1).astype(scores.dtype)
+    return jax.nn.softmax(scores.astype(wide) + bias[None, None], axis=-1).astype(scores.dtype)
 
 
 def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -46,7 +46,7 @@ def causal_attention(
 
 @jax.custom_vjp
 def _causal_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis of ``scores`` [B, G, T·R, T]; same dtype out. Row m is of position t = m // R and sees 0..t."""
+    """Softmax over the last axis of ``scores`` [B, G, T·R, T], same dtype out. Row m is position t = m // R, sees 0..t."""
     wide = jnp.promote_types(scores.dtype, jnp.float32)
     rows, T = scores.shape[-2:]
     future = jnp.arange(T)[None, :] > (jnp.arange(rows) // (rows // T))[:, None]

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from jaxpipe.schedule import (
     Schedule,
     Timeline,
     check_schedule,
+    families,
     generate,
     lower_bound,
     parse_schedule,
@@ -260,3 +262,20 @@ def test_import_needs_neither_jax_nor_numpy() -> None:
 def test_rows_hold_actions_only() -> None:
     for name in FAMILIES:
         assert all(isinstance(slot, Action) for row in generate(name, 3, 4).rows for slot in row)
+
+
+def test_readme_example_is_a_family() -> None:
+    """The worked example of schedule/README.md runs as printed; the page keeps to its 60 lines."""
+    page = (Path(families.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 60
+    scope: dict[str, object] = {}
+    exec(page.split("```python\n")[1].split("```")[0], scope)
+    family = scope["LOCKSTEP"]
+    assert isinstance(family, families.Family)
+    schedule = family.function(3, 5)
+    check_schedule(schedule)
+    timeline = simulate(schedule, uniform(schedule, f=1, b=2, w=3))
+    assert family.makespan is not None
+    assert timeline.makespan == family.makespan(3, 5, 1, 1, 2, 3)
+    assert set(timeline.peak_activations) == {1}
+    assert all(f"`{name}`" in page for name in FAMILIES)

@@ -115,13 +115,12 @@ class TrainStep:
         for s, r in self._primary.items():
             local_scale, local_ok = jax.device_put((scale, ok), replicated(pipe.submeshes[r]))
             new = self._update[s](master[(r, s)], acc[(r, s)], optimizer[s], local_scale, local_ok)
-            master[(r, s)], cast, optimizer[s], acc[(r, s)] = new
-            compute[(r, s)] = cast if cast else master[(r, s)]
-        self._ties.spread(master)
-        if pipe.master_dtype != pipe.compute_dtype:
-            self._ties.spread(compute)
-        for group in (master, compute):
-            pipe.copy_to_replicas(group)
+            master[(r, s)], compute[(r, s)], optimizer[s], acc[(r, s)] = new
+        self._share(master)
+        if pipe.master_dtype == pipe.compute_dtype:
+            compute = master
+        else:
+            self._share(compute)
         timeline = pipe.measured_timeline(outputs) if record else None
         metrics = StepMetrics(loss, norm, ok, weight, timeline, outputs)
         return TrainState(state.step + 1, master, compute, acc, optimizer), metrics
@@ -135,6 +134,11 @@ class TrainStep:
             params.update(self.pipeline.owned(s, jax.jit(layout.unpack)(state.master[(r, s)])))
             optimizer.update(state.optimizer[s])
         return params, optimizer
+
+    def _share(self, buffers: dict[Instance, Buffers]) -> None:
+        """Give updated parameters to tied copies, and then to replicas."""
+        self._ties.spread(buffers)
+        self.pipeline.copy_to_replicas(buffers)
 
     def _compile_update(self, stage: int) -> Any:
         pipe, tx = self.pipeline, self._tx

@@ -80,8 +80,10 @@ def median_seconds(function: StageFunction, repeats: int) -> float:
 
 def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.key(0), aval.sharding)
-    return jax.device_put(np.ones(aval.shape, aval.dtype), aval.sharding)
+        key: jax.Array = jax.device_put(jax.random.key(0), aval.sharding)
+        return key
+    ones: jax.Array = jax.device_put(np.ones(aval.shape, aval.dtype), aval.sharding)
+    return ones
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
@@ -108,7 +110,9 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 
     def run(floats: list[Any]) -> Any:
         given = iter(floats)
-        own, carry = jax.tree.unflatten(tree, [next(given) if t else leaf for t, leaf in zip(trained, leaves, strict=True)])
+        own, carry = jax.tree.unflatten(
+            tree, [next(given) if t else leaf for t, leaf in zip(trained, leaves, strict=True)]
+        )
         y = layer.apply(own, carry, context)
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(y) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
@@ -126,7 +130,7 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
     """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run."""
     fields = {"F": "f_s", "B": "b_s", "W": "w_s", "BW": "bw_s"}
-    changed = {}
+    changed: dict[str, Any] = {}
     for op, name in fields.items():
         old = getattr(costs, name)
         changed[name] = tuple(seconds.get((op, s), x) for s, x in enumerate(old))

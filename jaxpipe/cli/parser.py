@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             known = argument.split("=", 1)[0] if argument.startswith("--") else argument[:2]
             if argument.startswith("-") and len(argument) > 1 and known not in self._option_string_actions:
                 self._refuse(argument)
-        arguments, extra = self.parse_known_args(joined)
+        arguments, extra = self.parse_known_intermixed_args(joined)  # overrides may follow flags
         if extra:
             self._refuse(extra[0])
         return arguments

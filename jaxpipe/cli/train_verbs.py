@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from typing import Any
 
@@ -51,7 +52,28 @@ def _train(args: argparse.Namespace) -> int:
 
 def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N; the newest by default")
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="the checkpoint of step N, or 'best' (lowest loss); the newest by default",
+    )
+
+
+def _step(text: str) -> int | str:
+    """Type of ``--step``."""
+    if text == "best":
+        return text
+    if not re.fullmatch("[0-9]{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; want a whole number, or best")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """Type of ``--seed``."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; want a whole number from 0 to {10**9 - 1}")
+    return int(text)
 
 
 def _configure_eval(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +121,13 @@ def _configure_generate(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=amount("temperature", most=100), default=0.8, help="0 takes the likeliest token"
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)"
+        "--top-k",
+        type=whole_number("tokens", 10**6),
+        default=0,
+        metavar="K",
+        help="sample among the K likeliest tokens",
     )
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same text")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="same seed, same text")
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -143,10 +169,8 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.setup import build
 
     devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
-    setup = build(config, devices, lambda text: print(text, file=sys.stderr, flush=True))
-    costs = setup.pipeline.measure_costs(
-        repeats=args.repeats, progress=lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    setup = build(config, devices, lambda text: print(text, file=sys.stderr, flush=True), repeats=args.repeats)
+    costs = setup.pipeline.costs
     if args.output:
         write_costs(costs, args.output)
     print(json.dumps(to_costs(costs)) if args.json else cost_table(costs))

@@ -50,7 +50,9 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -
         try:
             devices = jax.devices("gpu")
         except RuntimeError:
-            raise ConfigError("run.platform=gpu, but JAX sees no GPU: install jaxpipe[cuda13] (or [cuda12]), or use auto") from None
+            raise ConfigError(
+                "run.platform=gpu, but JAX sees no GPU: install jaxpipe[cuda13] (or [cuda12]), or use auto"
+            ) from None
     elif platform == "cpu":
         devices = jax.devices("cpu")
     else:
@@ -60,7 +62,9 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -
     kind = devices[0].platform
     emulated = jax.devices("cpu") if platform == "auto" and kind != "cpu" else []
     if len(emulated) >= count:
-        return emulated[:count], f"{len(devices)} {kind} device(s) are too few for {count} ranks: running on emulated CPU devices"
+        return emulated[
+            :count
+        ], f"{len(devices)} {kind} device(s) are too few for {count} ranks: running on emulated CPU devices"
     raise ConfigError(
         f"{count} devices are needed and JAX sees {len(devices)} ({kind}); use fewer ranks, or before JAX starts set "
         f"XLA_FLAGS={_FLAG}={count}"

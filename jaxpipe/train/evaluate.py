@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,12 @@ import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.stage.layer import Model, Params
-from jaxpipe.stage.reference import apply_model, init_params, logits
+from jaxpipe.stage.reference import apply_model, logits
 from jaxpipe.train import ngram
-from jaxpipe.train.checkpoint import load_params, read_manifest
+from jaxpipe.train.checkpoint import find, load_params, read_manifest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.data import Batch
-from jaxpipe.train.setup import build_model
+from jaxpipe.train.setup import build_model, stored_params
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -38,24 +37,22 @@ class Trained:
     step: int
 
 
-def load_trained(path: str | os.PathLike[str], *, step: int | None = None) -> Trained:
-    """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named.
+def load_trained(path: str | os.PathLike[str], *, step: int | Literal["best"] | None = None) -> Trained:
+    """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
+    ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
         ConfigError: the model can't be made (its module is not importable here).
     """
-    where = Path(path)
-    if (where / "checkpoints").is_dir():
-        where = where / "checkpoints"
-    manifest = read_manifest(where, step)
+    folder = find(path, step)
+    manifest = read_manifest(folder)
     if "config" not in manifest.meta:
-        raise CheckpointError(f"{where}: the checkpoint says nothing about its model; it was not written by jaxpipe train")
-    config = TrainConfig.from_dict(manifest.meta["config"], place=str(where))
+        raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe train")
+    config = TrainConfig.from_dict(manifest.meta["config"], place=str(folder))
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config, tokenizer.vocab_size)
-    like = jax.eval_shape(partial(init_params, model), 0)
-    params = load_params(where, jax.devices()[0], step=manifest.step, like=like)
+    params = load_params(folder, jax.devices()[0], like=stored_params(model))
     return Trained(config, model, params, tokenizer, manifest.step)
 
 
@@ -116,7 +113,9 @@ def _continue(
         window = np.zeros((1, length), np.int32)
         recent = ids[-length:]
         window[0, : len(recent)] = recent
-        ids.append(int(pick(trained.params, window, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature))))
+        ids.append(
+            int(pick(trained.params, window, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature)))
+        )
         text = printable(trained.tokenizer.decode(ids[start:]))
         stable = text.rstrip("\ufffd") if n + 1 < tokens else text
         yield stable[len(shown) :]

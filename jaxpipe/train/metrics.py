@@ -213,6 +213,10 @@ class LiveLine:
         self._stream.write(text + "\n")
         self._stream.flush()
 
+    def restart_clock(self) -> None:
+        """What took time since the last update (an evaluation, a save) was no step."""
+        self._last_s = self._clock()
+
     def close(self) -> None:
         """Leave the last line standing."""
         if self._drawn:

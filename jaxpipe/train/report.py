@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from jaxpipe.schedule import CostProfile
 from jaxpipe.train.metrics import format_bytes, format_count, format_seconds
 from jaxpipe.train.ngram import Score
 
-if TYPE_CHECKING:
-    from jaxpipe.train.loop import TrainResult
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended. ``steps_run``: by this process; 0 if the run was finished before. ``stopped``: a signal ended it before
+    its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
+    ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
+    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank, counted from the program."""
+
+    out_dir: Path
+    step: int
+    steps_run: int
+    stopped: bool
+    loss: float
+    eval_loss: float | None
+    tokens_per_s: float
+    bubble_predicted: float
+    bubble_measured: float
+    replay_ratio: float
+    peak_bytes: int
+    skipped_steps: int
+    seconds: float
+
+    @classmethod
+    def finished(cls, out_dir: Path, step: int, metrics: Mapping[str, float], seconds: float) -> TrainResult:
+        """Of a run that had nothing left to do; ``metrics``: its last values."""
+        loss, eval_loss = metrics.get("loss", _NAN), metrics.get("eval_loss")
+        return cls(out_dir, step, 0, False, loss, eval_loss, _NAN, _NAN, _NAN, _NAN, 0, 0, seconds)
 
 
 def result_json(result: TrainResult) -> dict[str, Any]:
@@ -24,14 +52,18 @@ def result_json(result: TrainResult) -> dict[str, Any]:
 def result_text(result: TrainResult) -> str:
     """A few lines: where the run stands, how fast it was, and where to look."""
     held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
-    lines = [
-        f"{'stopped' if result.stopped else 'done'} at step {result.step}: loss {result.loss:.4f}{held_out}, "
-        f"{format_count(result.tokens_per_s)} tok/s, {format_seconds(result.seconds)} in all",
-        f"bubble {_percent(result.bubble_predicted)} predicted, {_percent(result.bubble_measured)} measured; step ÷ replay of "
-        f"its own durations {result.replay_ratio:.3f}; peak {format_bytes(result.peak_bytes)} a rank",
-    ]
+    lines = [f"{'stopped' if result.stopped else 'done'} at step {result.step}: loss {result.loss:.4f}{held_out}"]
+    if result.steps_run:
+        lines[0] += f", {format_count(result.tokens_per_s)} tok/s, {format_seconds(result.seconds)} in all"
+        lines.append(f"bubble {result.bubble_predicted:.1%} predicted")
+        if not math.isnan(result.bubble_measured):
+            lines[1] += (
+                f", {result.bubble_measured:.1%} measured; step ÷ replay of its own durations {result.replay_ratio:.3f}"
+            )
+        lines[1] += f"; peak {format_bytes(result.peak_bytes)} a rank"
     if result.skipped_steps:
-        lines.append(f"{result.skipped_steps} steps had a gradient that was not finite and changed nothing")
+        plural = "s" if result.skipped_steps > 1 else ""
+        lines.append(f"{result.skipped_steps} step{plural} had a gradient that was not finite and changed nothing")
     lines.append(f"checkpoints, metrics.jsonl and pictures are in {result.out_dir}")
     return "\n".join(lines)
 
@@ -56,7 +88,3 @@ def cost_table(costs: CostProfile) -> str:
         rows.append(f"{s:>5}" + "".join(f" {1e3 * t:8.2f}" for t in times) + " " + " ".join(cells))
     rows.append(f"({costs.source})")
     return "\n".join(rows)
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.1%}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, generate, read_schedule
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
-from jaxpipe.stage.reference import resolve_model
+from jaxpipe.stage.reference import init_params, resolve_model
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
@@ -29,8 +30,20 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run of which nothing is compiled yet; what a user can get wrong in a config has been checked. ``plan`` says which
+    layers are on which stage."""
+
+    config: TrainConfig
+    dataset: TokenDataset
+    model: Model
+    schedule: Schedule
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
-    """A run, ready to start. ``plan`` says which layers are on which stage."""
+    """A run, ready to start."""
 
     config: TrainConfig
     dataset: TokenDataset
@@ -53,7 +66,8 @@ def load_dataset(config: TrainConfig) -> TokenDataset:
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
-    """The model of ``config``. Its function gets ``vocab_size`` (unless the options set a larger one) and ``seq_len`` of the data.
+    """The model of ``config``. Its function gets ``seq_len`` and ``vocab_size`` of the data, unless the options set a larger
+    vocabulary.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
@@ -61,22 +75,38 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     model = resolve_model(config.model.target, options)
     if model.vocab_size < vocab_size:
-        raise ConfigError(f"model.options.vocab_size={model.vocab_size}, but the tokenizer makes {vocab_size} different ids")
+        raise ConfigError(
+            f"model.options.vocab_size={model.vocab_size}, but the tokenizer makes {vocab_size} different ids"
+        )
     if model.seq_len < config.data.seq_len:
         raise ConfigError(f"model.options.seq_len={model.seq_len} is less than data.seq_len={config.data.seq_len}")
     return model
 
 
-def build_plan(config: TrainConfig, model: Model, num_stages: int) -> StagePlan:
-    """Cut the model into stages as ``pipeline.cut`` says."""
+def stored_params(model: Model) -> dict[str, Any]:
+    """Shapes and dtypes of a model's parameters in a checkpoint: floats are float32, whatever the model creates."""
+
+    def master(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+
+    return jax.tree.map(master, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
+
+
+def stage_planner(config: TrainConfig, model: Model) -> Callable[[int], StagePlan]:
+    """A function from the number of stages to the plan, cut as ``pipeline.cut`` says. Costs of layers are taken once."""
     cut = config.pipeline.cut
     size = config.run.batch // config.pipeline.microbatches
     if cut == "measured":
-        return plan_stages(model, num_stages, costs=profile.measured_layer_costs(model, size), costs_from=cut)
-    costs = analytic_layer_costs(model, size)
-    if isinstance(cut, tuple):
-        return plan_stages(model, boundaries=cut, costs=costs, costs_from="analytic")
-    return plan_stages(model, num_stages, costs=costs, costs_from=cut)
+        costs, source = profile.measured_layer_costs(model, size), "measured"
+    else:
+        costs, source = analytic_layer_costs(model, size), "analytic"
+
+    def plan(num_stages: int) -> StagePlan:
+        if isinstance(cut, tuple):
+            return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
+        return plan_stages(model, num_stages, costs=costs, costs_from=source)
+
+    return plan
 
 
 def build_schedule(config: TrainConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
@@ -97,13 +127,17 @@ def build_schedule(config: TrainConfig, stage_costs: Callable[[int], Sequence[fl
             ("chunks", schedule.num_chunks, pipe.chunks),
         ):
             if have != want:
-                raise ConfigError(f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal")
+                raise ConfigError(
+                    f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
+                )
         return schedule
     takes_chunks = pipe.schedule in FAMILIES and "chunks" in FAMILIES[pipe.schedule].options
     chunks = pipe.chunks if takes_chunks else None
     shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
     costs = relative_costs(stage_costs(shape.num_stages))
-    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit)
+    return generate(
+        pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
+    )
 
 
 def relative_costs(forward: Sequence[float]) -> CostProfile:
@@ -111,33 +145,51 @@ def relative_costs(forward: Sequence[float]) -> CostProfile:
     f = tuple(max(x, 1e-9 * max(forward)) for x in forward)
     ones = tuple(1.0 for _ in f)
     twice = tuple(2 * x for x in f)
-    return CostProfile(f_s=f, b_s=f, w_s=f, bw_s=twice, residual_bytes=ones, w_residual_bytes=ones, source="relative FLOPs")
+    return CostProfile(
+        f_s=f, b_s=f, w_s=f, bw_s=twice, residual_bytes=ones, w_residual_bytes=ones, source="relative FLOPs"
+    )
 
 
-def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress) -> Setup:
-    """Everything that a run needs, compiled. ``progress`` is told what is being done."""
+def prepare(config: TrainConfig, progress: Progress) -> Prepared:
+    """Read the data, make the model, choose the schedule and cut the model. ``progress`` is told what is being done.
+
+    Raises:
+        ConfigError, DataError, ScheduleError, StageError: what is wrong, and what would work.
+    """
     progress(f"reading {config.data.path}")
     dataset = load_dataset(config)
     progress(dataset.describe())
     model = build_model(config, dataset.tokenizer.vocab_size)
-    schedule = build_schedule(config, lambda n: [s.cost for s in build_plan(config, model, n).stages])
-    plan = build_plan(config, model, schedule.num_stages)
+    planner = stage_planner(config, model)
+    schedule = build_schedule(config, lambda n: [s.cost for s in planner(n).stages])
+    plan = planner(schedule.num_stages)
     progress(f"{plan}")
+    return Prepared(config, dataset, model, schedule, plan)
+
+
+def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
+    """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times."""
+    config, schedule = prepared.config, prepared.schedule
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     pipeline = Pipeline.build(
-        model,
+        prepared.model,
         schedule,
         microbatch_size=config.run.batch // config.pipeline.microbatches,
-        boundaries=[(s.start, s.stop) for s in plan.stages],
+        boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
         devices=devices,
         compute_dtype=jnp.dtype(config.run.dtype),
         recompute=config.pipeline.recompute,
     )
     progress("timing each stage alone")
-    pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=3))
+    pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
     pipeline.warm_up()
     step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
-    return Setup(config, dataset, model, plan, pipeline, step)
+    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+
+
+def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
+    """:func:`prepare`, then :func:`compile_setup`."""
+    return compile_setup(prepare(config, progress), devices, progress, repeats=repeats)
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:

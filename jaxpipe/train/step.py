@@ -192,7 +192,8 @@ class _TiedGradients:
 
 
 def _take(pipe: Pipeline, stage: int, path: Path, buffers: Buffers) -> jax.Array:
-    return get_leaf(_unpack(pipe, stage, buffers), path)
+    leaf: jax.Array = get_leaf(_unpack(pipe, stage, buffers), path)
+    return leaf
 
 
 def _put(pipe: Pipeline, stage: int, path: Path, buffers: Buffers, leaf: jax.Array) -> Buffers:
@@ -235,7 +236,7 @@ def _combine(
     squares: Sequence[jax.Array], loss_sum: jax.Array, weight: jax.Array, *, clip_norm: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Mean loss, norm of the mean gradient, factor for the summed gradient, and whether the step is finite."""
-    total = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
+    total = jnp.where(weight > 0, weight, 1.0)
     norm = jnp.sqrt(sum(squares, start=jnp.zeros((), squares[0].dtype))) / total
     ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0)
     shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm > 0 else jnp.ones_like(norm)

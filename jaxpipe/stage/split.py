@@ -10,11 +10,14 @@ cross are the w-residuals. No equation of F runs again in B or W, except
   W does.
 
 Then :mod:`jaxpipe.stage.crossing` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
-gradients). ``scan``, ``while`` and ``cond`` are atoms: one that yields both ``dx`` and parameter gradients goes whole to B.
+gradients). A
+``scan`` is divided like layers written out (:mod:`jaxpipe.stage.loops`); ``cond``, ``while`` and nested scans that yield both
+``dx`` and parameter gradients go whole to B.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -33,10 +36,10 @@ from jaxpipe._jax_compat import (
     close_jaxpr,
     is_key_dtype,
     source_line,
-    sub_jaxprs,
 )
 from jaxpipe.stage.crossing import cheapest_moves
 from jaxpipe.stage.functions import Port
+from jaxpipe.stage.loops import Loop, divide, is_mixed
 from jaxpipe.stage.trace import StageTrace
 
 Saveable = Callable[[Var], bool]
@@ -159,7 +162,8 @@ def _port_level(port: Port) -> Level:
 
 def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None) -> Split:
     """F, B, W and BW of a traced stage. ``saveable``: the recompute policy; by default F may save anything."""
-    graph = Graph(trace)
+    graph = Graph(_divide_loops(trace))
+    trace = graph.trace
     may_save = saveable(graph) if saveable is not None else (lambda v: True)
     results = dict(trace.outputs)
     ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
@@ -195,7 +199,48 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
         "BW": builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)),
     }
-    return Split(parts, _notes(graph, b, acc))
+    return Split(parts, _notes(graph, b, roots, acc))
+
+
+def _divide_loops(trace: StageTrace) -> StageTrace:
+    """The trace with each backward scan that B and W share cut in two; several rounds, as one cut may free another loop."""
+    graph = Graph(trace)
+    outputs = [a for _, a in trace.outputs]
+    roots = [a for p, a in trace.outputs if p.kind == "dx"] or list(trace.roots)
+    live = graph.needed(outputs, lambda i: True)
+    b = graph.needed(roots, lambda i: graph.eqn_level[i] is Level.BACKWARD)
+    for_b = {v for i in b for v in variables(graph.eqns[i].invars)}.union(variables(roots))
+    used = {v for i in live for v in variables(graph.eqns[i].invars)}.union(variables(outputs))
+    eqns: list[JaxprEqn] = []
+    recomputed: set[int] = set()
+    names: dict[Var, Atom] = {}
+    for i, eqn in enumerate(graph.eqns):
+        eqn = eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        loop = Loop.of(eqn) if i in b else None
+        halves = divide(loop, for_b.__contains__, (used - for_b).__contains__) if loop is not None else None
+        if halves is not None:
+            names.update(halves[1])
+        for new in halves[0] if halves is not None else [eqn]:
+            if i in trace.recomputed:
+                recomputed.add(len(eqns))
+            eqns.append(new)
+    if not names:
+        return trace
+
+    def called(a: Atom) -> Atom:
+        return names.get(a, a) if isinstance(a, Var) else a
+
+    return _divide_loops(
+        dataclasses.replace(
+            trace,
+            eqns=tuple(eqns),
+            recomputed=frozenset(recomputed),
+            outputs=tuple((p, called(a)) for p, a in trace.outputs),
+            roots=tuple(called(a) for a in trace.roots),
+            layer_inputs=tuple(called(a) for a in trace.layer_inputs),
+            named=tuple((name, called(a)) for name, a in trace.named),
+        )
+    )
 
 
 def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: Saveable) -> tuple[list[Var], set[int]]:
@@ -316,16 +361,15 @@ def _zero() -> Literal:
     return Literal(np.float32(0), jax.core.ShapedArray((), np.dtype(np.float32)))
 
 
-def _notes(graph: Graph, b: set[int], acc: Sequence[tuple[Port, Atom]]) -> tuple[str, ...]:
+def _notes(graph: Graph, b: set[int], roots: Sequence[Atom], acc: Sequence[tuple[Port, Atom]]) -> tuple[str, ...]:
+    """Remarks on loops and branches in B that also make what only W reads."""
     only_w = graph.needed([a for _, a in acc], lambda i: i not in b)
-    read_by_w = {v for i in only_w for v in variables(graph.eqns[i].invars)}
-    read_by_b = {v for i in b for v in variables(graph.eqns[i].invars)}
-    notes = []
-    for i in sorted(b):
-        eqn = graph.eqns[i]
-        for_w = any(v in read_by_w and v not in read_by_b for v in eqn.outvars)
-        if for_w and any(True for _ in sub_jaxprs(eqn)):
-            notes.append(
-                f"{eqn.primitive.name} at {source_line(eqn)} computes dx and parameter gradients together: it is in B whole"
-            )
-    return tuple(dict.fromkeys(notes))
+    for_b = {v for i in b for v in variables(graph.eqns[i].invars)}.union(variables(roots))
+    for_w = {v for i in only_w for v in variables(graph.eqns[i].invars)} - for_b
+    return tuple(
+        dict.fromkeys(
+            f"{eqn.primitive.name} at {source_line(eqn)} computes dx and parameter gradients together: it is in B whole"
+            for eqn in (graph.eqns[i] for i in sorted(b))
+            if is_mixed(eqn, for_b.__contains__, for_w.__contains__)
+        )
+    )

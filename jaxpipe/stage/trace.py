@@ -42,6 +42,7 @@ from jaxpipe.mesh import DP
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
+from jaxpipe.stage.loops import hoist_fixed
 from jaxpipe.stage.params import ParamLayout
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -357,6 +358,10 @@ def _input_ports(spec: StageSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, 
 
 def _joint_trace(spec: StageSpec, flat: FlatJaxpr, made: Mapping[str, Any], offset_at: int) -> StageTrace:
     inputs = _input_ports(spec, flat, offset_at)
+    fixed = {*flat.consts, flat.invars[offset_at], *(v for v, p in inputs.items() if p.kind == "param")}
+    eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)
+    outvars = [renamed.get(a, a) if isinstance(a, Var) else a for a in flat.outvars]
+    names = [(name, renamed.get(a, a) if isinstance(a, Var) else a) for name, a in flat.names]
     float_y = made.get("float_y", [True, False])
     float_x = [is_inexact(v) for v in array_leaves(spec.x)]
     y_at = [i for i, f in enumerate(float_y) if f] + [i for i, f in enumerate(float_y) if not f]
@@ -364,7 +369,7 @@ def _joint_trace(spec: StageSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
     ports = [Port(kind, i) for i in y_at]  # type: ignore[arg-type]
     ports += [Port("dx", i) for i, f in enumerate(float_x) if f]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
-    seeds = {int(name.split("/")[1]): v for name, v in flat.names if name.startswith(_SOURCE)}
+    seeds = {int(name.split("/")[1]): v for name, v in names if name.startswith(_SOURCE)}
     seed = None
     for i, v in seeds.items():
         assert isinstance(v, Var)
@@ -373,21 +378,21 @@ def _joint_trace(spec: StageSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
         else:
             inputs[v] = Port("dy", y_at[i])
     return StageTrace(
-        flat.eqns,
-        flat.recomputed,
+        tuple(eqns),
+        recomputed,
         flat.consts,
         inputs,
-        tuple(zip(ports, flat.outvars, strict=True)),
-        () if any(float_x) else _first_cotangents(flat),
-        tuple(a for name, a in flat.names if name.startswith(f"{_PREFIX}.h/")),
-        tuple((name, a) for name, a in flat.names if not name.startswith(f"{_PREFIX}.")),
+        tuple(zip(ports, outvars, strict=True)),
+        () if any(float_x) else _first_cotangents(names),
+        tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
+        tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
         flat.invars[offset_at],
         seed,
         made.get("y"),
     )
 
 
-def _first_cotangents(flat: FlatJaxpr) -> tuple[Atom, ...]:
-    marks = [(int(name.split("/")[1]), a) for name, a in flat.names if name.startswith(f"{_PREFIX}.ct/")]
+def _first_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[Atom, ...]:
+    marks = [(int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/")]
     first = min((layer for layer, _ in marks), default=None)
     return tuple(a for layer, a in marks if layer == first and not isinstance(a, Literal))

@@ -1,0 +1,296 @@
+"""Divide ``scan`` equations, so that a loop over layers is cut into F, B and W like layers written out.
+
+Two rewrites of a flat list of equations, both exact:
+
+* :func:`hoist_fixed` takes results that do not depend on the microbatch out of a scan. Differentiating a loop over stacked
+  weights makes the forward scan return the weights (or casts and products of them) as stacked residuals; those that merely hand
+  an operand on become that operand, the others a scan of their own over parameters, recomputed where needed.
+* :func:`divide` cuts a backward scan, which yields the cotangent of its input and the gradients of its weights, into one that
+  only walks the cotangent chain and stacks what the gradients need of each iteration, and one that makes the gradients.
+
+Not divided: a scan whose body holds another mixed loop, ``cond`` and ``while``; they go whole to B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    ScanParts,
+    Var,
+    close_jaxpr,
+    eval_jaxpr,
+    fresh_var,
+    scan_parts,
+    sub_jaxprs,
+    with_outer_names,
+)
+from jaxpipe.stage.inline import flatten
+
+Operand = tuple[Var, Atom]
+"""A variable of a loop body and what the loop feeds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A scan taken apart. ``consts``, ``carries`` and ``xs`` pair body variables with operands; ``carry_outs`` and ``ys`` pair
+    body results with the scan's results."""
+
+    eqn: JaxprEqn
+    parts: ScanParts
+    consts: tuple[Operand, ...]
+    carries: tuple[Operand, ...]
+    xs: tuple[Operand, ...]
+    carry_outs: tuple[tuple[Atom, Var], ...]
+    ys: tuple[tuple[Atom, Var], ...]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> Loop | None:
+        """The loop of a scan equation with a flattened body, None for other equations."""
+        parts = scan_parts(eqn)
+        if parts is None or parts.body_consts:
+            return None
+        ins = tuple(zip(parts.body.invars, eqn.invars, strict=True))
+        outs = tuple(zip(parts.body.outvars, eqn.outvars, strict=True))
+        c, k = parts.num_consts, parts.num_carry
+        return cls(eqn, parts, ins[:c], ins[c : c + k], ins[c + k :], outs[:k], outs[k:])
+
+    def needed(self, results: Iterable[Atom]) -> tuple[set[int], set[int]]:
+        """Body equations and carry positions that these body results depend on, over all iterations."""
+        maker = {v: i for i, eqn in enumerate(self.parts.body.eqns) for v in eqn.outvars}
+        carry_at = {v: j for j, (v, _) in enumerate(self.carries)}
+        eqns: set[int] = set()
+        carries: set[int] = set()
+        stack = [a for a in results if isinstance(a, Var)]
+        while stack:
+            v = stack.pop()
+            if v in maker and maker[v] not in eqns:
+                eqns.add(maker[v])
+                stack.extend(a for a in self.parts.body.eqns[maker[v]].invars if isinstance(a, Var))
+            elif v in carry_at and carry_at[v] not in carries:
+                carries.add(carry_at[v])
+                out = self.carry_outs[carry_at[v]][0]
+                if isinstance(out, Var):
+                    stack.append(out)
+        return eqns, carries
+
+    def loop_over(
+        self,
+        eqns: Iterable[int],
+        carries: Sequence[int],
+        ys: Sequence[tuple[Atom, Atom]],
+        more_xs: Sequence[Operand] = (),
+    ) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+        """A scan of these body equations with these carries. ``ys``: body result and the variable that names it stacked.
+
+        Returns the new equations and what each result of the old scan is now called.
+        """
+        chosen = [self.parts.body.eqns[i] for i in sorted(eqns)]
+        outs = [self.carry_outs[j] for j in carries]
+        read = {a for eqn in chosen for a in eqn.invars} | {a for a, _ in (*outs, *ys)}
+        consts = [(v, a) for v, a in self.consts if v in read]
+        xs = [(v, a) for v, a in (*self.xs, *more_xs) if v in read]
+        ins = [self.carries[j] for j in carries]
+        body = close_jaxpr((), [v for v, _ in (*consts, *ins, *xs)], chosen, [a for a, _ in (*outs, *ys)])
+        traced = _trace_scan(body, len(consts), len(ins), [a for _, a in xs], self.parts)
+        results = [a for _, a in (*outs, *ys)]
+        return _splice(traced, self.eqn, [a for _, a in (*consts, *ins, *xs)], results)
+
+
+def hoist_fixed(
+    eqns: Sequence[JaxprEqn], recomputed: frozenset[int], is_fixed: Callable[[Var], bool]
+) -> tuple[list[JaxprEqn], frozenset[int], dict[Var, Atom]]:
+    """Equations with fixed results of scans taken out of them.
+
+    Args:
+        eqns: a flat program. recomputed: positions marked by :func:`jaxpipe.stage.inline.flatten`.
+        is_fixed: whether a free variable depends on parameters and constants only.
+
+    Returns the new equations, the marked positions among them, and substitutions to apply to the program's results.
+    """
+    fixed: dict[Var, bool] = {}
+    names: dict[Var, Atom] = {}
+    out: list[JaxprEqn] = []
+    marked: set[int] = set()
+
+    def known(a: Atom) -> bool:
+        return isinstance(a, Literal) or (fixed[a] if a in fixed else is_fixed(a))
+
+    for i, eqn in enumerate(eqns):
+        eqn = eqn.replace(invars=[_called(names, a) for a in eqn.invars])
+        loop = Loop.of(eqn)
+        made: list[JaxprEqn] = [eqn]
+        renamed: dict[Var, Atom] = {}
+        if loop is not None and not eqn.effects and not all(known(a) for a in eqn.invars):
+            made, renamed = _without_fixed(loop, known)
+        names.update(renamed)
+        for new in made:
+            level = all(known(a) for a in new.invars) and not new.effects
+            fixed.update(dict.fromkeys(new.outvars, level))
+            if i in recomputed:
+                marked.add(len(out))
+            out.append(new)
+    return out, frozenset(marked), names
+
+
+def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+    body = loop.parts.body
+    operand = dict((*loop.consts, *loop.xs))
+    xs = dict(loop.xs)
+    names: dict[Var, Atom] = {v: xs[a] for a, v in loop.ys if isinstance(a, Var) and a in xs}
+    names.update(
+        (v, start) for (a, v), (k, start) in zip(loop.carry_outs, loop.carries, strict=True) if a is k
+    )  # handed on unchanged
+    fixed_ys = []
+    for a, v in loop.ys:
+        if v in names or not isinstance(a, Var):
+            continue
+        needed, carries = loop.needed([a])
+        reads = {u for i in needed for u in body.eqns[i].invars if isinstance(u, Var)} | {a}
+        outside = [operand[u] for u in reads if u in operand] + [loop.carries[j][1] for j in carries]
+        if all(known(u) for u in outside):
+            fixed_ys.append((a, v, needed, carries))
+    if not fixed_ys and not names:
+        return [loop.eqn], {}
+    eqns: list[JaxprEqn] = []
+    if fixed_ys:
+        needed = set().union(*(n for _, _, n, _ in fixed_ys))
+        kept = sorted(set().union(*(c for _, _, _, c in fixed_ys)))
+        made, renamed = loop.loop_over(needed, kept, [(a, v) for a, v, _, _ in fixed_ys])
+        dropped = {loop.carry_outs[j][1] for j in kept}
+        eqns += made
+        names.update((v, a) for v, a in renamed.items() if v not in dropped)
+    gone = {v for _, v, _, _ in fixed_ys} | {v for _, v in loop.ys if v in names}
+    rest_ys = [(a, v) for a, v in loop.ys if v not in gone]
+    results = [a for a, _ in (*loop.carry_outs, *rest_ys)]
+    needed, _ = loop.needed(results)
+    made, renamed = loop.loop_over(needed, range(len(loop.carries)), rest_ys)
+    names.update((v, a) for v, a in renamed.items() if v not in names)
+    return eqns + made, names
+
+
+def divide(
+    loop: Loop, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]
+) -> tuple[list[JaxprEqn], dict[Var, Atom]] | None:
+    """A scan as two: one for the results that B needs, one for those that only W reads.
+
+    None where it can't be divided or nothing is left for the second. Returns the new equations and what each result of the old
+    scan is now called.
+    """
+    body = loop.parts.body
+    outs_b = [a for a, v in (*loop.carry_outs, *loop.ys) if for_b(v)]
+    eqns_b, carries = loop.needed(outs_b)
+    carries_b = sorted(carries | {j for j, (_, v) in enumerate(loop.carry_outs) if for_b(v)})
+    eqns_b, _ = loop.needed([*outs_b, *(loop.carry_outs[j][0] for j in carries_b)])
+    ys_w = [(a, v) for a, v in loop.ys if for_w(v)]
+    ends_w = {j for j, (_, v) in enumerate(loop.carry_outs) if for_w(v)}
+    needed_w, more_w = loop.needed([a for a, _ in ys_w] + [loop.carry_outs[j][0] for j in ends_w])
+    carries_w = sorted((ends_w | more_w).difference(carries_b))
+    results_w = [loop.carry_outs[j][0] for j in carries_w] + [a for a, _ in ys_w]
+    eqns_w = needed_w - eqns_b
+    if not eqns_w or any(_mixed(body.eqns[i], loop, eqns_w) for i in eqns_b):
+        return None
+    again = _from_consts(loop, eqns_b)
+    made_b = {v for i in eqns_b for v in body.eqns[i].outvars} | {loop.carries[j][0] for j in carries_b}
+    crossing, redo = _crossing(loop, eqns_w, results_w, made_b, again)
+    stacked = {v: fresh_var(v.aval) for v in crossing}  # replaced by what the first loop calls it
+    ys_b = [(a, v) for a, v in loop.ys if for_b(v)]
+    first, names = loop.loop_over(eqns_b, carries_b, [*ys_b, *stacked.items()])
+    feed = [(v, _called(names, s)) for v, s in stacked.items()]
+    second, more = loop.loop_over(eqns_w | redo, carries_w, ys_w, feed)
+    return first + second, {**names, **more}
+
+
+def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]) -> bool:
+    """Whether a loop or branch computes something for W's results that it would not compute for B's."""
+    if not any(True for _ in sub_jaxprs(eqn)) or not any(for_w(v) for v in eqn.outvars):
+        return False
+    loop = Loop.of(eqn)
+    if loop is None:
+        return True
+    results = (*loop.carry_outs, *loop.ys)
+    return (
+        not loop.needed([a for a, v in results if for_w(v)])[0] <= loop.needed([a for a, v in results if for_b(v)])[0]
+    )
+
+
+def _crossing(
+    loop: Loop, eqns_w: set[int], results_w: Sequence[Atom], made_b: set[Var], again: set[int]
+) -> tuple[list[Var], set[int]]:
+    """Body values that the first loop must stack for the second, and equations over constants that both run."""
+    body = loop.parts.body
+    maker = {v: i for i in again for v in body.eqns[i].outvars}
+    crossing: dict[Var, None] = {}
+    redo: set[int] = set()
+    stack = [a for i in sorted(eqns_w) for a in body.eqns[i].invars if isinstance(a, Var)]
+    stack += [a for a in results_w if isinstance(a, Var)]
+    while stack:
+        v = stack.pop()
+        if v in maker:
+            if maker[v] not in redo:
+                redo.add(maker[v])
+                stack.extend(a for a in body.eqns[maker[v]].invars if isinstance(a, Var))
+        elif v in made_b:
+            crossing[v] = None
+    return list(crossing), redo
+
+
+def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
+    """Of these body equations, those that depend on the loop's constants only."""
+    found: set[int] = set()
+    fixed = {v for v, _ in loop.consts}
+    for i in sorted(eqns):
+        eqn = loop.parts.body.eqns[i]
+        if all(not isinstance(a, Var) or a in fixed for a in eqn.invars) and not eqn.effects:
+            found.add(i)
+            fixed.update(eqn.outvars)
+    return found
+
+
+def _mixed(eqn: JaxprEqn, loop: Loop, eqns_w: set[int]) -> bool:
+    """Whether a loop inside the body has results for both halves."""
+    if not any(True for _ in sub_jaxprs(eqn)):
+        return False
+    read = {a for i in eqns_w for a in loop.parts.body.eqns[i].invars}
+    return any(v in read for v in eqn.outvars)
+
+
+def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom], parts: ScanParts) -> ClosedJaxpr:
+    """The jaxpr of ``lax.scan`` over ``body``, whose inputs are constants, carries and slices of ``xs``."""
+
+    def scan(*operands: Any) -> Any:
+        fixed, start, stacked = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+
+        def step(carry: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            out = [jnp.asarray(v) for v in eval_jaxpr(body.jaxpr, body.consts, *fixed, *carry, *slices)]
+            return tuple(out[:carries]), tuple(out[carries:])
+
+        ends, ys = jax.lax.scan(step, start, stacked, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
+        return (*ends, *ys)
+
+    avals = [v.aval for v in body.jaxpr.invars[: consts + carries]] + [a.aval for a in xs]
+    return jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+
+
+def _splice(
+    traced: ClosedJaxpr, outer: JaxprEqn, operands: Sequence[Atom], results: Sequence[Atom]
+) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+    """The traced equations on these operands, and what each of ``results`` is called among them."""
+    flat = flatten(traced.jaxpr, traced.consts)
+    assert not flat.consts, "a loop body closes over nothing"
+    names: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
+    eqns = [with_outer_names(e, outer, [_called(names, a) for a in e.invars], e.outvars) for e in flat.eqns]
+    return eqns, {v: _called(names, a) for v, a in zip(results, flat.outvars, strict=True) if isinstance(v, Var)}
+
+
+def _called(names: Mapping[Var, Atom], atom: Atom) -> Atom:
+    return names.get(atom, atom) if isinstance(atom, Var) else atom

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import (
+
+from jaxpipe.schedule import FAMILIES, Schedule, bidirectional, circular, generate, v_shape, wave
+from tests.pipelines import (
     MODELS,
     assert_same_arrays,
     parameters,
@@ -21,9 +23,7 @@ from pipelines import (
     sized,
     unpipelined,
 )
-from schedule_strategies import random_schedule
-
-from jaxpipe.schedule import FAMILIES, Schedule, bidirectional, circular, generate, v_shape, wave
+from tests.schedule_strategies import random_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")
 

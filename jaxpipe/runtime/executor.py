@@ -44,14 +44,28 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of the last stage: loss sum and weight sum. ``events``: what was measured, if the step was recorded.
-    ``dispatch_s``: host seconds of the dispatch loop; ``step_s``: until all results were ready (recorded steps only)."""
+    loss ports of the last stage: loss sum and weight sum. ``tokens``: per action, in order of dispatch, a scalar that is ready
+    when it has run. ``events``: what was measured, if the step was recorded. ``dispatch_s``: host seconds of the dispatch
+    loop; ``step_s``: until all results were ready (recorded steps only)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
+    tokens: Sequence[tuple[int, Action, jax.Array]]
     events: tuple[Event, ...]
     dispatch_s: float
     step_s: float
+
+    def wait(self) -> None:
+        """Wait until everything has run.
+
+        Raises:
+            RunError: an action failed on its device; names the first.
+        """
+        for rank, action, token in self.tokens:
+            try:
+                token.block_until_ready()
+            except Exception as error:
+                raise _run_error(rank, action, error) from error
 
 
 class _Linked(NamedTuple):
@@ -78,9 +92,10 @@ class Executor:
     Args:
         programs: of the ranks whose devices this process owns, all of them or a subset.
         order: from :func:`jaxpipe.program.order.issue_order` over the same programs.
-        functions: per stage.
-        shardings: per rank, where its activations live.
+        functions: by (rank, stage).
+        shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
+        all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
     """
 
     def __init__(
@@ -90,11 +105,13 @@ class Executor:
         functions: Mapping[tuple[int, int], StageFunctions],
         shardings: Sequence[jax.sharding.NamedSharding],
         transport: Transport | None = None,
+        all_programs: Sequence[Program] | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
-        self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks)
+        numbers = _message_numbers(self._programs if all_programs is None else all_programs)
+        self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
         self._num_ranks = len(shardings)
 
     @property
@@ -113,8 +130,8 @@ class Executor:
             if record:
                 return self._run_recorded(inputs)
             start = time.perf_counter()
-            self._dispatch(None)
-            return self._collect(inputs, (), time.perf_counter() - start, 0.0)
+            tokens = self._dispatch(None)
+            return self._collect(inputs, tokens, (), time.perf_counter() - start, 0.0)
         except BaseException:
             self._transport.clear()
             raise
@@ -125,20 +142,22 @@ class Executor:
     def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            self._dispatch(recorder)
+            tokens = self._dispatch(recorder)
             dispatch_s = time.perf_counter() - start
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
-        return self._collect(inputs, recorder.events(), dispatch_s, step_s)
+        return self._collect(inputs, tokens, recorder.events(), dispatch_s, step_s)
 
-    def _dispatch(self, recorder: Recorder | None) -> None:
+    def _dispatch(self, recorder: Recorder | None) -> list[tuple[int, Action, jax.Array]]:
         at = 0
+        tokens = []
         try:
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
                 if kind == _RUN:
                     results = run(*get(bank))
+                    tokens.append((rank, action, results[marker]))
                 elif kind == _SEND:
                     run(get(bank))
                     results = ()
@@ -155,6 +174,7 @@ class Executor:
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error) from error
+        return tokens
 
     def _bind(self, inputs: StepInputs) -> None:
         for program, bank in zip(self._programs, self._banks, strict=True):
@@ -170,7 +190,14 @@ class Executor:
                     case _:
                         bank[slot] = inputs.keys[r][value.microbatch]
 
-    def _collect(self, inputs: StepInputs, events: tuple[Event, ...], dispatch_s: float, step_s: float) -> StepOutputs:
+    def _collect(
+        self,
+        inputs: StepInputs,
+        tokens: Sequence[tuple[int, Action, jax.Array]],
+        events: tuple[Event, ...],
+        dispatch_s: float,
+        step_s: float,
+    ) -> StepOutputs:
         acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
         losses: dict[int, dict[int, jax.Array]] = {}
         for program, bank in zip(self._programs, self._banks, strict=True):
@@ -182,6 +209,7 @@ class Executor:
         return StepOutputs(
             acc=acc,
             losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],
+            tokens=tokens,
             events=events,
             dispatch_s=dispatch_s,
             step_s=step_s,
@@ -202,8 +230,8 @@ def _link(
     shardings: Sequence[jax.sharding.NamedSharding],
     transport: Transport,
     banks: Sequence[Bank],
+    numbers: Mapping[tuple[int, int, Action], int],
 ) -> list[_Linked]:
-    numbers = _message_numbers(programs)
     code: list[_Linked] = []
     last_of: dict[int, int] = {}
     for k, at in order:

@@ -56,8 +56,8 @@ class Tie:
 class Pipeline:
     """See the module. Build with :meth:`build`; the fields are read-only.
 
-    ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``: first
-    and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on.
+    ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``:
+    first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on.
     """
 
     model: Model
@@ -236,15 +236,24 @@ class Pipeline:
         *,
         record: bool = False,
     ) -> StepOutputs:
-        """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``, which
-        is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers.
+        """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``,
+        which is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers.
 
         Raises:
             RunError: an instruction failed.
             ProgramError: the batch does not fit.
         """
-        inputs = StepInputs(params, acc, self._place_data(batch), self._place_keys(key))
-        return self.executor.run(inputs, record=record)
+        return self.executor.run(self.step_inputs(params, acc, batch, key), record=record)
+
+    def step_inputs(
+        self,
+        params: Mapping[Instance, Buffers],
+        acc: Mapping[Instance, Buffers],
+        batch: Batch,
+        key: jax.Array | None = None,
+    ) -> StepInputs:
+        """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
+        return StepInputs(params, acc, self._place_data(batch), self._place_keys(key))
 
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
@@ -353,7 +362,7 @@ class Pipeline:
             return {}
         if key is None:
             raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
-        keys = _microbatch_keys(key, self.schedule.num_microbatches)
+        keys = microbatch_keys(key, self.schedule.num_microbatches)
         homes = [replicated(self.submeshes[r]) for r in users]
         flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
         return {r: [next(flat) for _ in keys] for r in users}
@@ -369,14 +378,10 @@ class Pipeline:
                 raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
 
 
-@jax.jit
-def _fold(key: jax.Array, i: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, i)
-
-
-def _microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
-    """Microbatch i's key: ``fold_in(key, i)``."""
-    return [_fold(key, np.uint32(i)) for i in range(count)]
+@partial(jax.jit, static_argnames="count")
+def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
+    """Microbatch i's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
+    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(count)]
 
 
 def _instances(schedule: Schedule) -> dict[int, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Link, Timeline, check_schedule, generate, lower_bound, simulate
 from jaxpipe.schedule.families.list_scheduler import Chain, Draft, replay
+from jaxpipe.schedule.families.polish import move_weight_gradients
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_heuristic import best_draft
 
@@ -120,3 +121,19 @@ def test_zb_scales_with_the_unit_of_time() -> None:
         for x in (1.0, 2.0**-20, 2.0**20)
     ]
     assert rows[0] == rows[1] == rows[2]
+
+
+def test_polish_shortens_or_leaves_alone() -> None:
+    shorter = 0
+    for m in (5, 8, 16):
+        for f, b, w in [(12.96, 13.22, 9.76), (18.5, 18.1, 9.3), (1, 3, 1)]:
+            c = Chain.of(CostProfile.uniform(4, f=f, b=b, w=w), m, 8)
+            fused = [["F"] * k + ["B", "W", "F"] * (m - k) + ["B", "W"] * k for k in (4, 3, 2, 1)]
+            before = replay(c, tuple(fused))
+            assert before is not None
+            after = move_weight_gradients(c, before, tries=60)
+            assert (after.makespan, after.span) <= (before.makespan * (1 + 1e-9), before.span * (1 + 1e-9))
+            assert after.peak <= c.limit
+            assert replay(c, after.rows) == Draft(after.rows, after.makespan, after.span, after.peak) or after == before
+            shorter += after.makespan < before.makespan
+    assert shorter > 0

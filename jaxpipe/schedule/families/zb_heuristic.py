@@ -3,7 +3,8 @@
 Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3.1; `controllable-memory.txt` calls the heuristic at 1F1B's
 memory ZB-1P and at twice that ZB-2P. Many drafts are made and the best is kept, by makespan, then longest rank span, then
 peak memory: list schedules over a grid of policies (:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders
-split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than 1F1B or ZB-H1.
+split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than 1F1B or ZB-H1. The best of a
+small problem is polished (:mod:`~jaxpipe.schedule.families.polish`).
 
 Below a limit of p the paper's own heuristic degrades quickly; here the warm-up depth follows the round trip of a microbatch,
 which costs nothing down to about 2p/3 (`controllable-memory.txt`, appendix I) and stays near the optimum below. How
@@ -22,11 +23,13 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
 from jaxpipe.schedule.families.list_scheduler import Chain, Draft, list_schedule, replay
 from jaxpipe.schedule.families.policies import policies
+from jaxpipe.schedule.families.polish import move_weight_gradients
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.ir import Schedule
 
 _POLICIES_AT_ANY_SIZE, _MORE_POLICIES = 12, 28
 _ACTIONS_FOR_MORE = 10_000
+_SMALL, _SWAPS = 400, 200
 
 
 def zero_bubble(
@@ -96,16 +99,16 @@ def _zero_bubble(name: str, ranks: int, m: int, costs: CostProfile | None, limit
 
 
 def best_draft(c: Chain) -> Draft:
-    """The best of all drafts; stops early at one whose makespan and span can't be beaten."""
+    """The best of all drafts, polished if small; stops early at one whose makespan and span can't be beaten."""
     makespan, span = c.least_makespan_and_span()
     best: Draft | None = None
     for draft in _drafts(c):
         if best is None or draft.rank_key < best.rank_key:
             best = draft
         if best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
-            break
+            return best
     assert best is not None
-    return best
+    return move_weight_gradients(c, best, _SWAPS) if 3 * c.num_ranks * c.num_microbatches <= _SMALL else best
 
 
 def _drafts(c: Chain) -> Iterator[Draft]:

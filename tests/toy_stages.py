@@ -29,7 +29,9 @@ def normal(key: jax.Array, *shape: int, scale: float = 0.3) -> jax.Array:
 
 
 def embedding(name: str = "embed") -> Layer:
-    return Layer(name, lambda k: {"table": normal(k, V, D)}, lambda p, x, c: p["table"][c.data["tokens"]], reads=("tokens",))
+    return Layer(
+        name, lambda k: {"table": normal(k, V, D)}, lambda p, x, c: p["table"][c.data["tokens"]], reads=("tokens",)
+    )
 
 
 def _row(v: jax.Array) -> jax.Array:
@@ -41,14 +43,20 @@ def norm(p: Params, x: jax.Array) -> jax.Array:
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * _row(p["scale"]) + _row(p["bias"])
 
 
-def _norm_params() -> Params:
-    return {"scale": jnp.ones((D,)), "bias": jnp.zeros((D,))}
+def _norm_params(key: jax.Array) -> Params:
+    a, b = jax.random.split(key)
+    return {"scale": 1 + normal(a, D), "bias": normal(b, D)}
 
 
 def mlp(name: str, hidden: int = 4 * D) -> Layer:
     def init(key: jax.Array) -> Params:
-        a, b = jax.random.split(key)
-        return {"norm": _norm_params(), "up": normal(a, D, hidden), "up_bias": jnp.zeros((hidden,)), "down": normal(b, hidden, D)}
+        a, b, c = jax.random.split(key, 3)
+        return {
+            "norm": _norm_params(c),
+            "up": normal(a, D, hidden),
+            "up_bias": jnp.zeros((hidden,)),
+            "down": normal(b, hidden, D),
+        }
 
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
         return x + jax.nn.gelu(norm(p["norm"], x) @ p["up"] + _row(p["up_bias"])) @ p["down"]
@@ -59,7 +67,7 @@ def mlp(name: str, hidden: int = 4 * D) -> Layer:
 def attention(name: str) -> Layer:
     def init(key: jax.Array) -> Params:
         q, k, v, o = jax.random.split(key, 4)
-        return {"norm": _norm_params(), **{n: normal(s, D, D) for n, s in zip("qkvo", (q, k, v, o), strict=True)}}
+        return {"norm": _norm_params(key), **{n: normal(s, D, D) for n, s in zip("qkvo", (q, k, v, o), strict=True)}}
 
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
         h = norm(p["norm"], x)
@@ -102,6 +110,13 @@ def scanned(name: str, depth: int = 3) -> Layer:
     return Layer(name, init, apply, kind="scanned")
 
 
+def branched(name: str) -> Layer:
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        return jax.lax.cond(c.data["tokens"].sum() > 0, lambda x: jnp.tanh(x @ p["w"]), lambda x: x, x)
+
+    return Layer(name, lambda k: {"w": normal(k, D, D)}, apply, reads=("tokens",), kind="branched")
+
+
 def checkpointed(name: str) -> Layer:
     inner = mlp(name)
 
@@ -115,7 +130,13 @@ def with_carry(name: str = "carry") -> Layer:
     """Starts a carry of an integer array, a float array without parameters, and static leaves."""
 
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
-        return {"h": x, "ids": c.data["tokens"] % 3, "pos": jnp.cos(c.data["tokens"] * 0.1).astype(x.dtype), "n": 2, "s": "relu"}
+        return {
+            "h": x,
+            "ids": c.data["tokens"] % 3,
+            "pos": jnp.cos(c.data["tokens"] * 0.1).astype(x.dtype),
+            "n": 2,
+            "s": "relu",
+        }
 
     return Layer(name, lambda k: {}, apply, reads=("tokens",))
 
@@ -139,7 +160,7 @@ def end_carry(name: str = "end") -> Layer:
 
 def head(name: str = "head", tied_to: str | None = None) -> Layer:
     def init(key: jax.Array) -> Params:
-        return {"norm": _norm_params()} if tied_to else {"norm": _norm_params(), "out": normal(key, D, V)}
+        return {"norm": _norm_params(key), **({} if tied_to else {"out": normal(key, D, V)})}
 
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
         h = norm(p["norm"], x)
@@ -185,25 +206,42 @@ def reference(
     for i, layer in enumerate(layers):
         own = {**params[layer.name], **{path[-1]: params[owner][at[-1]] for path, (owner, at) in layer.tied.items()}}
         context = LayerContext(
-            {n: jnp.asarray(batch[n]) for n in layer.reads}, layer_key(key, i) if layer.uses_key and train else None, train
+            {n: jnp.asarray(batch[n]) for n in layer.reads},
+            layer_key(key, i) if layer.uses_key and train else None,
+            train,
         )
         x = layer.apply(own, x, context)
     return x
 
 
 class Runner:
-    """Runs the functions of a chain of stages, microbatch by microbatch, and accumulates gradients."""
+    """Runs the functions of a chain of stages, microbatch by microbatch, and accumulates gradients.
 
-    def __init__(self, functions: Sequence[StageFunctions], stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) -> None:
+    ``compiled=False`` interprets the jaxprs instead of calling the compiled functions: seconds faster for one-off checks.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[StageFunctions],
+        stages: Sequence[Sequence[Layer]],
+        params: Mapping[str, Params],
+        compiled: bool = True,
+    ) -> None:
         self.functions = functions
+        self.compiled = compiled
         self.params = [
-            [jax.device_put(b, a.sharding) for b, a in zip(f.layout.pack(stage_params(s, params)), f.param_avals, strict=True)]
+            [
+                jax.device_put(b, a.sharding)
+                for b, a in zip(f.layout.pack(stage_params(s, params)), f.param_avals, strict=True)
+            ]
             for f, s in zip(functions, stages, strict=True)
         ]
         self.acc = [[jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in f.acc_avals] for f in functions]
         self.values: list[dict[Port, jax.Array]] = []
 
-    def microbatch(self, batch: Mapping[str, Any], key: Any = KEY, fused: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def microbatch(
+        self, batch: Mapping[str, Any], key: Any = KEY, fused: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         self.values = [{} for _ in self.functions]
         count = len(self.functions)
         for s in range(count):
@@ -238,7 +276,10 @@ class Runner:
                     value = values[port]
             args.append(jax.device_put(value, aval.sharding))
             assert (args[-1].shape, args[-1].dtype) == (aval.shape, aval.dtype), f"stage {s} {op} {port}"
-        results = function.call(*args)
+        if self.compiled:
+            results = function.call(*args)
+        else:
+            results = tuple(map(jnp.asarray, jax.core.eval_jaxpr(function.jaxpr.jaxpr, function.jaxpr.consts, *args)))
         for port, value, aval in zip(function.outputs, results, function.avals_out, strict=True):
             assert (value.shape, value.dtype) == (aval.shape, aval.dtype), f"stage {s} {op} {port}"
             match port.kind:

@@ -87,7 +87,7 @@ def _h2_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float 
 ZB_H1 = Family(
     name="zb-h1",
     function=zb_h1,
-    description="B and W split, W fills bubbles: a third of 1F1B's bubble at 1F1B's memory",
+    description="B and W split, W fills bubbles: a third of 1F1B's bubble if F = B = W, at its memory",
     source="Qi et al. 2023 (Zero Bubble) §2.1",
     peak_activations=lambda p, m, v: min(p, m),
     makespan=_h1_makespan,
@@ -96,7 +96,7 @@ ZB_H1 = Family(
 ZB_H2 = Family(
     name="zb-h2",
     function=zb_h2,
-    description="ZB-H1 with a deeper warm-up: no bubble within a rank's span, at most 2p-1 activations",
+    description="ZB-H1 with a deeper warm-up: no bubble within spans if F = B = W; at most 2p-1 activations",
     source="Qi et al. 2023 (Zero Bubble) §2.2",
     peak_activations=lambda p, m, v: min(2 * p - 1, m),
     makespan=_h2_makespan,

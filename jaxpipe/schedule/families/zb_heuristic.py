@@ -6,9 +6,9 @@ peak memory: list schedules over a grid of policies (:mod:`~jaxpipe.schedule.fam
 split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than 1F1B or ZB-H1. The best of a
 small problem is polished (:mod:`~jaxpipe.schedule.families.polish`).
 
-Below a limit of p the paper's own heuristic degrades quickly; here the warm-up depth follows the round trip of a microbatch,
-which costs nothing down to about 2p/3 (`controllable-memory.txt`, appendix I) and stays near the optimum below. How
-many drafts are made depends on sizes only, never on a clock, so the same arguments give the same schedule.
+Below a limit of p some policies set the warm-up depth by the round trip of a microbatch, which is what
+`controllable-memory.txt` (appendix I) does at 2p/3. At unit costs and limits p/4 to p the longest span equals or beats the best
+that CP-SAT found in FACTS.md's table (a test). How many drafts are made depends on sizes only, never on a clock, so the same arguments give the same schedule.
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
 """
 
@@ -148,7 +148,7 @@ ZB_1P = Family(
 ZB_2P = Family(
     name="zb-2p",
     function=zb_2p,
-    description="the zero-bubble heuristic with real costs, at twice 1F1B's memory (limit 2p): no bubble within spans",
+    description="the zero-bubble heuristic with real costs, at twice 1F1B's memory (limit 2p)",
     source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
     options=("costs",),
     picture={"ranks": 4, "microbatches": 8},

@@ -3,8 +3,8 @@
 A policy needs a depth per rank: how many microbatches may be between F and B there. ``_DEPTHS`` names several ways to choose
 it; ``_GRID`` combines them with the other choices of a :class:`~jaxpipe.schedule.families.list_scheduler.Policy`. The grid's
 order was found by greedy selection over random chains (even, jittered, one heavy stage, arbitrary; transfers 0-0.3 F; limits
-p/2-2p; p <= 16): each row is the one that improves most on those before it. Two rows, "warm stepped" with balance and "eager" with
-w_gap 0.75, were moved forward by hand for limits near 1.5p with slow transfers.
+p/2-2p; p <= 16): each row is the one that improves most on those before it. Two rows, "warm stepped" with balance and "eager"
+with w_gap 0.75, were moved forward by hand for limits near 1.5p with slow transfers.
 """
 
 from __future__ import annotations

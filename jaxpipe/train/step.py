@@ -107,8 +107,9 @@ class TrainStep:
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
         squares = [self._square[s](acc[(r, s)]) for s, r in self._primary.items()]
-        loss_sum, weight = self._sum_losses(outputs.losses)
         first = replicated(pipe.submeshes[0])
+        several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
+        loss_sum, weight = self._sum_losses(jax.device_put(outputs.losses, first) if several else outputs.losses)
         loss, norm, scale, ok = self._combine(*jax.device_put((squares, loss_sum, weight), first))
         master, compute = dict(state.master), dict(state.compute)
         optimizer = dict(state.optimizer)

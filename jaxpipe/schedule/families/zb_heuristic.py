@@ -8,8 +8,8 @@ small problem is polished (:mod:`~jaxpipe.schedule.families.polish`).
 
 Below a limit of p some policies set the warm-up depth by the round trip of a microbatch, which is what
 `controllable-memory.txt` (appendix I) does at 2p/3. At unit costs and limits p/4 to p the longest span equals or beats the best
-that CP-SAT found in FACTS.md's table (a test). How many drafts are made depends on sizes only, never on a clock, so the same arguments give the same
-schedule.
+that CP-SAT found in FACTS.md's table (a test). How many
+drafts are made depends on sizes only, never on a clock: equal arguments give equal schedules.
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
 """
 

@@ -3,13 +3,13 @@
 Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3.1; `controllable-memory.txt` calls the heuristic at 1F1B's
 memory ZB-1P and at twice that ZB-2P. Many drafts are made and the best is kept, by makespan, then longest rank span, then
 peak memory: list schedules over a grid of policies (:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders
-split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than 1F1B or ZB-H1. The best of a
-small problem is polished (:mod:`~jaxpipe.schedule.families.polish`).
+split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than ZB-H1, nor than 1F1B if a fused
+BW takes B + W (a cheaper BW is not considered). The best of a small problem is polished
+(:mod:`~jaxpipe.schedule.families.polish`).
 
-Below a limit of p some policies set the warm-up depth by the round trip of a microbatch, which is what
-`controllable-memory.txt` (appendix I) does at 2p/3. At unit costs and limits p/4 to p the longest span equals or beats the best
-that CP-SAT found in FACTS.md's table (a test). How many
-drafts are made depends on sizes only, never on a clock: equal arguments give equal schedules.
+For limits below p some policies set the warm-up depth by the round trip of a microbatch (`controllable-memory.txt`, appendix I
+reaches 2p/3 with a building block instead). At unit costs and limits p/4 to p the longest span equals or beats the best that
+CP-SAT found in FACTS.md's table (a test). How many drafts are made depends on sizes only, never on a clock.
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
 """
 

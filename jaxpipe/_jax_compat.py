@@ -16,6 +16,9 @@ name                           why
 ``jax.lax.pcast``              casts a value to varying; public since 0.9.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
+``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
+array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
+sharding``
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
 =============================  ==========================================================================================
 
@@ -33,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
+from jax._src.lib import xla_client as _xla_client
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = [
@@ -48,6 +52,7 @@ __all__ = [
     "called_jaxpr",
     "checkpoint_name_of",
     "close_jaxpr",
+    "copier",
     "dtype_of",
     "eval_jaxpr",
     "fresh_var",
@@ -261,3 +266,23 @@ def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
     itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
+
+
+def copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """A function that starts copying arrays to ``sharding`` (as many devices as they are on now) and returns the copies.
+
+    It does what ``jax.device_put(arrays, sharding)`` does without finding out each time how; the caller vouches that the
+    arrays live on as many devices as ``sharding`` has, all of this process, split the same way.
+    """
+    copy = getattr(_xla_client, "batched_copy_array_to_devices_with_sharding", None)
+    devices = getattr(sharding, "_internal_device_list", None)
+    if copy is None or devices is None or not sharding.is_fully_addressable:
+        return lambda arrays: jax.device_put(list(arrays), sharding)  # type: ignore[no-any-return]
+    reuse = _xla_client.ArrayCopySemantics.REUSE_INPUT
+
+    def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        n = len(arrays)
+        result: Sequence[jax.Array] = copy(list(arrays), [devices] * n, [sharding] * n, [reuse] * n)
+        return result
+
+    return copies

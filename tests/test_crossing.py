@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import Var, aval_bytes
-from jaxpipe.stage.crossing import cheapest_moves, is_movable
+from jaxpipe.stage.crossing import VALUE_BYTES, cheapest_moves, is_movable
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.split import Graph
 from jaxpipe.stage.trace import StageTrace
@@ -36,9 +36,9 @@ def test_no_other_choice_crosses_with_fewer_bytes(data: st.DataObject) -> None:
 
 
 def test_a_bias_gradient_moves_only_where_that_frees_its_operand() -> None:
-    graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ dy), (64, 8), (64, 4))
+    graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ dy), (640, 8), (640, 4))
     assert not cheapest_moves(graph, w, lambda v: False), "dy waits for the product anyway"
-    graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ h), (64, 8), (64, 4))
+    graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ h), (640, 8), (640, 4))
     moved = cheapest_moves(graph, w, lambda v: False)
     assert {graph.eqns[i].primitive.name for i in moved} == {"tanh", "reduce_sum"}
 
@@ -88,4 +88,4 @@ def _is_closed(graph: Graph, chosen: set[int], w: set[int]) -> bool:
 def _cost(graph: Graph, moved: set[int], w: set[int], inputs: set[Var]) -> int:
     read = {v for i in w - moved for v in graph.eqns[i].invars if isinstance(v, Var)}
     made = {v for i in moved for v in graph.eqns[i].outvars}
-    return sum(aval_bytes(v.aval) for v in read & (inputs | made))
+    return sum(aval_bytes(v.aval) + VALUE_BYTES for v in read & (inputs | made))

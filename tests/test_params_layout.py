@@ -55,17 +55,19 @@ def test_unpack_inverts_pack(stage: list[Any], small_bytes: int) -> None:
     assert [a.dtype for a in layout.acc_avals()] == [np.dtype(np.float32)] * layout.num_trained
 
 
-def test_small_leaves_share_a_buffer_per_dtype_and_large_ones_do_not() -> None:
+def test_small_leaves_share_buffers_and_large_ones_do_not() -> None:
     n = SMALL_BYTES // 4
     params = {
         "a": {"big": jax.ShapeDtypeStruct((n + 1,), jnp.float32), "small": jax.ShapeDtypeStruct((n,), jnp.float32)},
         "b": {"half": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), "one": jax.ShapeDtypeStruct((), jnp.float32)},
+        "c": {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)},
     }
-    layout = ParamLayout.build([layer("a"), layer("b")], params)
+    layout = ParamLayout.build([layer("a"), layer("b"), layer("c")], params)
     assert [(b.shape, b.dtype) for b in layout.buffers] == [
         ((n + 1,), jnp.float32),
         ((n + 1,), jnp.float32),
         ((6,), jnp.bfloat16),
+        ((6,), jnp.float32),
     ]
 
 
@@ -73,9 +75,9 @@ def test_pack_takes_other_dtypes_and_works_under_jit() -> None:
     params = {"a": {"w": np.ones((2, 3), np.float16), "b": np.zeros(3, np.float16)}}
     layout = ParamLayout.build([layer("a")], params)
     grads = jax.tree.map(lambda a: a.astype(np.float32) * 3, params)
-    (buffer,) = jax.jit(layout.pack)(grads)
-    assert buffer.dtype == jnp.float32
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(layout.unpack)([buffer]), grads)
+    buffers = jax.jit(layout.pack)(grads)
+    assert [(b.shape, b.dtype) for b in buffers] == [((3,), jnp.float32), ((6,), jnp.float32)]
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(layout.unpack)(buffers), grads)
 
 
 def test_a_leaf_tied_within_the_stage_is_stored_once() -> None:

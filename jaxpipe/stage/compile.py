@@ -31,7 +31,7 @@ from jaxpipe.stage.layer import Layer, Params
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.recompute import policy
 from jaxpipe.stage.split import Part, Split, split
-from jaxpipe.stage.trace import StageSpec, StageTrace, array_leaves, fill, is_array, trace_eval, trace_joint
+from jaxpipe.stage.trace import StageTrace, TraceSpec, array_leaves, fill, is_array, trace_eval, trace_joint
 
 _REPLICATED = frozenset({"param", "key", "token"})
 
@@ -89,7 +89,7 @@ def build_stage_functions(
         raise StageError(f"stage {stage} has no layers; cut the model into fewer stages")
     layout = ParamLayout.build(layers, stage_params(layers, param_avals))
     data = _data_read(layers, data_avals, stage)
-    spec = StageSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype)
+    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype)
     signature = _signature(spec, mesh, recompute)
     traced = cache.traced.get(signature) if signature is not None else None
     if traced is None:
@@ -163,7 +163,7 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _signature(spec: StageSpec, mesh: Mesh, recompute: str) -> Hashable | None:
+def _signature(spec: TraceSpec, mesh: Mesh, recompute: str) -> Hashable | None:
     """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
     leaves, treedef = jax.tree.flatten(spec.x)
     statics = tuple((v.shape, np.dtype(v.dtype)) if is_array(v) else (type(v), v) for v in leaves)
@@ -192,7 +192,7 @@ def _signature(spec: StageSpec, mesh: Mesh, recompute: str) -> Hashable | None:
     return signature
 
 
-def _trace_and_split(spec: StageSpec, mesh: Mesh, recompute: str) -> _Traced:
+def _trace_and_split(spec: TraceSpec, mesh: Mesh, recompute: str) -> _Traced:
     saveable = policy(recompute)
     joint = trace_joint(spec, mesh)
     evaluation = trace_eval(spec, mesh)
@@ -200,7 +200,7 @@ def _trace_and_split(spec: StageSpec, mesh: Mesh, recompute: str) -> _Traced:
 
 
 def _assemble(
-    spec: StageSpec, traced: _Traced, mesh: Mesh, signature: Hashable | None, cache: BuildCache
+    spec: TraceSpec, traced: _Traced, mesh: Mesh, signature: Hashable | None, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}

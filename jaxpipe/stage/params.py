@@ -1,8 +1,9 @@
 """Parameters as few flat buffers: what a stage function takes instead of a pytree.
 
 A call costs about 1 µs per argument on top of a fixed price, and a transformer layer has a dozen small leaves. So leaves of up
-to 64 KiB of one stage are concatenated into one flat buffer per dtype; larger leaves keep their own buffer and shape. The
-gradient accumulators mirror the buffers. Integer leaves go into buffers after all others and have no accumulator.
+to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vectors (biases and scales, whose gradients B makes
+in passing) and one for the rest. Larger leaves keep their own buffer and shape. The gradient accumulators mirror the buffers.
+Integer leaves go into buffers after all others and have no accumulator.
 
 Tied leaves: :func:`stage_params` puts a copy of the owner's leaf at the tied path when the owner lives in another stage; when
 owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` shows it at both places.
@@ -222,17 +223,17 @@ def _assign(
     slots: dict[int, LeafSlot] = {}
     num_trained = 0
     for kind in (True, False):
-        packed: dict[Any, list[int]] = {}
+        packed: dict[tuple[bool, Any], list[int]] = {}
         for i, (name, path, leaf) in enumerate(leaves):
             if trained[i] != kind:
                 continue
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
             if leaf.size * dtype.itemsize <= small_bytes:
-                packed.setdefault(dtype, []).append(i)
+                packed.setdefault((len(shape) > 1, dtype), []).append(i)
             else:
                 slots[i] = LeafSlot(name, path, shape, dtype, len(buffers), None)
                 buffers.append(jax.ShapeDtypeStruct(shape, dtype))
-        for dtype, members in packed.items():
+        for (_, dtype), members in packed.items():
             offset = 0
             for i in members:
                 name, path, leaf = leaves[i]

@@ -53,7 +53,7 @@ _SOURCE = f"{_PREFIX}.dy"
 
 
 @dataclass(frozen=True, slots=True)
-class StageSpec:
+class TraceSpec:
     """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read, in port order."""
 
     stage: int
@@ -118,7 +118,7 @@ def fill(tree: Any, arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
 
 
-def trace_joint(spec: StageSpec, mesh: Mesh) -> StageTrace:
+def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
     """Trace forward, gradients and accumulation of a stage.
 
     ``roots`` of the result is empty where ``x`` has inexact leaves: B then computes what ``dx`` needs. A stage without (the
@@ -161,7 +161,7 @@ def trace_joint(spec: StageSpec, mesh: Mesh) -> StageTrace:
     return _joint_trace(spec, flat, made, offset_at)
 
 
-def trace_eval(spec: StageSpec, mesh: Mesh) -> StageTrace:
+def trace_eval(spec: TraceSpec, mesh: Mesh) -> StageTrace:
     """Trace the evaluation forward pass: ``(param, x, data) -> y | loss`` with ``train=False`` and no keys."""
     made: dict[str, Any] = {}
 
@@ -195,7 +195,7 @@ def trace_eval(spec: StageSpec, mesh: Mesh) -> StageTrace:
 
 
 def _trace(
-    spec: StageSpec, mesh: Mesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
+    spec: TraceSpec, mesh: Mesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr, int]:
     """The jaxpr of ``fn`` per shard, and the position of the layer offset among its inputs."""
     captured: list[ClosedJaxpr] = []
@@ -229,7 +229,7 @@ def _lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
     return (shape[0] * mesh.shape[DP], *shape[1:])
 
 
-def _check_divisible(spec: StageSpec, mesh: Mesh) -> None:
+def _check_divisible(spec: TraceSpec, mesh: Mesh) -> None:
     dp = mesh.shape[DP]
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
@@ -260,7 +260,7 @@ def _zeros(like: Any) -> Any:
 
 
 def _run_layers(
-    spec: StageSpec,
+    spec: TraceSpec,
     mesh: Mesh,
     params: Mapping[str, Params],
     x: Any,
@@ -306,7 +306,7 @@ def _mark(value: Any, layer: int, leaf: int) -> Any:
     return marked(value)
 
 
-def _loss(spec: StageSpec, out: Any) -> tuple[Any, Any]:
+def _loss(spec: TraceSpec, out: Any) -> tuple[Any, Any]:
     layer = spec.layers[-1].name
     if not (isinstance(out, tuple) and len(out) == 2):
         raise StageError(
@@ -324,7 +324,7 @@ def _loss(spec: StageSpec, out: Any) -> tuple[Any, Any]:
     return values[0], jax.lax.stop_gradient(values[1])
 
 
-def _refuse_ordered_effects(spec: StageSpec, flat: FlatJaxpr) -> None:
+def _refuse_ordered_effects(spec: TraceSpec, flat: FlatJaxpr) -> None:
     for eqn in flat.eqns:
         if has_ordered_effects(eqn):
             raise StageError(
@@ -347,7 +347,7 @@ def layer_of(eqn: JaxprEqn) -> int | None:
     return None
 
 
-def _input_ports(spec: StageSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, Port]:
+def _input_ports(spec: TraceSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, Port]:
     ports: list[Port | None] = [Port("param", i) for i in range(len(spec.layout.buffers))]
     ports += [Port("x", i) for i in range(len(array_leaves(spec.x)))]
     ports += [Port("data", i) for i in range(len(spec.data))]
@@ -356,7 +356,7 @@ def _input_ports(spec: StageSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, 
     return {v: p for v, p in zip(flat.invars, ports, strict=True) if p is not None}
 
 
-def _joint_trace(spec: StageSpec, flat: FlatJaxpr, made: Mapping[str, Any], offset_at: int) -> StageTrace:
+def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offset_at: int) -> StageTrace:
     inputs = _input_ports(spec, flat, offset_at)
     fixed = {*flat.consts, flat.invars[offset_at], *(v for v, p in inputs.items() if p.kind == "param")}
     eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)

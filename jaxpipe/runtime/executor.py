@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
     loss ports of the last stage: loss sum and weight sum. ``tokens``: per action, in order of dispatch, a scalar that is ready
     when it has run. ``events``: what was measured, if the step was recorded. ``dispatch_s``: host seconds of the dispatch
-    loop; ``step_s``: until all results were ready (recorded steps only)."""
+    loop; ``step_s``: until all results were ready (recorded steps only). ``instruction_s``: host seconds of each instruction
+    in order of dispatch (recorded steps only)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
@@ -54,6 +56,7 @@ class StepOutputs:
     events: tuple[Event, ...]
     dispatch_s: float
     step_s: float
+    instruction_s: Sequence[float] = ()
 
     def wait(self) -> None:
         """Wait until everything has run.
@@ -140,21 +143,28 @@ class Executor:
                 bank[:] = [None] * len(bank)
 
     def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
+        stamps: list[float] = []
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens = self._dispatch(recorder)
-            dispatch_s = time.perf_counter() - start
+            tokens = self._dispatch(recorder, stamps)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
-        return self._collect(inputs, tokens, recorder.events(), dispatch_s, step_s)
+        out = self._collect(inputs, tokens, recorder.events(), stamps[-1] - start, step_s)
+        return replace(out, instruction_s=[b - a for a, b in pairwise(stamps)])
 
-    def _dispatch(self, recorder: Recorder | None) -> list[tuple[int, Action, jax.Array]]:
+    def _dispatch(
+        self, recorder: Recorder | None, stamps: list[float] | None = None
+    ) -> list[tuple[int, Action, jax.Array]]:
+        """The flat loop. ``stamps``: is given the clock before each instruction and after the last."""
         at = 0
         tokens = []
+        clock = time.perf_counter
         try:
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+                if stamps is not None:
+                    stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
                     tokens.append((rank, action, results[marker]))
@@ -165,7 +175,7 @@ class Executor:
                     results = run()
                 else:
                     results = run(get(bank))
-                for slot, array in zip(outs, results):  # noqa: B905  strict= costs time here; lengths are checked at linking
+                for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
                 for slot in clear:
                     bank[slot] = None
@@ -174,6 +184,8 @@ class Executor:
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error) from error
+        if stamps is not None:
+            stamps.append(clock())
         return tokens
 
     def _bind(self, inputs: StepInputs) -> None:

@@ -1,7 +1,7 @@
 """Moving arrays from rank to rank: the seam between ranks in one process and ranks in several.
 
 The executor talks to a :class:`Transport`. :class:`InProcess` serves ranks whose devices this process owns: a send is one
-batched, asynchronous ``device_put`` to the receiver's submesh. A cross-process transport implements the same methods
+batched, asynchronous copy to the receiver's submesh. A cross-process transport implements the same methods
 (FACTS.md: a jitted ``ppermute`` over the pair of devices).
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax
+
+from jaxpipe._jax_compat import copier
 
 
 class Transport(Protocol):
@@ -31,11 +33,11 @@ class InProcess:
     """Ranks of this process: ``shardings[rank]`` is where a rank's activations live."""
 
     def __init__(self, shardings: Sequence[jax.sharding.Sharding]) -> None:
-        self._shardings = tuple(shardings)
+        self._copy = [copier(sharding) for sharding in shardings]
         self._mail: dict[int, Sequence[jax.Array]] = {}
 
     def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
-        self._mail[message] = jax.device_put(arrays, self._shardings[dst])
+        self._mail[message] = self._copy[dst](arrays)
 
     def recv(self, message: int) -> Sequence[jax.Array]:
         return self._mail.pop(message)

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = [
@@ -277,7 +277,7 @@ def copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], S
     copy = getattr(_xla_client, "batched_copy_array_to_devices_with_sharding", None)
     devices = getattr(sharding, "_internal_device_list", None)
     if copy is None or devices is None or not sharding.is_fully_addressable:
-        return lambda arrays: jax.device_put(list(arrays), sharding)  # type: ignore[no-any-return]
+        return lambda arrays: jax.device_put(list(arrays), sharding)
     reuse = _xla_client.ArrayCopySemantics.REUSE_INPUT
 
     def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:

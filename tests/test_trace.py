@@ -138,9 +138,10 @@ def test_integer_parameters_get_no_accumulator() -> None:
     )  # fmt: skip
     cut = [[toy.embedding(), shuffle], [toy.head(), toy.loss()]]
     functions, _ = build(cut)
-    assert (len(functions[0].param_avals), len(functions[0].acc_avals)) == (2, 1)
+    assert [a.dtype for a in functions[0].param_avals] == [np.float32, np.float32, np.int32]
+    assert len(functions[0].acc_avals) == 2
     args = [a for a in functions[0].functions["W"].inputs if a.kind == "acc"]
-    assert args == [Port("acc", 0)]
+    assert args == [Port("acc", 0), Port("acc", 1)]
 
 
 def test_closed_over_arrays_are_constants_of_the_functions() -> None:

@@ -23,7 +23,7 @@ from jaxpipe.stage.reference import init_params
 from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.metrics import LiveLine, MetricsLog
+from jaxpipe.train.metrics import LiveLine, MetricsLog, require_tensorboard
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
@@ -60,6 +60,8 @@ def train(config: TrainConfig, stream: TextIO = sys.stdout) -> TrainResult:
         devices, remark = find_devices(config.pipeline.ranks, config.run.platform)
         if remark:
             note(remark)
+        if config.run.tensorboard:
+            require_tensorboard()
         prepared = prepare(config, note)
         start = resume.start_of(prepared, origin, folder.store)
         held_out = held_out_microbatches(prepared)
@@ -105,7 +107,7 @@ class _Run:
         self.predicted = self.pipe.predicted_timeline()
         self.line = LiveLine(run.steps, stream, every=run.log_every, start=start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
-        self.step = start.step
+        self.step = self.logged = start.step
         self.saved = start.step if start.params is not None else -1
         self.evaluated: tuple[int, float] | None = None
         self.loss, self.skipped = float("nan"), 0
@@ -120,15 +122,14 @@ class _Run:
             self.folder.store.discard_after(self.start.step)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         board = self.folder.path / "tensorboard" if run.tensorboard else None
-        try:
-            with MetricsLog(
-                self.folder.metrics, resume_step=self.start.step if resumed else None, tensorboard_dir=board
-            ) as self.log:
+        first = self.start.step if resumed else None
+        with MetricsLog(self.folder.metrics, resume_step=first, tensorboard_dir=board) as self.log:
+            try:
                 self._steps(self._first_state())
-        except (RunError, jax.errors.JaxRuntimeError) as error:
-            raise self._failed(error) from error
-        finally:
-            self.line.close()
+            except (RunError, jax.errors.JaxRuntimeError) as error:
+                raise self._failed(error) from error
+            finally:
+                self.line.close()
         if self.stopped:
             self.line.note(
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
@@ -216,6 +217,7 @@ class _Run:
             self.skipped += 1
             self.line.note(f"step {step}: the gradient is not finite; parameters were left as they are")
         self.log.write(step, record)
+        self.logged = step
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
@@ -244,8 +246,10 @@ class _Run:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> RunError:
-        """What went wrong, and what is left. An error of a device turns up when its result is waited for: after the step."""
-        what = str(error) if isinstance(error, RunError) else f"a device failed: {' '.join(str(error).split())[:300]}"
+        """What went wrong, and what is left. An error of a device may turn up only when its result is waited for."""
+        what = str(error) if isinstance(error, RunError) else f"a device failed: {_gist(error)}"
+        with suppress(JaxpipeError, jax.errors.JaxRuntimeError):
+            self._settle()
         with suppress(JaxpipeError):
             self.folder.store.close()
         step = self.folder.store.latest()
@@ -254,7 +258,7 @@ class _Run:
             if step is None
             else f"run the same command again to go on from step {step}"
         )
-        return RunError(f"at step {self.step + 1}: {what}; {left}")
+        return RunError(f"after step {self.logged}: {what}; {left}")
 
     def _result(self, started: float) -> TrainResult:
         return TrainResult(
@@ -272,6 +276,12 @@ class _Run:
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - started,
         )
+
+
+def _gist(error: Exception) -> str:
+    """First and last line of a message of XLA's, which may hold a stack trace in between."""
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
 
 
 class _Pace:

@@ -147,13 +147,23 @@ def _jsonable(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
 
 
-def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
+def require_tensorboard() -> Any:
+    """The package that writes for TensorBoard.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
-        from tensorboardX import SummaryWriter
+        import tensorboardX
     except ImportError:
         advice = "pip install tensorboardX, or set run.tensorboard=false (metrics.jsonl is written either way)"
         raise ConfigError(f"run.tensorboard=true needs the package tensorboardX: {advice}") from None
-    return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
+    return tensorboardX
+
+
+def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
+    purge = None if resume_step is None else resume_step + 1
+    return require_tensorboard().SummaryWriter(str(directory), purge_step=purge)
 
 
 class LiveLine:

@@ -70,7 +70,7 @@ class RunDirectory:
         folder.mkdir(exist_ok=True)
         title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
         for name in PICTURES:
-            plot_timelines(timelines, folder / name, title=title)
+            plot_timelines(timelines, folder / name, title=title, units="si")
 
     def last_values(self, step: int) -> dict[str, float]:
         """The newest value of every number in the metrics up to ``step``; empty if there are no readable metrics."""

@@ -22,7 +22,7 @@ def require_pinned_host(sharding: jax.sharding.Sharding) -> None:
     Raises:
         ProgramError: this backend has no pinned host memory.
     """
-    devices = sorted(sharding.addressable_devices, key=lambda d: d.id)
+    devices: list[jax.Device] = sorted(sharding.addressable_devices, key=str)
     kinds = {m.kind for d in devices for m in d.addressable_memories()}
     if PINNED_HOST not in kinds:
         raise ProgramError(

@@ -6,6 +6,7 @@ not import JAX.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import jax
 
 _FLAG = "--xla_force_host_platform_device_count"
+_YNN = "--xla_cpu_experimental_ynn_fusion_type"
+"""Set to nothing with jaxlib 0.10: its fused reductions on CPU give wrong sums for some shapes (jax#39103). Costs about 10%."""
 _MAX_EMULATED = 512
 
 
@@ -34,6 +37,8 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
     elif int(given[1]) < count:
         os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
+    if importlib.metadata.version("jaxlib").startswith("0.10.") and _YNN not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {_YNN}="
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -158,7 +158,9 @@ def _depends(closed: Any, sources: Sequence[int]) -> list[bool]:
     return [not hasattr(v, "val") and v in reached for v in closed.jaxpr.outvars]
 
 
-@pytest.mark.parametrize("name", ["transformer", "tied in one stage", "scan", "dropout", "carries", "checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["transformer", "tied in one stage", "scan", "branch", "dropout", "carries", "checkpoint"]
+)
 def test_no_residual_is_a_function_of_parameters_alone(name: str) -> None:
     cut = CUTS[name]()
     functions, params = build(cut)

@@ -5,6 +5,7 @@ Two rewrites of a flat list of equations, both exact:
 * :func:`hoist_fixed` takes results that do not depend on the microbatch out of a scan. Differentiating a loop over stacked
   weights makes the forward scan return the weights (or casts and products of them) as stacked residuals; those that merely hand
   an operand on become that operand, the others a scan of their own over parameters, recomputed where needed.
+  A ``cond`` returns the weights of its branches too (where another branch leaves them unset): they become the operand.
 * :func:`divide` cuts a backward scan, which yields the cotangent of its input and the gradients of its weights, into one that
   only walks the cotangent chain and stacks what the gradients need of each iteration, and one that makes the gradients.
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jaxpipe._jax_compat import (
     Atom,
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     ScanParts,
@@ -133,6 +135,7 @@ def hoist_fixed(
         if loop is not None and not eqn.effects and not all(known(a) for a in eqn.invars):
             made, renamed = _without_fixed(loop, known)
         names.update(renamed)
+        names.update(_handed_on(eqn))
         for new in made:
             level = all(known(a) for a in new.invars) and not new.effects
             fixed.update(dict.fromkeys(new.outvars, level))
@@ -176,6 +179,34 @@ def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[Jaxp
     made, renamed = loop.loop_over(needed, range(len(loop.carries)), rest_ys)
     names.update((v, a) for v, a in renamed.items() if v not in names)
     return eqns + made, names
+
+
+def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
+    """Results of a branch equation that each branch takes from the same operand or leaves unset, and that operand."""
+    if eqn.primitive.name != "cond":
+        return {}
+    branches = list(sub_jaxprs(eqn))
+    names: dict[Var, Atom] = {}
+    for k, v in enumerate(eqn.outvars):
+        sources = set()
+        for body in branches:
+            out = body.outvars[k]
+            if not _is_unset(body, out):
+                position = {u: i for i, u in enumerate(body.invars)}
+                sources.add(position.get(out, -1) if isinstance(out, Var) else -1)
+        if len(sources) == 1 and -1 not in sources:
+            names[v] = eqn.invars[1 + sources.pop()]  # the first operand selects the branch
+    return names
+
+
+def _is_unset(body: Jaxpr, atom: Atom) -> bool:
+    """Whether a value is a broadcast of uninitialised memory."""
+    for eqn in body.eqns:
+        if atom in eqn.outvars:
+            if eqn.primitive.name.startswith("empty"):
+                return True
+            return eqn.primitive.name in ("broadcast_in_dim", "broadcast") and _is_unset(body, eqn.invars[0])
+    return False
 
 
 def divide(

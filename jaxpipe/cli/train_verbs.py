@@ -168,8 +168,9 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.report import cost_table
     from jaxpipe.train.setup import build
 
+    stream = sys.stderr if args.json else sys.stdout
     devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
-    setup = build(config, devices, lambda text: print(text, file=sys.stderr, flush=True), repeats=args.repeats)
+    setup = build(config, devices, lambda text: print(text, file=stream, flush=True), repeats=args.repeats)
     costs = setup.pipeline.costs
     if args.output:
         write_costs(costs, args.output)

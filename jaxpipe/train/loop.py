@@ -58,13 +58,15 @@ def train(config: TrainConfig, stream: TextIO = sys.stdout) -> TrainResult:
             last = folder.last_values(origin.step)
             return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
         devices, remark = find_devices(config.pipeline.ranks, config.run.platform)
-        if remark:
-            note(remark)
         if config.run.tensorboard:
             require_tensorboard()
-        prepared = prepare(config, note)
+        if stream.isatty():
+            note(f"reading {config.data.path}")
+        prepared = prepare(config)
         start = resume.start_of(prepared, origin, folder.store)
         held_out = held_out_microbatches(prepared)
+        if remark:
+            note(remark)
         setup = compile_setup(prepared, devices, note)
         note(f"built in {time.perf_counter() - started:.1f} s")
         folder.make()

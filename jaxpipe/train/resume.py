@@ -51,9 +51,9 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
             )
         return None
     intact = store.latest_intact()
-    for warning in intact.warnings:
-        note(f"warning: {warning}")
     if intact.step is not None:
+        for warning in intact.warnings:
+            note(f"warning: {warning}")
         return read_manifest(store.path(intact.step))
     if intact.warnings:
         raise CheckpointError(

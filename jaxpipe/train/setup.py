@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe import profile
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, generate, read_schedule
+from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.reference import init_params, resolve_model
@@ -121,6 +121,11 @@ def build_schedule(config: TrainConfig, stage_costs: Callable[[int], Sequence[fl
     pipe = config.pipeline
     if Path(pipe.schedule).suffix in (".sched", ".json", ".csv"):
         schedule = read_schedule(pipe.schedule)
+        try:
+            check_schedule(schedule)
+        except ScheduleError as error:
+            named = [f"{pipe.schedule}: {problem}" for problem in error.problems]
+            raise ScheduleError("; ".join(named), named) from None
         for what, have, want in (
             ("ranks", schedule.num_ranks, pipe.ranks),
             ("microbatches", schedule.num_microbatches, pipe.microbatches),
@@ -150,26 +155,26 @@ def relative_costs(forward: Sequence[float]) -> CostProfile:
     )
 
 
-def prepare(config: TrainConfig, progress: Progress) -> Prepared:
-    """Read the data, make the model, choose the schedule and cut the model. ``progress`` is told what is being done.
+def prepare(config: TrainConfig) -> Prepared:
+    """Read the data, make the model, choose the schedule and cut the model.
 
     Raises:
         ConfigError, DataError, ScheduleError, StageError: what is wrong, and what would work.
     """
-    progress(f"reading {config.data.path}")
     dataset = load_dataset(config)
-    progress(dataset.describe())
     model = build_model(config, dataset.tokenizer.vocab_size)
     planner = stage_planner(config, model)
     schedule = build_schedule(config, lambda n: [s.cost for s in planner(n).stages])
     plan = planner(schedule.num_stages)
-    progress(f"{plan}")
     return Prepared(config, dataset, model, schedule, plan)
 
 
 def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
-    """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times."""
+    """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
+    ``progress`` is told what is being done."""
     config, schedule = prepared.config, prepared.schedule
+    progress(prepared.dataset.describe())
+    progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     pipeline = Pipeline.build(
         prepared.model,
@@ -189,7 +194,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
 
 def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
     """:func:`prepare`, then :func:`compile_setup`."""
-    return compile_setup(prepare(config, progress), devices, progress, repeats=repeats)
+    return compile_setup(prepare(config), devices, progress, repeats=repeats)
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:

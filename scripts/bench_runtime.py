@@ -1,0 +1,212 @@
+"""Runtime benchmark: host cost per instruction, pipelined against unpipelined, split against fused backward, prediction
+against measurement. Prints one JSON object.
+
+    python scripts/bench_runtime.py                        # the quick start's model, p=4, m=16
+    python scripts/bench_runtime.py --ranks 2 --rounds 3
+
+Everything is compared within one run, alternating A B A B, medians of several: absolute times on a shared machine mean
+little, ratios more. ``host_us_per_instruction``: time of the dispatch loop on the host, per instruction; ``idle`` is measured
+with a model so small that devices never make the host wait, ``loaded`` with the real one, whose compute shares the cores with
+the dispatching thread on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxpipe.train.config import load_config
+from jaxpipe.train.devices import request_devices
+
+CONFIG = Path(__file__).with_name("quickstart.toml")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatch-size", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7, help="alternations of each comparison")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "interleaved-1f1b", "zb-1p"])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to scripts/quickstart.toml")
+    args = parser.parse_args()
+    config = load_config(CONFIG, args.overrides)
+    request_devices(args.ranks)
+    print(json.dumps(run(args, config), indent=1))
+    return 0
+
+
+def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    from jaxpipe.stage.reference import init_params, resolve_model
+
+    options = {"vocab_size": 256, "seq_len": config.data.seq_len, **config.model.options}
+    model = resolve_model(config.model.target, options)
+    rng = np.random.default_rng(0)
+    shape = (args.microbatches, args.microbatch_size, config.data.seq_len)
+    tokens = rng.integers(0, 256, (*shape[:2], shape[2] + 1)).astype(np.int32)
+    batch = {"tokens": tokens[..., :-1].copy(), "targets": tokens[..., 1:].copy(), "weights": np.ones(shape, np.float32)}
+    params = init_params(model, 0)
+
+    report: dict[str, Any] = {
+        "what": "jaxpipe runtime",
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "load_before": os.getloadavg()[0],
+        "model": {"name": model.name, **options, "parameters": sum(x.size for x in jax.tree.leaves(params))},
+        "ranks": args.ranks,
+        "microbatches": args.microbatches,
+        "microbatch_size": args.microbatch_size,
+        "recompute": config.pipeline.recompute,
+        "schedules": {},
+    }
+    for name in args.schedules:
+        _note(f"schedule {name}")
+        report["schedules"][name] = _schedule(args, config, model, params, batch, name)
+    _note("host cost with idle devices")
+    report["host_us_per_instruction_idle"] = _idle_host_cost(args, config)
+    report["load_after"] = os.getloadavg()[0]
+    return report
+
+
+def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: int) -> Any:
+    from jaxpipe.runtime.pipeline import Pipeline
+    from jaxpipe.schedule import FAMILIES, generate
+    from jaxpipe.stage.plan import analytic_layer_costs, plan_stages
+
+    chunks = 2 if name.startswith("interleaved") else None
+    assert chunks is None or "chunks" in FAMILIES[name].options
+    schedule = generate(name, args.ranks, args.microbatches, chunks=chunks)
+    plan = plan_stages(model, schedule.num_stages, costs=analytic_layer_costs(model, size))
+    pipe = Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=size,
+        boundaries=[(s.start, s.stop) for s in plan.stages],
+        recompute=config.pipeline.recompute,
+    )
+    pipe = pipe.with_costs(pipe.measure_costs(repeats=3))
+    pipe.warm_up()
+    return pipe
+
+
+def _schedule(args: argparse.Namespace, config: Any, model: Any, params: Any, batch: Any, name: str) -> dict[str, Any]:
+    import jax
+
+    pipe = _build(args, config, model, name, args.microbatch_size)
+    unpipelined = _unpipelined(model, args.microbatches)
+    placed = pipe.place(params)
+    alone = jax.device_put((params, batch), jax.devices()[0])
+    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    jax.block_until_ready(unpipelined(*alone))
+    pipelined_s, unpipelined_s, dispatch_us, ratios, bubbles = [], [], [], [], []
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        out = pipe.run(placed, acc, batch)
+        acc = {at: list(b) for at, b in out.acc.items()}
+        jax.block_until_ready((acc, out.losses))
+        pipelined_s.append(time.perf_counter() - start)
+        dispatch_us.append(out.dispatch_s / pipe.executor.num_instructions * 1e6)
+        start = time.perf_counter()
+        jax.block_until_ready(unpipelined(*alone))
+        unpipelined_s.append(time.perf_counter() - start)
+        out = pipe.run(placed, acc, batch, record=True)
+        acc = {at: list(b) for at, b in out.acc.items()}
+        ratios.append(pipe.replay_ratio(out))
+        bubbles.append(pipe.measured_timeline(out).bubble_rate)
+    costs = pipe.costs
+    seconds = {op: sum(getattr(costs, f"{op.lower()}_s")) for op in ("F", "B", "W", "BW")}
+    flops = {op: sum(s.flops[op] for s in pipe.stages) for op in ("F", "B", "W", "BW")}
+    return {
+        "instructions": pipe.executor.num_instructions,
+        "host_us_per_instruction_loaded": statistics.median(dispatch_us),
+        "pipelined_s": statistics.median(pipelined_s),
+        "unpipelined_s": statistics.median(unpipelined_s),
+        "pipelined_over_unpipelined": statistics.median(a / b for a, b in zip(pipelined_s, unpipelined_s, strict=True)),
+        "measured_over_replay": statistics.median(ratios),
+        "bubble_predicted": pipe.predicted_timeline().bubble_rate,
+        "bubble_measured": statistics.median(bubbles),
+        "split_over_fused_flops": (flops["F"] + flops["B"] + flops["W"]) / (flops["F"] + flops["BW"]),
+        "split_over_fused_seconds": (seconds["F"] + seconds["B"] + seconds["W"]) / (seconds["F"] + seconds["BW"]),
+        "peak_bytes": list(pipe.peak_bytes),
+    }
+
+
+def _unpipelined(model: Any, microbatches: int) -> Any:
+    """The same microbatches in one jitted step on one device: a loop that adds up loss and gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpipe.stage.reference import apply_model
+
+    def step(params: Any, batch: Any) -> Any:
+        def one(carry: Any, micro: Any) -> Any:
+            def loss(p: Any) -> Any:
+                total, weight = apply_model(model, p, micro, train=True)
+                return total, weight
+
+            (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            return jax.tree.map(jnp.add, carry, (grads, total, weight)), None
+
+        zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), jnp.zeros(()))
+        return jax.lax.scan(one, zeros, batch)[0]
+
+    return jax.jit(step)
+
+
+def _idle_host_cost(args: argparse.Namespace, config: Any) -> dict[str, float]:
+    """µs per instruction of the dispatch loop, split by kind, with as many arguments per call and almost no compute."""
+    import jax
+    import numpy as np
+
+    from jaxpipe.stage.reference import init_params, resolve_model
+
+    options = {**config.model.options, "vocab_size": 256, "seq_len": 8, "d_model": 32, "num_heads": 1}
+    model = resolve_model(config.model.target, options)
+    result = {}
+    for name in args.schedules:
+        pipe = _build(args, config, model, name, 1)
+        shape = (args.microbatches, 1, 8)
+        batch = {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
+        placed = pipe.place(init_params(model, 0))
+        acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+        costs = []
+        for _ in range(5 * args.rounds):
+            out = pipe.run(placed, acc, batch)
+            acc = {at: list(b) for at, b in out.acc.items()}
+            jax.block_until_ready((acc, out.losses))
+            costs.append(out.dispatch_s / pipe.executor.num_instructions * 1e6)
+        result[name] = statistics.median(costs)
+    return result
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,7 +27,7 @@ Not handled: jaxprs with mutable references or "high" types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -65,6 +65,7 @@ __all__ = [
     "shape_of",
     "source_line",
     "sub_jaxprs",
+    "variables",
     "vary",
     "varying_axes",
     "with_outer_names",
@@ -98,6 +99,11 @@ _CALLS = frozenset(
 def fresh_var(aval: Any) -> Var:
     """A new variable of the given abstract value."""
     return Var(aval)
+
+
+def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
+    """The variables among atoms (literals can't be hashed, and depend on nothing)."""
+    return (a for a in atoms if isinstance(a, Var))
 
 
 def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:

@@ -52,6 +52,7 @@ CUTS = {
         [toy.carry_step("s1")],
         [toy.carry_step("s2"), toy.end_carry(), toy.head(), toy.loss()],
     ],
+    "nested loops": lambda: [[toy.embedding(), toy.nested_loops("s")], [toy.nested_loops("t"), toy.head(), toy.loss()]],
     "branch": lambda: [[toy.embedding(), toy.branched("b")], [toy.branched("c"), toy.head(), toy.loss()]],
     "checkpoint": lambda: [
         [toy.embedding(), toy.checkpointed("a")],
@@ -159,7 +160,7 @@ def _depends(closed: Any, sources: Sequence[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "name", ["transformer", "tied in one stage", "scan", "branch", "dropout", "carries", "checkpoint"]
+    "name", ["transformer", "tied in one stage", "scan", "nested loops", "branch", "dropout", "carries", "checkpoint"]
 )
 def test_no_residual_is_a_function_of_parameters_alone(name: str) -> None:
     cut = CUTS[name]()

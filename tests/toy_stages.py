@@ -110,6 +110,24 @@ def scanned(name: str, depth: int = 3) -> Layer:
     return Layer(name, init, apply, kind="scanned")
 
 
+def nested_loops(name: str, depth: int = 2) -> Layer:
+    """A reversed scan that counts, over a scan with weights of its own: the inner loop mixes dx and weight gradients."""
+
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        def inner(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.sin(h @ w) + h, h.sum()
+
+        def outer(carry: tuple[jax.Array, jax.Array], w: jax.Array) -> tuple[Any, jax.Array]:
+            h, count = carry
+            h, sums = jax.lax.scan(inner, h * p["gain"], jnp.stack([w, w * w]))
+            return (h, count + 1), sums * count
+
+        (h, _), sums = jax.lax.scan(outer, (x, jnp.int32(0)), p["w"], reverse=True, unroll=2)
+        return h + sums.sum() * 0.01
+
+    return Layer(name, lambda k: {"w": normal(k, depth, D, D), "gain": jnp.float32(0.5)}, apply, kind="nested")
+
+
 def branched(name: str) -> Layer:
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
         return jax.lax.cond(c.data["tokens"].sum() > 0, lambda x: jnp.tanh(x @ p["w"]), lambda x: x, x)

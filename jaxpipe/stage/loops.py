@@ -34,6 +34,7 @@ from jaxpipe._jax_compat import (
     fresh_var,
     scan_parts,
     sub_jaxprs,
+    variables,
     with_outer_names,
 )
 from jaxpipe.stage.inline import flatten
@@ -72,12 +73,12 @@ class Loop:
         carry_at = {v: j for j, (v, _) in enumerate(self.carries)}
         eqns: set[int] = set()
         carries: set[int] = set()
-        stack = [a for a in results if isinstance(a, Var)]
+        stack = list(variables(results))
         while stack:
             v = stack.pop()
             if v in maker and maker[v] not in eqns:
                 eqns.add(maker[v])
-                stack.extend(a for a in self.parts.body.eqns[maker[v]].invars if isinstance(a, Var))
+                stack.extend(variables(self.parts.body.eqns[maker[v]].invars))
             elif v in carry_at and carry_at[v] not in carries:
                 carries.add(carry_at[v])
                 out = self.carry_outs[carry_at[v]][0]
@@ -98,7 +99,7 @@ class Loop:
         """
         chosen = [self.parts.body.eqns[i] for i in sorted(eqns)]
         outs = [self.carry_outs[j] for j in carries]
-        read = {a for eqn in chosen for a in eqn.invars} | {a for a, _ in (*outs, *ys)}
+        read = set(variables([*(a for eqn in chosen for a in eqn.invars), *(a for a, _ in (*outs, *ys))]))
         consts = [(v, a) for v, a in self.consts if v in read]
         xs = [(v, a) for v, a in (*self.xs, *more_xs) if v in read]
         ins = [self.carries[j] for j in carries]
@@ -158,7 +159,7 @@ def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[Jaxp
         if v in names or not isinstance(a, Var):
             continue
         needed, carries = loop.needed([a])
-        reads = {u for i in needed for u in body.eqns[i].invars if isinstance(u, Var)} | {a}
+        reads = {u for i in needed for u in variables(body.eqns[i].invars)} | {a}
         outside = [operand[u] for u in reads if u in operand] + [loop.carries[j][1] for j in carries]
         if all(known(u) for u in outside):
             fixed_ys.append((a, v, needed, carries))
@@ -262,14 +263,14 @@ def _crossing(
     maker = {v: i for i in again for v in body.eqns[i].outvars}
     crossing: dict[Var, None] = {}
     redo: set[int] = set()
-    stack = [a for i in sorted(eqns_w) for a in body.eqns[i].invars if isinstance(a, Var)]
-    stack += [a for a in results_w if isinstance(a, Var)]
+    stack = [v for i in sorted(eqns_w) for v in variables(body.eqns[i].invars)]
+    stack += variables(results_w)
     while stack:
         v = stack.pop()
         if v in maker:
             if maker[v] not in redo:
                 redo.add(maker[v])
-                stack.extend(a for a in body.eqns[maker[v]].invars if isinstance(a, Var))
+                stack.extend(variables(body.eqns[maker[v]].invars))
         elif v in made_b:
             crossing[v] = None
     return list(crossing), redo
@@ -281,7 +282,7 @@ def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
     fixed = {v for v, _ in loop.consts}
     for i in sorted(eqns):
         eqn = loop.parts.body.eqns[i]
-        if all(not isinstance(a, Var) or a in fixed for a in eqn.invars) and not eqn.effects:
+        if all(v in fixed for v in variables(eqn.invars)) and not eqn.effects:
             found.add(i)
             fixed.update(eqn.outvars)
     return found
@@ -291,7 +292,7 @@ def _mixed(eqn: JaxprEqn, loop: Loop, eqns_w: set[int]) -> bool:
     """Whether a loop inside the body has results for both halves."""
     if not any(True for _ in sub_jaxprs(eqn)):
         return False
-    read = {a for i in eqns_w for a in loop.parts.body.eqns[i].invars}
+    read = {v for i in eqns_w for v in variables(loop.parts.body.eqns[i].invars)}
     return any(v in read for v in eqn.outvars)
 
 

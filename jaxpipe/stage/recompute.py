@@ -23,9 +23,9 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from jaxpipe._jax_compat import Var, shape_of, sub_jaxprs
+from jaxpipe._jax_compat import Var, shape_of, sub_jaxprs, variables
 from jaxpipe.errors import StageError
-from jaxpipe.stage.split import Graph, Level, Saveable, variables
+from jaxpipe.stage.split import Graph, Level, Saveable
 
 ATTENTION_SCORES = "attn_scores"
 """The name by which a layer marks its attention scores."""

@@ -36,6 +36,7 @@ from jaxpipe._jax_compat import (
     close_jaxpr,
     is_key_dtype,
     source_line,
+    variables,
 )
 from jaxpipe.stage.crossing import cheapest_moves
 from jaxpipe.stage.functions import Port
@@ -144,10 +145,6 @@ class Graph:
 
 def is_key(v: Var) -> bool:
     return is_key_dtype(v.aval.dtype) if hasattr(v.aval, "dtype") else False
-
-
-def variables(atoms: Iterable[Atom]) -> Iterable[Var]:
-    return (a for a in atoms if isinstance(a, Var))
 
 
 def _port_level(port: Port) -> Level:

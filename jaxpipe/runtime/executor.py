@@ -122,6 +122,11 @@ class Executor:
         """Instructions of one step that the loop visits (frees are folded into the instruction before them)."""
         return len(self._code)
 
+    @property
+    def instruction_kinds(self) -> tuple[str, ...]:
+        """``run``, ``send``, ``recv`` or ``copy`` of each of them, in order of dispatch."""
+        return tuple(("run", "send", "recv", "copy")[i.kind] for i in self._code)
+
     def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``.
 

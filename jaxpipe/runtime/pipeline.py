@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.profile import analytic_profile, measured_profile
@@ -129,6 +130,7 @@ class Pipeline:
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
         programs = lower(schedule, first)
+        dump.dump("schedule", schedule.name, str(schedule))
         order = issue_order(programs, simulate(schedule, costs))
         executor = Executor(programs, order, functions, [batch_sharded(m) for m in submeshes])
         return cls(

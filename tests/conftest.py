@@ -26,9 +26,11 @@ assert "jax" not in sys.modules, "a pytest plugin imported jax before tests/conf
 if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_FLAG}={DEVICES}".strip()
 if "--xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # tests compile far more than they compute: 2.5 times faster
+    # Tests compile far more than they compute: 2.5 times faster.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="  # wrong reductions (jax#39103), as in train/devices.py
+    # Wrong reductions (jax#39103), as in train/devices.py.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # same as jax.config.update("jax_numpy_rank_promotion", "raise")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log: errors only

@@ -9,7 +9,6 @@ An interrupted run goes on where it stopped; a finished one is replaced.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -34,6 +33,9 @@ def main(overrides: list[str]) -> int:
     except JaxpipeError as error:
         print(f"quickstart: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
 
 
 def run(config: TrainConfig) -> int:
@@ -43,12 +45,13 @@ def run(config: TrainConfig) -> int:
     from jaxpipe.train.evaluate import generate, held_out_score, load_trained
     from jaxpipe.train.loop import train
     from jaxpipe.train.report import result_text, score_table
+    from jaxpipe.train.run_directory import remove_run
     from jaxpipe.train.setup import load_dataset
 
     out_dir = Path(config.run.out_dir)
     if (CheckpointStore(out_dir / "checkpoints").latest() or 0) >= config.run.steps:
         print(f"replacing the finished run in {out_dir}")
-        shutil.rmtree(out_dir)
+        remove_run(out_dir)
     result = train(config)
     print(result_text(result))
     if result.stopped:

@@ -69,10 +69,10 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-def _seed(text: str) -> int:
-    """Type of ``--seed``."""
+def _from_zero(text: str) -> int:
+    """Type of ``--seed`` and ``--top-k``."""
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed; want a whole number from 0 to {10**9 - 1}")
+        raise argparse.ArgumentTypeError(f"{text!r} can't be; want a whole number from 0 to {_MOST - 1}")
     return int(text)
 
 
@@ -92,6 +92,7 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
 
 def _eval(args: argparse.Namespace) -> int:
     from jaxpipe.train import ngram
+    from jaxpipe.train.devices import device_errors
     from jaxpipe.train.evaluate import held_out_score, load_trained
     from jaxpipe.train.setup import load_dataset
 
@@ -99,7 +100,8 @@ def _eval(args: argparse.Namespace) -> int:
     dataset = load_dataset(trained.config)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
-    scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
+    with device_errors("eval"):
+        scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
     if args.json:
         rows = {k: {"loss": s.nats_per_token, "bits_per_byte": s.bits_per_byte} for k, s in scores.items()}
         print(json.dumps({"step": trained.step, **rows}))
@@ -121,23 +123,21 @@ def _configure_generate(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=amount("temperature", most=100), default=0.8, help="0 takes the likeliest token"
     )
     parser.add_argument(
-        "--top-k",
-        type=whole_number("tokens", 10**6),
-        default=0,
-        metavar="K",
-        help="sample among the K likeliest tokens",
+        "--top-k", type=_from_zero, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="same seed, same text")
+    parser.add_argument("--seed", type=_from_zero, default=0, metavar="N", help="same seed, same text")
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from jaxpipe.train.devices import device_errors
     from jaxpipe.train.evaluate import generate, load_trained
 
     trained = load_trained(args.checkpoint, step=args.step)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
+    with device_errors("generate"):
+        for piece in pieces:
+            print(piece, end="", flush=True)
     print()
     return 0
 

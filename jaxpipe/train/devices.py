@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     import jax
@@ -74,3 +75,27 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -
         f"{count} devices are needed and JAX sees {len(devices)} ({kind}); use fewer ranks, or before JAX starts set "
         f"XLA_FLAGS={_FLAG}={count}"
     )
+
+
+@contextmanager
+def device_errors(doing: str) -> Iterator[None]:
+    """Errors of a device inside the block, such as memory that ran out, become one line that begins with ``doing``.
+
+    Raises:
+        RunError: instead of JAX's error.
+    """
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(f"{doing}: a device failed: {gist(error)}") from error
+
+
+def gist(error: Exception) -> str:
+    """First and last line of a message of XLA's, which may hold a stack trace or a memory map in between."""
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
+    if "RESOURCE_EXHAUSTED" not in text:
+        return text
+    return f"{text}; out of device memory: use a smaller batch, more microbatches or ranks, or pipeline.recompute=full"

@@ -22,7 +22,7 @@ from jaxpipe.schedule import Timeline
 from jaxpipe.stage.reference import init_params
 from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import find_devices
+from jaxpipe.train.devices import find_devices, gist
 from jaxpipe.train.metrics import LiveLine, MetricsLog, require_tensorboard
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
@@ -249,7 +249,7 @@ class _Run:
 
     def _failed(self, error: Exception) -> RunError:
         """What went wrong, and what is left. An error of a device may turn up only when its result is waited for."""
-        what = str(error) if isinstance(error, RunError) else f"a device failed: {_gist(error)}"
+        what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
         with suppress(JaxpipeError, jax.errors.JaxRuntimeError):
             self._settle()
         with suppress(JaxpipeError):
@@ -278,12 +278,6 @@ class _Run:
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - started,
         )
-
-
-def _gist(error: Exception) -> str:
-    """First and last line of a message of XLA's, which may hold a stack trace in between."""
-    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
 
 
 class _Pace:

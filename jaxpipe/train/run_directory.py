@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -20,6 +21,8 @@ from jaxpipe.train.config import RunConfig
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.setup import Setup
 
+CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "checkpoints", "pictures", "tensorboard")
+"""What a run makes; anything else in its directory is the user's."""
 PICTURES = ("timeline.svg", "timeline.png", "timeline.html", "timeline.trace.json")
 
 
@@ -105,3 +108,13 @@ class RunDirectory:
             ) from None
         except OSError:
             pass
+
+
+def remove_run(path: Path) -> None:
+    """Delete what a run made in ``path``, and nothing else."""
+    for name in CONTENT:
+        part = path / name
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)

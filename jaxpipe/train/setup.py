@@ -22,6 +22,7 @@ from jaxpipe.stage.reference import init_params, resolve_model
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
+from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -176,18 +177,19 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
     progress(prepared.dataset.describe())
     progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
-    pipeline = Pipeline.build(
-        prepared.model,
-        schedule,
-        microbatch_size=config.run.batch // config.pipeline.microbatches,
-        boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
-        devices=devices,
-        compute_dtype=jnp.dtype(config.run.dtype),
-        recompute=config.pipeline.recompute,
-    )
-    progress("timing each stage alone")
-    pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
-    pipeline.warm_up()
+    with device_errors("setting up"):
+        pipeline = Pipeline.build(
+            prepared.model,
+            schedule,
+            microbatch_size=config.run.batch // config.pipeline.microbatches,
+            boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
+            devices=devices,
+            compute_dtype=jnp.dtype(config.run.dtype),
+            recompute=config.pipeline.recompute,
+        )
+        progress("timing each stage alone")
+        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
+        pipeline.warm_up()
     step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
     return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
 

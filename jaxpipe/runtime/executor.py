@@ -311,9 +311,5 @@ def _receiver(transport: Transport, number: int) -> Callable[[], Sequence[jax.Ar
 
 
 def _marker(function: StageFunction) -> int:
-    """Which result to wait for: the token if there is one, else the smallest result that no later call donates."""
-    tokens = [k for k, port in enumerate(function.outputs) if port.kind == "token"]
-    if tokens:
-        return tokens[0]
-    lasting = [k for k, port in enumerate(function.outputs) if port.kind != "acc"]
-    return min(lasting, key=lambda k: function.avals_out[k].size)
+    """Which result to wait for: the token, which no later call donates."""
+    return next(k for k, port in enumerate(function.outputs) if port.kind == "token")

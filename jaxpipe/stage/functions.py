@@ -2,8 +2,8 @@
 
 Nothing but ports is known to lowering and runtime. The types of the four functions (checked when one is made)::
 
-    F : (param, x, data, key)                   -> (y | loss, res)
-    B : (param, x, data, key, res, dy)          -> (dx, wres)          token if it would have no result
+    F : (param, x, data, key)                   -> (y | loss, res, token)
+    B : (param, x, data, key, res, dy)          -> (dx, wres, token)
     W : (param, x, data, key, res, wres, acc)   -> (acc, token)
     BW: (param, x, data, key, res, dy, acc)     -> (dx, acc, token)
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
@@ -11,7 +11,8 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
 :class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
 of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
-:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save.
+:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save; ``token`` is a scalar that is
+ready when the function has run, and that nothing donates: what the runtime waits on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _READS: Mapping[str, frozenset[str]] = {
     "E": frozenset({"param", "x", "data"}),
 }
 _WRITES: Mapping[str, frozenset[str]] = {
-    "F": frozenset({"y", "loss", "res"}),
+    "F": frozenset({"y", "loss", "res", "token"}),
     "B": frozenset({"dx", "wres", "token"}),
     "W": frozenset({"acc", "token"}),
     "BW": frozenset({"dx", "acc", "token"}),

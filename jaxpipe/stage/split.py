@@ -191,8 +191,10 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
     token: list[tuple[Port, Atom]] = [(Port("token"), _zero())]
     builder = _PartBuilder(graph, {**trace.inputs})
     parts = {
-        "F": builder.part([*ys, *saved_ports], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns),
-        "B": builder.part([*dx, *crossing_ports] or token, b.__contains__, res, backward & set(effectful)),
+        "F": builder.part(
+            [*ys, *saved_ports, *token], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns
+        ),
+        "B": builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful)),
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
         "BW": builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)),
     }

@@ -9,6 +9,7 @@ An interrupted run goes on where it stopped; a finished one is replaced.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -26,11 +27,13 @@ def main(overrides: list[str]) -> int:
         print(__doc__)
         print(load_config(CONFIG).describe())
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the sample may hold what this terminal can't show
     try:
         config = load_config(CONFIG, overrides)
         request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
         return run(config)
-    except JaxpipeError as error:
+    except (JaxpipeError, OSError) as error:
         print(f"quickstart: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

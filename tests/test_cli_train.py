@@ -530,8 +530,8 @@ def test_ids_have_no_text(
     fails: Callable[..., str], cli: Callable[..., Any], tiny: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     np.save(tmp_path / "ids.npy", (np.arange(6000) * 7 % 40).astype(np.uint8))
-    cli("train", *tiny(f"data.path={tmp_path / 'ids.npy'}", "data.tokenizer=ids:40", "run.steps=2"))
-    assert "ids:40" in fails("generate", tmp_path / "run", "--prompt", "some text")
+    cli("train", *tiny(f"data.path={tmp_path / 'ids.npy'}", "data.tokenizer=ids:256", "run.steps=2"))
+    assert "ids:256" in fails("generate", tmp_path / "run", "--prompt", "some text")
     scores = json.loads(cli("eval", tmp_path / "run", "--json")[0])
     assert scores["model"]["bits_per_byte"] is None
 

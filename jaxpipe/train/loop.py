@@ -34,8 +34,8 @@ from jaxpipe.train.stop import Stop
 __all__ = ["TrainResult", "train"]
 
 
-def train(config: TrainConfig, stream: TextIO = sys.stdout) -> TrainResult:
-    """Run ``config`` to its last step, or until a signal. Progress goes to ``stream``.
+def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
+    """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
@@ -44,6 +44,7 @@ def train(config: TrainConfig, stream: TextIO = sys.stdout) -> TrainResult:
             written. Checkpoints written before stay.
     """
     started = time.perf_counter()
+    stream = sys.stdout if stream is None else stream
 
     def note(text: str) -> None:
         print(text, file=stream, flush=True)

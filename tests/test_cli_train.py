@@ -466,6 +466,16 @@ def test_training_refuses_when_nothing_is_intact(
     assert contents(run) == before
 
 
+def test_training_refuses_metrics_of_something_else(
+    fails: Callable[..., str], tiny: Callable[..., list[str]], finished: Path, tmp_path: Path
+) -> None:
+    run = copy_run(finished, tmp_path / "run")
+    (run / "metrics.jsonl").write_text("{}\nstep,loss\n", encoding="utf-8")
+    before = contents(run)
+    assert "line 1 is not a record of a step" in fails("train", *tiny("run.steps=6"))
+    assert contents(run) == before
+
+
 def test_checkpoints_of_something_else(
     fails: Callable[..., str], tiny: Callable[..., list[str]], finished: Path, tmp_path: Path
 ) -> None:

@@ -204,6 +204,23 @@ def test_parameters_of_another_model_are_refused() -> None:
     del params["block_01"]
     with pytest.raises(CheckpointError, match="block_01"):
         step.init(params)
+    with pytest.raises(CheckpointError, match="no optimizer state for layer block_00; there is one for embed"):
+        step.init(parameters("gpt"), {"embed": {}})
+
+
+@pytest.mark.usefixtures("x64")
+def test_saving_and_stepping_compile_once() -> None:
+    step = _step("gpt-tied", ZB, ACTIVE)
+    state, _ = _run(step, step.init(parameters("gpt-tied")), _batches(1))
+    step.by_layer(state)
+    durations: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: durations.append(event))
+    state, _ = _run(step, state, _batches(1))
+    step.by_layer(state)
+    step.init(parameters("gpt-tied"))
+    assert not [event for event in durations if "compile" in event]
+    jax.jit(lambda x: x + 1)(1)
+    assert [event for event in durations if "compile" in event], "compiling is noticed"
 
 
 # -- float32 and mixed precision ------------------------------------------------------------------------------------------

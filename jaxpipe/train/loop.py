@@ -58,6 +58,8 @@ def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
             )
             last = folder.last_values(origin.step)
             return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
+        if origin is not None:
+            folder.check_metrics()
         devices, remark = find_devices(config.pipeline.ranks, config.run.platform)
         if config.run.tensorboard:
             require_tensorboard()

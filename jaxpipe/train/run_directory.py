@@ -75,6 +75,11 @@ class RunDirectory:
         for name in PICTURES:
             plot_timelines(timelines, folder / name, title=title, units="si")
 
+    def check_metrics(self) -> None:
+        """Raise DataError if the metrics of an earlier run can't be read: they are to be gone on with."""
+        for _ in read_metrics(self.metrics):
+            pass
+
     def last_values(self, step: int) -> dict[str, float]:
         """The newest value of every number in the metrics up to ``step``; empty if there are no readable metrics."""
         values: dict[str, float] = {}

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpipe.errors import CheckpointError
 from jaxpipe.mesh import replicated
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.pipeline import Batch, Pipeline, get_leaf, replace_leaf
@@ -70,6 +71,8 @@ class TrainStep:
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._update = {s: self._compile_update(s) for s in self._primary}
         self._square = {s: jax.jit(partial(_square_sum, pipeline, s)) for s in self._primary}
+        self._unpack = {s: jax.jit(pipeline.layout(s).unpack) for s in self._primary}
+        self._fresh = jax.jit(lambda params: {name: optimizer.init(leaves) for name, leaves in params.items()})
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(_sum_losses)
         self._ties = _TiedGradients(pipeline)
@@ -89,9 +92,12 @@ class TrainStep:
         states: dict[int, dict[str, Any]] = {}
         for s, rank in self._primary.items():
             home = replicated(pipe.submeshes[rank])
-            owned = trained(pipe.owned(s, pipe.layout(s).unpack(master[(rank, s)])))
-            fresh = jax.jit(lambda tree: {name: self._tx.init(leaves) for name, leaves in tree.items()})(owned)
-            given = fresh if optimizer is None else {name: optimizer[name] for name in owned}
+            owned = trained(pipe.owned(s, self._unpack[s](master[(rank, s)])))
+            if optimizer is not None and (missing := owned.keys() - optimizer.keys()):
+                raise CheckpointError(
+                    f"no optimizer state for layer {min(missing)}; there is one for {', '.join(optimizer)}"
+                )
+            given = self._fresh(owned) if optimizer is None else {name: optimizer[name] for name in owned}
             states[s] = jax.device_put(given, home)
         return TrainState(step, master, compute, acc, states)
 
@@ -131,8 +137,7 @@ class TrainStep:
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
         for s, r in self._primary.items():
-            layout = self.pipeline.layout(s)
-            params.update(self.pipeline.owned(s, jax.jit(layout.unpack)(state.master[(r, s)])))
+            params.update(self.pipeline.owned(s, self._unpack[s](state.master[(r, s)])))
             optimizer.update(state.optimizer[s])
         return params, optimizer
 

@@ -50,10 +50,9 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxpipe.stage.reference import init_params, resolve_model
+    from jaxpipe.stage.reference import resolve_model
 
     options = {"vocab_size": 256, "seq_len": config.data.seq_len, **config.model.options}
-    model = resolve_model(config.model.target, options)
     rng = np.random.default_rng(0)
     shape = (args.microbatches, args.microbatch_size, config.data.seq_len)
     tokens = rng.integers(0, 256, (*shape[:2], shape[2] + 1)).astype(np.int32)
@@ -62,7 +61,6 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
         "targets": tokens[..., 1:].copy(),
         "weights": np.ones(shape, np.float32),
     }
-    params = init_params(model, 0)
 
     report: dict[str, Any] = {
         "what": "jaxpipe runtime",
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "load_before": os.getloadavg()[0],
-        "model": {"name": model.name, **options, "parameters": sum(x.size for x in jax.tree.leaves(params))},
+        "model": {"target": config.model.target, **options},
         "ranks": args.ranks,
         "microbatches": args.microbatches,
         "microbatch_size": args.microbatch_size,
@@ -81,7 +79,12 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     }
     for name in args.schedules:
         _note(f"schedule {name}")
-        report["schedules"][name] = _schedule(args, config, model, params, batch, name)
+        chunks = 2 if name.startswith("interleaved") else 1
+        layers = (
+            {} if chunks == 1 else {"num_layers": max(options["num_layers"], 2 * args.ranks)}
+        )  # a layer a stage, at least
+        model = resolve_model(config.model.target, {**options, **layers})
+        report["schedules"][name] = _schedule(args, config, model, batch, name) | layers
     report["load_after"] = os.getloadavg()[0]
     return report
 
@@ -107,16 +110,19 @@ def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: i
     return pipe
 
 
-def _schedule(args: argparse.Namespace, config: Any, model: Any, params: Any, batch: Any, name: str) -> dict[str, Any]:
+def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, name: str) -> dict[str, Any]:
     import jax
 
+    from jaxpipe.stage.reference import init_params
+
+    params = init_params(model, 0)
     pipe = _build(args, config, model, name, args.microbatch_size)
-    unpipelined = _unpipelined(model, args.microbatches)
+    unpipelined, one_by_one = _unpipelined(model), _one_by_one(model)
     placed = pipe.place(params)
     alone = jax.device_put((params, batch), jax.devices()[0])
     acc = {at: pipe.zeros(at) for at in pipe.all_instances}
-    jax.block_until_ready(unpipelined(*alone))
-    pipelined_s, unpipelined_s, ratios, bubbles = [], [], [], []
+    jax.block_until_ready((unpipelined(*alone), one_by_one(*alone)))
+    pipelined_s, unpipelined_s, one_by_one_s, ratios, bubbles = [], [], [], [], []
     host: list[tuple[str, float]] = []
     for _ in range(args.rounds):
         start = time.perf_counter()
@@ -127,6 +133,9 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, params: Any, ba
         start = time.perf_counter()
         jax.block_until_ready(unpipelined(*alone))
         unpipelined_s.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        jax.block_until_ready(one_by_one(*alone))
+        one_by_one_s.append(time.perf_counter() - start)
         out = pipe.run(placed, acc, batch, record=True)
         acc = {at: list(b) for at, b in out.acc.items()}
         host += zip(pipe.executor.instruction_kinds, out.instruction_s, strict=True)
@@ -141,6 +150,8 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, params: Any, ba
         "pipelined_s": statistics.median(pipelined_s),
         "unpipelined_s": statistics.median(unpipelined_s),
         "pipelined_over_unpipelined": statistics.median(a / b for a, b in zip(pipelined_s, unpipelined_s, strict=True)),
+        "one_by_one_s": statistics.median(one_by_one_s),
+        "pipelined_over_one_by_one": statistics.median(a / b for a, b in zip(pipelined_s, one_by_one_s, strict=True)),
         "measured_over_replay": statistics.median(ratios),
         "bubble_predicted": pipe.predicted_timeline().bubble_rate,
         "bubble_measured": statistics.median(bubbles),
@@ -150,26 +161,49 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, params: Any, ba
     }
 
 
-def _unpipelined(model: Any, microbatches: int) -> Any:
-    """The same microbatches in one jitted step on one device: a loop that adds up loss and gradients."""
+def _microbatch_step(model: Any) -> Any:
+    """Adds one microbatch's gradients, loss sum and weight sum to a carry."""
     import jax
     import jax.numpy as jnp
 
     from jaxpipe.stage.reference import apply_model
 
+    def step(carry: Any, params: Any, micro: Any) -> Any:
+        (total, weight), grads = jax.value_and_grad(lambda p: apply_model(model, p, micro), has_aux=True)(params)
+        return jax.tree.map(jnp.add, carry, (grads, total, weight))
+
+    return step
+
+
+def _zeros(params: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), jnp.zeros(())
+
+
+def _unpipelined(model: Any) -> Any:
+    """The same microbatches unpipelined in one jitted step on one device: a compiled loop."""
+    import jax
+
+    one = _microbatch_step(model)
+    return jax.jit(lambda params, batch: jax.lax.scan(lambda c, b: (one(c, params, b), None), _zeros(params), batch)[0])
+
+
+def _one_by_one(model: Any) -> Any:
+    """The same, one jitted call a microbatch: XLA's CPU loops are slower than straight code, so this is the stricter rival."""
+    import jax
+
+    one = jax.jit(_microbatch_step(model), donate_argnums=0)
+    zeros = jax.jit(_zeros)
+
     def step(params: Any, batch: Any) -> Any:
-        def one(carry: Any, micro: Any) -> Any:
-            def loss(p: Any) -> Any:
-                total, weight = apply_model(model, p, micro, train=True)
-                return total, weight
+        carry = zeros(params)
+        for i in range(len(batch["tokens"])):
+            carry = one(carry, params, {k: v[i] for k, v in batch.items()})
+        return carry
 
-            (total, weight), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            return jax.tree.map(jnp.add, carry, (grads, total, weight)), None
-
-        zeros = (jax.tree.map(jnp.zeros_like, params), jnp.zeros(()), jnp.zeros(()))
-        return jax.lax.scan(one, zeros, batch)[0]
-
-    return jax.jit(step)
+    return step
 
 
 def _host_cost(samples: list[tuple[str, float]]) -> dict[str, float]:

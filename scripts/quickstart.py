@@ -2,7 +2,7 @@
 
 Run it through ./scripts/quickstart, which sets up the environment. Arguments are settings that override quickstart.toml::
 
-    ./scripts/quickstart run.steps=400 pipeline.schedule=interleaved-1f1b pipeline.chunks=2
+    ./scripts/quickstart run.steps=400 pipeline.schedule=interleaved-1f1b
 
 An interrupted run goes on where it stopped; a finished one is replaced.
 """

@@ -91,8 +91,10 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from jaxpipe.train.devices import device_errors, request_devices
+
+    request_devices(1)
     from jaxpipe.train import ngram
-    from jaxpipe.train.devices import device_errors
     from jaxpipe.train.evaluate import held_out_score, load_trained
     from jaxpipe.train.setup import load_dataset
 
@@ -129,7 +131,9 @@ def _configure_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from jaxpipe.train.devices import device_errors
+    from jaxpipe.train.devices import device_errors, request_devices
+
+    request_devices(1)
     from jaxpipe.train.evaluate import generate, load_trained
 
     trained = load_trained(args.checkpoint, step=args.step)

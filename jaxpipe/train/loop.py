@@ -187,7 +187,7 @@ class _Run:
         self.pending = (state.step, metrics)
         self.step = state.step
         self.pace.add(time.perf_counter() - began)
-        if record or state.step == self.config.run.steps:
+        if record or state.step in (self.start.step + 1, self.config.run.steps):  # the first compiled: nothing to overlap
             self._settle()
         self.line.update(
             state.step,

@@ -187,7 +187,8 @@ class _Run:
         self.pending = (state.step, metrics)
         self.step = state.step
         self.pace.add(time.perf_counter() - began)
-        if record or state.step in (self.start.step + 1, self.config.run.steps):  # the first compiled: nothing to overlap
+        compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
+        if record or compiled or state.step == self.config.run.steps:
             self._settle()
         self.line.update(
             state.step,

@@ -18,7 +18,9 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import JaxpipeError, RunError
-from jaxpipe.schedule import Timeline
+from jaxpipe.profile import with_measured_times
+from jaxpipe.runtime.measured import seconds_by_op
+from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.stage.reference import init_params
 from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
@@ -140,7 +142,7 @@ class _Run:
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
                 "same command again to go on"
             )
-        self.folder.draw(self.pipe.schedule, [t for t in (self.predicted, self.timeline) if t is not None])
+        self._draw()
         return self._result(started)
 
     @property
@@ -265,6 +267,14 @@ class _Run:
             else f"run the same command again to go on from step {step}"
         )
         return RunError(f"after step {self.logged}: {what}; {left}")
+
+    def _draw(self) -> None:
+        """The last recorded step under what its own mean action times predict: one scale, also where devices share cores."""
+        if self.timeline is None:
+            self.folder.draw(self.pipe.schedule, [self.predicted])
+            return
+        costs = with_measured_times(self.pipe.costs, seconds_by_op([self.timeline]))
+        self.folder.draw(self.pipe.schedule, [simulate(self.pipe.schedule, costs), self.timeline])
 
     def _result(self, started: float) -> TrainResult:
         return TrainResult(

@@ -11,8 +11,8 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
 :class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
 of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
-:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save; ``token`` is a scalar that is
-ready when the function has run, and that nothing donates: what the runtime waits on.
+:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save;
+``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime waits on.
 """
 
 from __future__ import annotations

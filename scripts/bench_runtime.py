@@ -130,6 +130,7 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         acc = {at: list(b) for at, b in out.acc.items()}
         jax.block_until_ready((acc, out.losses))
         pipelined_s.append(time.perf_counter() - start)
+        host += zip(pipe.executor.instruction_kinds, out.instruction_s, strict=True)
         start = time.perf_counter()
         jax.block_until_ready(unpipelined(*alone))
         unpipelined_s.append(time.perf_counter() - start)
@@ -138,7 +139,6 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         one_by_one_s.append(time.perf_counter() - start)
         out = pipe.run(placed, acc, batch, record=True)
         acc = {at: list(b) for at, b in out.acc.items()}
-        host += zip(pipe.executor.instruction_kinds, out.instruction_s, strict=True)
         ratios.append(pipe.replay_ratio(out))
         bubbles.append(pipe.measured_timeline(out).bubble_rate)
     costs = pipe.costs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -46,17 +46,25 @@ class StepInputs:
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
     loss ports of the last stage: loss sum and weight sum. ``tokens``: per action, in order of dispatch, a scalar that is ready
-    when it has run. ``events``: what was measured, if the step was recorded. ``dispatch_s``: host seconds of the dispatch
-    loop; ``step_s``: until all results were ready (recorded steps only). ``instruction_s``: host seconds of each instruction
-    in order of dispatch (recorded steps only)."""
+    when it has run. ``events``: what was measured, if the step was recorded. ``stamps``: the host's clock before each
+    instruction and after the last. ``step_s``: seconds until all results were ready (recorded steps only)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
     tokens: Sequence[tuple[int, Action, jax.Array]]
     events: tuple[Event, ...]
-    dispatch_s: float
+    stamps: Sequence[float]
     step_s: float
-    instruction_s: Sequence[float] = ()
+
+    @property
+    def dispatch_s(self) -> float:
+        """Host seconds of the dispatch loop."""
+        return self.stamps[-1] - self.stamps[0]
+
+    @property
+    def instruction_s(self) -> tuple[float, ...]:
+        """Host seconds of each instruction, in order of dispatch."""
+        return tuple(b - a for a, b in pairwise(self.stamps))
 
     def wait(self) -> None:
         """Wait until everything has run.
@@ -137,9 +145,8 @@ class Executor:
         try:
             if record:
                 return self._run_recorded(inputs)
-            start = time.perf_counter()
-            tokens = self._dispatch(None)
-            return self._collect(inputs, tokens, (), time.perf_counter() - start, 0.0)
+            tokens, stamps = self._dispatch(None)
+            return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
             raise
@@ -148,28 +155,23 @@ class Executor:
                 bank[:] = [None] * len(bank)
 
     def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
-        stamps: list[float] = []
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens = self._dispatch(recorder, stamps)
+            tokens, stamps = self._dispatch(recorder)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
-        out = self._collect(inputs, tokens, recorder.events(), stamps[-1] - start, step_s)
-        return replace(out, instruction_s=[b - a for a, b in pairwise(stamps)])
+        return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(
-        self, recorder: Recorder | None, stamps: list[float] | None = None
-    ) -> list[tuple[int, Action, jax.Array]]:
-        """The flat loop. ``stamps``: is given the clock before each instruction and after the last."""
+    def _dispatch(self, recorder: Recorder | None) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+        """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
-        tokens = []
+        tokens, stamps = [], []
         clock = time.perf_counter
         try:
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
-                if stamps is not None:
-                    stamps.append(clock())
+                stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
                     tokens.append((rank, action, results[marker]))
@@ -189,9 +191,8 @@ class Executor:
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error) from error
-        if stamps is not None:
-            stamps.append(clock())
-        return tokens
+        stamps.append(clock())
+        return tokens, stamps
 
     def _bind(self, inputs: StepInputs) -> None:
         for program, bank in zip(self._programs, self._banks, strict=True):
@@ -212,7 +213,7 @@ class Executor:
         inputs: StepInputs,
         tokens: Sequence[tuple[int, Action, jax.Array]],
         events: tuple[Event, ...],
-        dispatch_s: float,
+        stamps: Sequence[float],
         step_s: float,
     ) -> StepOutputs:
         acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
@@ -228,7 +229,7 @@ class Executor:
             losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],
             tokens=tokens,
             events=events,
-            dispatch_s=dispatch_s,
+            stamps=stamps,
             step_s=step_s,
         )
 

@@ -27,6 +27,14 @@ def test_relative_links_exist() -> None:
     assert links and not missing
 
 
+def test_results_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import results_table
+
+    shown = TEXT.partition(results_table.BEGIN)[2].partition(results_table.END)[0]
+    assert shown.strip() == results_table.table()
+
+
 def test_verbs_shown_exist() -> None:
     from jaxpipe.cli.registry import VERBS
 

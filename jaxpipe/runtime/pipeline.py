@@ -84,7 +84,6 @@ class Pipeline:
         microbatch_size: int,
         boundaries: Sequence[tuple[int, int]],
         devices: Sequence[jax.Device] | None = None,
-        dp: int = 1,
         compute_dtype: Any = jnp.float32,
         recompute: str = "none",
         costs: CostProfile | None = None,
@@ -96,7 +95,7 @@ class Pipeline:
             schedule: one rank a stage (several flows are allowed), stages in a chain.
             microbatch_size: sequences in a microbatch.
             boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
-            devices: consecutive devices make up a rank; all of ``jax.devices()`` by default.
+            devices: one a rank, in order; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.recompute`).
             costs: for the dispatch order and the prediction; FLOP counts by default.
@@ -110,7 +109,7 @@ class Pipeline:
                 f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
                 f"into {placement.num_stages}"
             )
-        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, devices=devices)
+        submeshes = pipeline_submeshes(placement.num_ranks, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(schedule)
         compute = jnp.dtype(compute_dtype)

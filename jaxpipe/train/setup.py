@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,11 +187,38 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,
         )
+        pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         progress("timing each stage alone")
         pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
         pipeline.warm_up()
     step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
     return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+
+
+def within_memory_limit(
+    config: TrainConfig, pipeline: Pipeline, stage_costs: Sequence[float], progress: Progress
+) -> Pipeline:
+    """``pipeline``, or if its stages' real bytes break ``pipeline.memory_limit``, the same with an order made for these bytes.
+
+    What waits for W may be larger than what F saved (with recomputation it often is), which is known once stages are split.
+    Depends on shapes only, so a resumed run gets the same order.
+
+    Raises:
+        ScheduleError: one microbatch alone needs more than the limit.
+    """
+    pipe, limit = config.pipeline, config.pipeline.memory_limit
+    peak = max(pipeline.predicted_timeline().peak_activations)
+    if limit is None or peak <= limit * (1 + 1e-9) or pipe.schedule not in FAMILIES:
+        return pipeline
+    costs = replace(
+        relative_costs(stage_costs),
+        residual_bytes=pipeline.costs.residual_bytes,
+        w_residual_bytes=pipeline.costs.w_residual_bytes,
+    )
+    progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
+    return pipeline.with_schedule(
+        generate(pipe.schedule, pipe.ranks, pipe.microbatches, costs=costs, memory_limit=limit)
+    )
 
 
 def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:

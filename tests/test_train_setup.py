@@ -1,0 +1,31 @@
+"""Setting a run up: the memory limit holds with the bytes that the split stages really have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.train.devices import find_devices
+from jaxpipe.train.setup import build
+from tests.train_runs import config, write_text
+
+
+def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
+    text = write_text(tmp_path / "text.txt")
+    more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
+    made = config(text, tmp_path / "run", *more)
+    setup = build(made, find_devices(made.pipeline.ranks)[0], notes.append, repeats=1)
+    return setup.pipeline.predicted_timeline().peak_activations
+
+
+def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert max(_build(tmp_path, 2, notes)) <= 2
+    assert any("a new order keeps to 2" in note for note in notes), "the test wants a stage whose W keeps more than F saved"
+
+
+def test_a_limit_below_one_microbatch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="is below the .* of one microbatch"):
+        _build(tmp_path, 1, [])

@@ -23,7 +23,9 @@ def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
 def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:
     notes: list[str] = []
     assert max(_build(tmp_path, 2, notes)) <= 2
-    assert any("a new order keeps to 2" in note for note in notes), "the test wants a stage whose W keeps more than F saved"
+    assert any("a new order keeps to 2" in note for note in notes), (
+        "the test wants a stage whose W keeps more than F saved"
+    )
 
 
 def test_a_limit_below_one_microbatch_is_refused(tmp_path: Path) -> None:

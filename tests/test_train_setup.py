@@ -29,5 +29,5 @@ def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:
 
 
 def test_a_limit_below_one_microbatch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="is below the .* of one microbatch"):
+    with pytest.raises(ScheduleError, match=r"is below the .* of one microbatch"):
         _build(tmp_path, 1, [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
+import jax
 
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
@@ -211,8 +211,5 @@ def _is_read(stage: StageFunctions, value: Value) -> bool:
     return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
 
 
-def _nbytes(aval: object) -> int:
-    shape = getattr(aval, "shape", ())
-    dtype = getattr(aval, "dtype")  # noqa: B009
-    itemsize = getattr(dtype, "itemsize", None)
-    return int(np.prod(shape, dtype=np.int64)) * int(itemsize if itemsize is not None else np.dtype(dtype).itemsize)
+def _nbytes(aval: jax.ShapeDtypeStruct) -> int:
+    return int(aval.size * aval.dtype.itemsize)

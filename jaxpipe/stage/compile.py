@@ -11,7 +11,7 @@ long: each shard sums its own part of the batch, and the update adds the shards 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,22 +131,6 @@ def build_all(
         )
         offset += len(layers)
     return tuple(built)
-
-
-def compile_functions(
-    functions: StageFunctions | Iterable[StageFunctions], ops: Iterable[str] = ("F", "B", "W")
-) -> None:
-    """Compile the named operations now, so that no call compiles later: each runs once on zeros."""
-    for stage in [functions] if isinstance(functions, StageFunctions) else functions:
-        for op in ops:
-            f = stage.functions[op]
-            zeros = [_zeros(aval) for aval in f.avals_in]
-            jax.block_until_ready(f.call(*zeros))
-
-
-def _zeros(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros: jax.Array = jax.device_put(np.zeros(aval.shape, aval.dtype), aval.sharding)
-    return zeros
 
 
 def _data_read(

@@ -59,12 +59,13 @@ def generate(
     chunks: int | None = None,
     costs: CostProfile | None = None,
     memory_limit: float | None = None,
+    group: int | None = None,
 ) -> Schedule:
     """The schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
     order ignore them. ``memory_limit``: peak activations per rank in units of one rank's share of a microbatch, for
-    families that take it.
+    families that take it. ``group``: microbatches that run in turn through one chunk, for families that take it.
 
     Raises:
         ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, or costs for another number
@@ -87,6 +88,11 @@ def generate(
             takers = _taking("memory_limit")
             raise ScheduleError(f"{name} takes no memory limit, got {memory_limit:g}; families that do: {takers}")
         options["memory_limit"] = memory_limit
+    if group is not None:
+        require_sizes(name, group=group)
+        if "group" not in family.options:
+            raise ScheduleError(f"{name} takes no group, got {group}; families that do: {_taking('group') or 'none'}")
+        options["group"] = group
     if costs is not None:
         _match(family, ranks, chunks, costs)
         if "costs" in family.options:

@@ -1,0 +1,166 @@
+"""A scheduling problem with its numbers laid out flat, for generators that look at many orders.
+
+A generator that tries hundreds of orders can't afford an object per action. Here an action is one whole number, its code,
+and everything about it is an entry of a table. Codes count *replicas*: flow k's copy of stage s is replica
+``k * num_stages + s``, so that bidirectional pipelines are two plain chains; with one flow a replica is a stage.
+
+    code = (op * num_replicas + replica) * num_microbatches + microbatch        op: F 0, B 1, W 2, BW 3
+
+Works for placements whose stages form a chain and run on one rank each. Times of an order: :mod:`~jaxpipe.schedule.retime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.placement import Placement
+
+OPS = ("F", "B", "W", "BW")
+F, B, W, BW = range(4)
+CodeRows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A placement, a number of microbatches and real costs; one tuple entry a replica.
+
+    ``rank``: where it runs. ``f_s b_s w_s bw_s``: seconds. ``down_s``: seconds to send its activation to the next replica,
+    ``up_s``: its cotangent to the one before (0 on the same rank, or where there is none). ``held``: memory from F's start
+    to B's end, ``kept``: from B's end to W's end, in units of one rank's share of one microbatch.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    rank: tuple[int, ...]
+    f_s: tuple[float, ...]
+    b_s: tuple[float, ...]
+    w_s: tuple[float, ...]
+    bw_s: tuple[float, ...]
+    down_s: tuple[float, ...]
+    up_s: tuple[float, ...]
+    held: tuple[float, ...]
+    kept: tuple[float, ...]
+
+    @classmethod
+    def of(cls, placement: Placement, num_microbatches: int, costs: CostProfile | None = None) -> Problem:
+        """The problem of ``placement`` with ``costs`` (default: F = B = W = 1 for one rank's share, no transfer time).
+
+        Raises:
+            ScheduleError: the stages don't form a chain on single ranks, or the costs are for another number of stages.
+        """
+        if costs is None:
+            costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+        n = placement.num_stages
+        if costs.num_stages != n:
+            raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")
+        if not placement.is_chain or any(len(group) > 1 for flow in placement.flows for group in flow):
+            raise ScheduleError(
+                f"placement {placement.kind!r} is not a chain of stages on one rank each; no generator orders it"
+            )
+        rank = tuple(group[0] for flow in placement.flows for group in flow)
+        stages = [s for _ in placement.flows for s in range(n)]
+        share = [[0.0] * placement.num_ranks for _ in placement.flows]
+        for k, r in enumerate(rank):
+            share[k // n][r] += costs.residual_bytes[stages[k]]
+
+        def units(num_bytes: Sequence[float]) -> tuple[float, ...]:
+            return tuple(
+                num_bytes[s] / share[k // n][rank[k]] if share[k // n][rank[k]] > 0 else 0.0
+                for k, s in enumerate(stages)
+            )
+
+        def transfer(k: int, step: int) -> float:
+            s = stages[k]
+            if not 0 <= s + step < n:
+                return 0.0
+            return costs.transfer_s(rank[k], rank[k + step], min(s, s + step))
+
+        f_s, b_s, w_s, bw_s = (
+            tuple(seconds[s] for s in stages) for seconds in (costs.f_s, costs.b_s, costs.w_s, costs.bw_s)
+        )
+        return cls(
+            placement,
+            num_microbatches,
+            rank,
+            f_s,
+            b_s,
+            w_s,
+            bw_s,
+            down_s=tuple(transfer(k, +1) for k in range(len(rank))),
+            up_s=tuple(transfer(k, -1) for k in range(len(rank))),
+            held=units(costs.residual_bytes),
+            kept=units(costs.w_residual_bytes),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.rank)
+
+    def code(self, op: int, replica: int, microbatch: int) -> int:
+        """The code of an action."""
+        return (op * len(self.rank) + replica) * self.num_microbatches + microbatch
+
+    def decode(self, code: int) -> tuple[int, int, int]:
+        """(op, replica, microbatch) of a code."""
+        where, microbatch = divmod(code, self.num_microbatches)
+        op, replica = divmod(where, len(self.rank))
+        return op, replica, microbatch
+
+    def microbatches(self, replica: int) -> range:
+        """The microbatches that a replica runs: those of its flow."""
+        flow = replica // self.placement.num_stages
+        return range(flow, self.num_microbatches, self.placement.num_flows)
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """The replicas on ``rank``, ascending."""
+        return tuple(k for k, r in enumerate(self.rank) if r == rank)
+
+    def schedule(self, name: str, rows: CodeRows) -> Schedule:
+        """The schedule whose rank r issues the actions ``rows[r]``."""
+        n, m, stages = len(self.rank), self.num_microbatches, self.placement.num_stages
+        names = [(OPS[where // n], where % n % stages) for where in range(len(OPS) * n)]
+        return Schedule(
+            name,
+            self.placement,
+            m,
+            tuple(tuple(Action(*names[c // m], c % m) for c in row) for row in rows),
+        )
+
+    def codes(self, schedule: Schedule) -> list[list[int]]:
+        """The rows of a schedule of this problem as codes. Offloads (O, L) are left out.
+
+        Raises:
+            ScheduleError: it has braided slots or ops other than F, B, W, BW, O and L.
+        """
+        stages, flows = self.placement.num_stages, self.placement.num_flows
+        ops = {op: k for k, op in enumerate(OPS)}
+        rows = []
+        for r, row in enumerate(schedule.rows):
+            codes = []
+            for slot in row:
+                if not isinstance(slot, Action) or slot.op not in (*ops, "O", "L"):
+                    raise ScheduleError(
+                        f"{schedule.name}: rank {r} has {slot}; only plain F, B, W, BW, O and L can be re-timed"
+                    )
+                if slot.op in ops:
+                    replica = slot.microbatch % flows * stages + slot.stage
+                    codes.append(self.code(ops[slot.op], replica, slot.microbatch))
+            rows.append(codes)
+        return rows
+
+
+def all_codes(problem: Problem, ops: Iterable[int] = (F, B, W)) -> list[list[int]]:
+    """Per rank, every code of ``ops`` that must run there (in no useful order)."""
+    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    for op in ops:
+        for replica, rank in enumerate(problem.rank):
+            rows[rank] += [problem.code(op, replica, i) for i in problem.microbatches(replica)]
+    return rows

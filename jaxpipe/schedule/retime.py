@@ -1,0 +1,215 @@
+"""When the actions of an order happen, and how much memory it holds: the simulator's answer, fast, for generators.
+
+:func:`retime` starts every action as early as its row, its producer and the links allow (DESIGN.md section 4), so it is also
+the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
+action. It equals :func:`~jaxpipe.schedule.simulate.simulate` without O and L (a test). Memory of an order does not depend
+on times, since a rank takes and gives back only where its own actions start and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """``start_s[code]`` of every action that ran (inf for the rest); ``first_s`` and ``last_s`` per rank.
+
+    ``deadlocked``: some action never ran; the other figures then cover only what did.
+    """
+
+    start_s: list[float]
+    first_s: tuple[float, ...]
+    last_s: tuple[float, ...]
+    deadlocked: bool
+
+    @property
+    def makespan(self) -> float:
+        return max(self.last_s) - min(self.first_s)
+
+    @property
+    def span(self) -> float:
+        """The longest rank span."""
+        return max(last - first for first, last in zip(self.first_s, self.last_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An order with what it takes: seconds until the last end, longest rank span, peak memory units over all ranks."""
+
+    rows: CodeRows
+    makespan: float
+    span: float
+    peak: float
+
+    def no_worse_than(self, other: Draft) -> bool:
+        """Neither makespan nor span nor peak is larger (up to rounding)."""
+        return (
+            self.makespan <= other.makespan * _SLACK
+            and self.span <= other.span * _SLACK
+            and self.peak <= other.peak * _SLACK
+        )
+
+
+_SLACK = 1 + 1e-9
+
+
+class Retimer:
+    """The tables of one problem, made once; call :meth:`times` for each order."""
+
+    __slots__ = ("_after", "_link", "_link_s", "_num_links", "_ready", "_seconds", "_slot", "_to", "problem")
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        n, m, stages = problem.num_replicas, problem.num_microbatches, problem.placement.num_stages
+        kinds = 4 * n
+        # per (op, replica): seconds; where its readiness stands; the code it makes ready, on which rank, over which link
+        self._seconds = [*problem.f_s, *problem.b_s, *problem.w_s, *problem.bw_s]
+        self._slot = [0] * (3 * n) + [(B - BW) * n * m] * n
+        self._after, self._to, self._link, self._link_s = [0] * kinds, [-1] * kinds, [-1] * kinds, [0.0] * kinds
+        links: dict[tuple[int, int], int] = {}
+
+        def feeds(kind: int, slot: int, consumer: int, seconds: float) -> None:
+            here, there = problem.rank[kind % n], problem.rank[consumer % n]
+            self._after[kind] = (consumer - slot) * m
+            if here != there:
+                self._to[kind] = there
+                self._link[kind] = links.setdefault((here, there), len(links))
+                self._link_s[kind] = seconds
+
+        for k in range(n):
+            if k % stages < stages - 1:
+                feeds(F * n + k, F * n + k, F * n + k + 1, problem.down_s[k])
+            else:
+                feeds(F * n + k, F * n + k, B * n + k, 0.0)
+            if k % stages > 0:
+                for op in (B, BW):
+                    feeds(op * n + k, B * n + k, B * n + k - 1, problem.up_s[k])
+        self._num_links = len(links)
+        ready = [_NEVER] * (3 * n * m)
+        for first in range(0, n, stages):
+            ready[first * m : (first + 1) * m] = [0.0] * m
+        ready[W * n * m :] = [0.0] * (n * m)
+        self._ready = ready
+
+    def times(self, rows: CodeRows) -> Times:
+        """Every action of ``rows`` at its earliest.
+
+        W is taken to stand after its B in the row; the checker is who looks.
+        """
+        m, p = self.problem.num_microbatches, self.problem.num_ranks
+        seconds, slot, after, to = self._seconds, self._slot, self._after, self._to
+        link, link_s = self._link, self._link_s
+        ready = self._ready.copy()
+        start = [_NEVER] * (4 * self.problem.num_replicas * m)
+        link_free = [0.0] * self._num_links
+        position, free, first = [0] * p, [0.0] * p, [0.0] * p
+        waits_for = [-1] * p
+        stack = list(range(p - 1, -1, -1))
+        while stack:
+            r = stack.pop()
+            row, at, now = rows[r], position[r], free[r]
+            length = len(row)
+            while at < length:
+                code = row[at]
+                kind = code // m
+                code_ready = code + slot[kind]
+                arrival = ready[code_ready]
+                if arrival > now:
+                    if arrival == _NEVER:
+                        waits_for[r] = code_ready
+                        break
+                    now = arrival
+                if not at:
+                    first[r] = now
+                start[code] = now
+                now += seconds[kind]
+                at += 1
+                gap = after[kind]
+                if gap:
+                    there = to[kind]
+                    made = code_ready + gap
+                    if there < 0:
+                        ready[made] = now
+                    else:
+                        lane = link[kind]
+                        sent = link_free[lane]
+                        link_free[lane] = ready[made] = (sent if sent > now else now) + link_s[kind]
+                        if waits_for[there] == made:
+                            waits_for[there] = -1
+                            stack.append(there)
+            position[r], free[r] = at, now
+        deadlocked = any(at < len(row) for at, row in zip(position, rows, strict=True))
+        return Times(start, tuple(first), tuple(free), deadlocked)
+
+    def draft(self, rows: CodeRows) -> Draft | None:
+        """``rows`` with its times and peak; None if it deadlocks."""
+        times = self.times(rows)
+        if times.deadlocked:
+            return None
+        return Draft(rows, times.makespan, times.span, max(peaks(self.problem, rows), default=0.0))
+
+
+def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
+    """Per rank, the peak of live activations of an order, in units of one rank's share of one microbatch."""
+    m, n = problem.num_microbatches, problem.num_replicas
+    held, kept = problem.held, problem.kept
+    taken = [*held, *([0.0] * (3 * n))]
+    left = [*([0.0] * n), *(k - h for h, k in zip(held, kept, strict=True)), *(-k for k in kept), *(-h for h in held)]
+    found = []
+    for row in rows:
+        live = peak = 0.0
+        for code in row:
+            kind = code // m
+            live += taken[kind]
+            if live > peak:
+                peak = live
+            live += left[kind]
+            if live > peak:
+                peak = live
+        found.append(peak)
+    return tuple(found)
+
+
+def best_of(drafts: Iterable[Draft | None], anchor: Draft | None = None) -> Draft | None:
+    """The draft with the shortest makespan, then span, then the lowest peak, among those no worse than ``anchor``.
+
+    An anchor is a known answer: with one, the result is at least as good in makespan *and* in span *and* in peak, where
+    choosing by makespan alone would trade one for another.
+    """
+    best = anchor
+    for draft in drafts:
+        if draft is None or (anchor is not None and not draft.no_worse_than(anchor)):
+            continue
+        if best is None or _key(draft) < _key(best):
+            best = draft
+    return best
+
+
+def _key(draft: Draft) -> tuple[float, float, float]:
+    return _nine_digits(draft.makespan), _nine_digits(draft.span), _nine_digits(draft.peak)
+
+
+def _nine_digits(x: float) -> float:
+    return float(f"{x:.9g}")
+
+
+def earliest_first(times: Times, rows: Sequence[Iterable[int]]) -> list[list[int]]:
+    """``rows`` with each rank's codes in order of their start in ``times``; ties keep their order."""
+    return [sorted(row, key=times.start_s.__getitem__) for row in rows]
+
+
+def retime(problem: Problem, rows: CodeRows) -> Times:
+    """Times of one order. For many orders of one problem make one :class:`Retimer`."""
+    return Retimer(problem).times(rows)
+
+
+def drafted(problem: Problem, schedule: Schedule) -> Draft | None:
+    """A schedule's order with its times and peak, O and L left out; None if it deadlocks."""
+    return Retimer(problem).draft(problem.codes(schedule))

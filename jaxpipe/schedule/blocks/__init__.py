@@ -1,0 +1,26 @@
+"""Schedules from building blocks: block → collision check → repeat → squeeze → reorder (`controllable-memory.txt` section 2).
+
+    block = BuildingBlock.of_chain(v_shape(4), 6, forward=[1] * 7, turn=1, backward=[1] * 7).require_no_collision()
+    print(block)                                        # its cells; block.predicted_peaks() is equation 1
+    problem = Problem.of(block.placement, 8, costs)     # real, uneven costs
+    rows = repeat(block, problem)                       # the order; uniform or in groups
+    draft = Retimer(problem).draft(rows)                # squeezed: makespan, span, peak
+    draft = Reorderer(problem).best(rows, limit, anchor=draft)   # warm-up and cool-down filled
+    draft = place_weight_gradients(problem, draft.rows, limit)   # or only W moved, for any order
+
+Reading order: ``block.py``, ``repeat.py``, ``reorder.py``.
+"""
+
+from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
+from jaxpipe.schedule.blocks.reorder import RULES, Reorderer, Rule, place_weight_gradients
+from jaxpipe.schedule.blocks.repeat import repeat
+
+__all__ = [
+    "RULES",
+    "BuildingBlock",
+    "Reorderer",
+    "Rule",
+    "place_weight_gradients",
+    "repeat",
+    "with_weight_gradients",
+]

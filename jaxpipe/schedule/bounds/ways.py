@@ -1,15 +1,13 @@
-"""Lower bounds on makespan and span that hold for every valid schedule of a placement.
+"""The ways of a microbatch: what one microbatch alone needs, per stage and flow, and the traffic it puts on links.
 
-Each bound is a reason why time must pass: a rank's own work between the first activation that can reach it and the last
-cotangent that must leave it; the way of one microbatch down and up; a link's own traffic. The largest reason wins. Memory
-limits are ignored, so with a limit the truth may lie well above; a bound for it is one more entry among the reasons of
-:func:`_rank_reasons`. Braided slots are taken to cost the sum of their actions, as in the simulator. User ops count where
-they perform F, B or W; an op that performs a forward and a backward at once would void the bounds.
+Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots are
+taken to cost the sum of their actions, as in the simulator. User ops count where they perform F, B or W; an op that
+performs a forward and a backward at once would void the bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,78 +17,25 @@ from jaxpipe.schedule.ir import OpSpec, registered_ops
 from jaxpipe.schedule.placement import Placement
 
 
-def lower_bound(placement: Placement, num_microbatches: int, costs: CostProfile) -> float:
-    """Seconds that no valid schedule's makespan can be below.
-
-    Raises:
-        ScheduleError: the costs are for another number of stages, or there is no microbatch.
-    """
-    problem = _problem(placement, num_microbatches, costs)
-    reasons = [problem.critical_path(), *problem.link_reasons()]
-    for rank in range(placement.num_ranks):
-        reasons += _rank_reasons(problem, rank)
-    return max(reasons)
-
-
-def span_lower_bound(placement: Placement, num_microbatches: int, costs: CostProfile) -> float:
-    """Seconds that no valid schedule's longest rank span (last end − first start of one rank) can be below.
-
-    Raises:
-        ScheduleError: as :func:`lower_bound`.
-    """
-    problem = _problem(placement, num_microbatches, costs)
-    reasons = []
-    for rank in range(placement.num_ranks):
-        chunks = problem.chunks(rank)
-        reasons.append(sum(c.count * (c.flow.forward[c.stage] + c.flow.backward[c.stage]) for c in chunks))
-        reasons += [c.flow.round_trip[c.stage] + c.flow.backward[c.stage] for c in chunks]
-    return max(reasons)
-
-
-def _rank_reasons(problem: _Problem, rank: int) -> Iterator[float]:
-    """Why this rank's last action, or what must follow it on other ranks, can't end earlier."""
-    chunks = problem.chunks(rank)
-    if not chunks:
-        return
-    head = min(c.flow.head[c.stage] for c in chunks)
-    back = min(c.flow.back_start[c.stage] for c in chunks)
-    tail = min(c.flow.tail[c.stage] for c in chunks)
-    forward = sum(c.count * c.flow.forward[c.stage] for c in chunks)
-    passed_on = sum(c.count * c.flow.passed[c.stage] for c in chunks)
-    whole_back = sum(c.count * c.flow.backward[c.stage] for c in chunks)
-    yield head + forward + whole_back
-    yield head + forward + passed_on + tail
-    yield back + whole_back
-    yield back + passed_on + tail
-
-
-def _problem(placement: Placement, num_microbatches: int, costs: CostProfile) -> _Problem:
-    if costs.num_stages != placement.num_stages:
-        raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {placement.num_stages}")
-    if num_microbatches < 1:
-        raise ScheduleError(f"number of microbatches is {num_microbatches}; want at least 1")
-    return _Problem(placement, num_microbatches, costs)
-
-
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Visit:
     """A stage on a rank, in one flow, for ``count`` microbatches."""
 
     stage: int
-    flow: _Flow
+    flow: Flow
     count: int
 
 
-class _Problem:
+class Ways:
     def __init__(self, placement: Placement, num_microbatches: int, costs: CostProfile) -> None:
         self.placement, self.costs = placement, costs
         used = min(placement.num_flows, num_microbatches)
-        self.flows = [_Flow(placement, costs, k) for k in range(used)]
+        self.flows = [Flow(placement, costs, k) for k in range(used)]
         self.counts = [len(range(k, num_microbatches, placement.num_flows)) for k in range(used)]
 
-    def chunks(self, rank: int) -> list[_Chunk]:
+    def chunks(self, rank: int) -> list[Visit]:
         return [
-            _Chunk(s, flow, count)
+            Visit(s, flow, count)
             for flow, count in zip(self.flows, self.counts, strict=True)
             for s, group in enumerate(flow.groups)
             if rank in group
@@ -119,7 +64,7 @@ class _Traffic(NamedTuple):
     rest: float
 
 
-class _Flow:
+class Flow:
     """One microbatch of one flow, every stage at its earliest; seconds per stage.
 
     ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``round_trip``: from the
@@ -164,6 +109,19 @@ class _Flow:
 
     def _move(self, src: int, dst: int, boundary: int) -> float:
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
+
+    def rest_below(self, stages: Sequence[int]) -> list[float]:
+        """Per stage s of a chain: seconds from the end of B of s to the end of that microbatch on all ``stages`` below s."""
+        n = len(self.groups)
+        below = set(stages)
+        rest = [0.0] * n
+        for s in range(n):
+            way = 0.0
+            for a in range(s - 1, -1, -1):
+                way += self._move(a + 1, a, a) + self.passed[a]
+                if a in below:
+                    rest[s] = max(rest[s], way + self.backward[a] - self.passed[a])
+        return rest
 
     def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:
         """Each boundary that moves, with its pair of ranks; an activation goes once to each rank that needs it."""

@@ -1,0 +1,147 @@
+"""Lower bounds on makespan and spans that hold for every valid schedule of a placement, under a memory limit if there is one.
+
+Each bound is a reason why time must pass, and the largest reason wins. Without a limit: a rank's own work between the first
+activation that can reach it and the last cotangent that must leave it; the way of one microbatch down and up; a link's own
+traffic. With a limit on the activations a rank holds, and stages that form a chain on single ranks (for other placements the
+limit is ignored): :mod:`~jaxpipe.schedule.bounds.memory` (appendix E.2 of `controllable-memory.txt` generalised; memory ×
+time; release by release) and :mod:`~jaxpipe.schedule.bounds.crossing` (microbatches that meet). With offload activations may
+leave for host memory, as fast as each rank's own host lane allows. Proofs stand with the functions.
+
+Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold less); workspace is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.bounds.confined import Confined, confine
+from jaxpipe.schedule.bounds.ways import Visit, Ways
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.placement import Placement
+
+Limit = float | Sequence[float] | None
+
+__all__ = ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
+
+
+def lower_bound(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostProfile,
+    *,
+    memory_limit: Limit = None,
+    offload: bool = False,
+) -> float:
+    """Seconds that no valid schedule's makespan can be below.
+
+    ``memory_limit``: activations a rank may hold at once, in units of one rank's share of a microbatch; one number, or one
+    per rank. ``offload``: activations may be moved to host memory. Infinite if no schedule keeps to the limit.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages, there is no microbatch, or the limits are not one per rank.
+    """
+    return _Bounds(placement, num_microbatches, costs, memory_limit, offload).makespan()
+
+
+def span_lower_bound(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostProfile,
+    *,
+    memory_limit: Limit = None,
+    offload: bool = False,
+) -> float:
+    """Seconds that no valid schedule's longest rank span (last end − first start of one rank) can be below.
+
+    ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
+    """
+    return max(_Bounds(placement, num_microbatches, costs, memory_limit, offload).spans())
+
+
+def rank_lower_bounds(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostProfile,
+    *,
+    memory_limit: Limit = None,
+    offload: bool = False,
+) -> tuple[float, ...]:
+    """Per rank, seconds that its span can't be below in any valid schedule.
+
+    ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
+    """
+    return tuple(_Bounds(placement, num_microbatches, costs, memory_limit, offload).spans())
+
+
+class _Bounds:
+    """Every rank's confined bounds, and how they reach other ranks."""
+
+    def __init__(self, placement: Placement, m: int, costs: CostProfile, limit: Limit, offload: bool) -> None:
+        if costs.num_stages != placement.num_stages:
+            raise ScheduleError(
+                f"the costs are for {costs.num_stages} stages and the placement has {placement.num_stages}"
+            )
+        if m < 1:
+            raise ScheduleError(f"number of microbatches is {m}; want at least 1")
+        self.placement, self.costs, self.m = placement, costs, m
+        self.ways = Ways(placement, m, costs)
+        self.visits = [self.ways.chunks(rank) for rank in range(placement.num_ranks)]
+        self.simple = placement.is_chain and all(len(g) == 1 for flow in placement.flows for g in flow)
+        limits = _limits(placement, limit) if self.simple else None
+        self.confined = confine(self.ways, self.visits, m, costs, limits, offload)
+
+    def makespan(self) -> float:
+        reasons = [self.ways.critical_path(), *self.ways.link_reasons()]
+        for visits, confined in zip(self.visits, self.confined, strict=True):
+            reasons += _rank_reasons(visits, confined)
+        return max([*reasons, *self.spans()])
+
+    def spans(self) -> list[float]:
+        spans = []
+        for visits, confined in zip(self.visits, self.confined, strict=True):
+            trips = (v.flow.round_trip[v.stage] + v.flow.backward[v.stage] for v in visits)
+            spans.append(max([confined.own, *trips], default=0.0))
+        if self.simple and self.placement.num_flows == 1:
+            for rank in range(self.placement.num_ranks):
+                spans[rank] = max([spans[rank], *self._through_others(rank)])
+        return spans
+
+    def _through_others(self, rank: int) -> Iterable[float]:
+        """A rank starts before what it feeds and ends after what feeds its backwards.
+
+        Let e's first stage be s, and let this rank run a stage a < s. The first F on e has this rank's F of stage a before it
+        by at least head(s) − head(a). After the last B on e (its microbatch's B of s is not earlier), that microbatch's B and
+        W of every stage of this rank below s still follow.
+        """
+        flow = self.ways.flows[0]
+        mine = sorted(v.stage for v in self.visits[rank])
+        rest = flow.rest_below(mine)
+        for visits, confined in zip(self.visits, self.confined, strict=True):
+            s = min(v.stage for v in visits)
+            if mine[0] < s:
+                yield flow.head[s] - flow.head[mine[0]] + confined.through + rest[s]
+
+
+def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:
+    """Why this rank's last action, or what must follow it on other ranks, can't end earlier."""
+    if not visits:
+        return
+    head = min(v.flow.head[v.stage] for v in visits)
+    tail = min(v.flow.tail[v.stage] for v in visits)
+    back = min(v.flow.back_start[v.stage] for v in visits)
+    yield head + confined.own
+    yield head + confined.through + tail
+    yield back + sum(v.count * v.flow.backward[v.stage] for v in visits)
+    yield back + sum(v.count * v.flow.passed[v.stage] for v in visits) + tail
+
+
+def _limits(placement: Placement, limit: Limit) -> list[float] | None:
+    if limit is None:
+        return None
+    limits = list(limit) if isinstance(limit, Sequence) else [float(limit)] * placement.num_ranks
+    if len(limits) != placement.num_ranks:
+        raise ScheduleError(f"{len(limits)} memory limits for {placement.num_ranks} ranks; give one number or one per rank")
+    if any(not x >= 0 for x in limits):
+        raise ScheduleError(f"memory limits are {', '.join(f'{x:g}' for x in limits)}; want numbers >= 0")
+    return limits

@@ -1,0 +1,9 @@
+"""Passes: a valid schedule in, a valid schedule out.
+
+:mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory. Reading order: ``residency.py`` lives and levels of what
+is held, ``host_lane.py`` where O and L go, ``offload.py`` what leaves and the report.
+"""
+
+from jaxpipe.schedule.passes.offload import Offloaded, StageOffload, offload
+
+__all__ = ["Offloaded", "StageOffload", "offload"]

@@ -1,0 +1,165 @@
+"""How long the residuals of every stage and microbatch lie in memory, and how much a rank holds at every compute slot.
+
+What a pass that moves residuals needs to know of a simulated schedule: per rank, its compute slots with times, the memory
+level during each, and one :class:`Resident` for each (stage, microbatch), whose life is the gap between its F and its B.
+Amounts are whole numbers on a binary grid (:data:`GRID` to a unit), so that what is taken and given back cancels exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.ir import Schedule, op_spec
+from jaxpipe.schedule.memory import ACTIVATION_FIELDS
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.timeline import Timeline
+
+GRID = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The residuals that one rank keeps of one stage and microbatch.
+
+    ``f_slot`` ``b_slot``: compute slots of the rank that make and read them. ``ready_s``: end of the first, ``due_s``: start
+    of the second. ``size``: what O may move, on the grid. ``offload_s`` ``load_s``: seconds of O and of L.
+    """
+
+    stage: int
+    microbatch: int
+    f_slot: int
+    b_slot: int
+    ready_s: float
+    due_s: float
+    size: int
+    offload_s: float
+    load_s: float
+
+    @property
+    def life_s(self) -> float:
+        """Seconds between the end of F and the start of B."""
+        return self.due_s - self.ready_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankLife:
+    """One rank of a simulated schedule without offloads.
+
+    ``start_s`` ``end_s``: of its compute slots. ``level[j]``: memory held during slot j. ``changes``: (seconds, amount) of
+    every change of memory, in order of time. ``residents``: in order of their F.
+    """
+
+    rank: int
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    level: tuple[int, ...]
+    changes: tuple[tuple[float, int], ...]
+    residents: tuple[Resident, ...]
+
+    def peak(self, moves: Sequence[tuple[float, int]] = ()) -> int:
+        """Highest level with further changes ``moves``; changes at one instant are merged, as the simulator does."""
+        top = live = 0
+        now = float("-inf")
+        for at, amount in sorted([*self.changes, *moves]) if moves else self.changes:
+            if at != now:
+                if live > top:
+                    top = live
+                now = at
+            live += amount
+        return max(top, live)
+
+
+def rank_lives(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> tuple[RankLife, ...]:
+    """The lives of every rank of ``schedule`` (compute actions only), as ``timeline`` has them.
+
+    Memory is in units of one rank's share of one microbatch (``Timeline.peak_activations``), on the grid.
+    """
+    times: list[list[tuple[float, float]]] = [[] for _ in range(schedule.num_ranks)]
+    for event in timeline.events:
+        if event.lane == "compute":
+            times[event.rank].append((event.start_s, event.end_s))
+    weights = _Weights(schedule.placement, costs)
+    return tuple(_rank_life(schedule, rank, times[rank], weights, costs) for rank in range(schedule.num_ranks))
+
+
+class _Weights:
+    """Memory that an op takes when it starts and when it ends, on the grid."""
+
+    def __init__(self, placement: Placement, costs: CostProfile) -> None:
+        self._costs = costs
+        self._flows = placement.flows
+        self._share: dict[tuple[int, int], float] = {}
+        self._known: dict[tuple[int, str, int, int], tuple[int, int]] = {}
+
+    def share(self, rank: int, flow: int) -> float:
+        """Bytes that a microbatch of ``flow`` leaves on ``rank``: the unit."""
+        key = (rank, flow)
+        if key not in self._share:
+            held = self._costs.residual_bytes
+            self._share[key] = sum(held[s] for s, group in enumerate(self._flows[flow]) if rank in group)
+        return self._share[key]
+
+    def units(self, num_bytes: float, rank: int, flow: int) -> int:
+        share = self.share(rank, flow)
+        return round(num_bytes / share * GRID) if share > 0 else 0
+
+    def of(self, rank: int, op: str, stage: int, flow: int) -> tuple[int, int]:
+        key = (rank, op, stage, flow)
+        if key not in self._known:
+            change = {"start": 0, "end": 0}
+            for effect in op_spec(op).memory:
+                if effect.field in ACTIVATION_FIELDS:
+                    change[effect.at] += effect.sign * self.units(self._costs.values(effect.field)[stage], rank, flow)
+            self._known[key] = change["start"], change["end"]
+        return self._known[key]
+
+
+def _rank_life(
+    schedule: Schedule,
+    rank: int,
+    times: Sequence[tuple[float, float]],
+    weights: _Weights,
+    costs: CostProfile,
+) -> RankLife:
+    num_flows = schedule.placement.num_flows
+    made: dict[tuple[int, int], int] = {}
+    levels, changes, residents = [], [], []
+    live = 0
+    for j, (slot, (start, end)) in enumerate(zip(schedule.rows[rank], times, strict=True)):
+        taken = given = 0
+        for a in slot.actions:
+            first, last = weights.of(rank, a.op, a.stage, a.microbatch % num_flows)
+            taken, given = taken + first, given + last
+            if a.op == "F":
+                made[a.stage, a.microbatch] = j
+            elif a.op in ("B", "BW"):
+                f_slot = made[a.stage, a.microbatch]
+                size = weights.units(costs.offloadable_bytes[a.stage], rank, a.microbatch % num_flows)
+                residents.append(
+                    Resident(
+                        a.stage,
+                        a.microbatch,
+                        f_slot,
+                        j,
+                        times[f_slot][1],
+                        start,
+                        size,
+                        costs.offload_s[a.stage],
+                        costs.load_s[a.stage],
+                    )  # fmt: skip
+                )
+        live += taken
+        levels.append(live)
+        live += given
+        changes += [(at, amount) for at, amount in ((start, taken), (end, given)) if amount]
+    residents.sort(key=lambda x: x.f_slot)
+    return RankLife(
+        rank,
+        tuple(start for start, _ in times),
+        tuple(end for _, end in times),
+        tuple(levels),
+        tuple(sorted(changes)),
+        tuple(residents),
+    )

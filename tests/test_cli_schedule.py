@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from jaxpipe.schedule import (
     one_f_one_b,
     read_schedule,
     simulate,
+    span_lower_bound,
     write_costs,
     write_schedule,
     write_timeline,
 )
+from jaxpipe.schedule.explore import offloaded_share
 
 KEYS = [
     "name",
@@ -38,6 +41,10 @@ KEYS = [
     "span_bubble_rate",
     "peak_activations",
     "lower_bound",
+    "span_lower_bound",
+    "offloaded_share",
+    "memory_limit",
+    "group",
 ]
 
 
@@ -77,7 +84,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_overview_lists_every_verb(cli: Callable[..., str]) -> None:
     text = cli("--help")
-    for verb in ("schedules", "schedule", "simulate", "compare", "plot"):
+    for verb in ("schedules", "schedule", "simulate", "compare", "best", "plot"):
         assert f"\n  {verb} " in text
 
 
@@ -85,7 +92,7 @@ def test_version(cli: Callable[..., str]) -> None:
     assert cli("--version").startswith("jaxpipe 0.")
 
 
-@pytest.mark.parametrize("verb", ["schedules", "schedule", "simulate", "compare", "plot"])
+@pytest.mark.parametrize("verb", ["schedules", "schedule", "simulate", "compare", "best", "plot"])
 def test_every_verb_explains_itself(cli: Callable[..., str], verb: str) -> None:
     assert f"usage: jaxpipe {verb}" in cli(verb, "--help")
 
@@ -108,6 +115,7 @@ def test_json_of_every_family_is_the_simulation(cli: Callable[..., str], name: s
     options = FAMILIES[name].options
     schedule = generate(name, ranks=3, microbatches=6, costs=costs if "costs" in options else None)
     timeline = simulate(schedule, costs)
+    offloaded = offloaded_share(schedule, costs)
     assert record == {
         "name": name,
         "ranks": 3,
@@ -118,7 +126,11 @@ def test_json_of_every_family_is_the_simulation(cli: Callable[..., str], name: s
         "bubble_rate": timeline.bubble_rate,
         "span_bubble_rate": timeline.span_bubble_rate,
         "peak_activations": list(timeline.peak_activations),
-        "lower_bound": lower_bound(schedule.placement, 6, costs),
+        "lower_bound": lower_bound(schedule.placement, 6, costs, offload=offloaded > 0),
+        "span_lower_bound": span_lower_bound(schedule.placement, 6, costs, offload=offloaded > 0),
+        "offloaded_share": offloaded,
+        "memory_limit": None,
+        "group": None,
     }
 
 
@@ -153,28 +165,99 @@ def test_no_picture_where_it_would_not_fit(cli: Callable[..., str]) -> None:
     assert "rank 0 |" not in cli("schedule", "1f1b", "--cost", "1,1.41421356,1.7320508")
 
 
-def test_compare_is_an_aligned_table(cli: Callable[..., str]) -> None:
+def test_compare_is_an_aligned_table_the_fastest_first(cli: Callable[..., str]) -> None:
     lines = cli("compare", "--ranks", 4, "--microbatches", 8).splitlines()
-    assert [line.split()[0] for line in lines] == ["schedule", *FAMILIES]
+    rows = [line for line in lines if line.split()[0] in FAMILIES and "not possible" not in line]
+    assert {line.split()[0] for line in lines[1:] if line.split()[0] in FAMILIES} == set(FAMILIES)
     column = lines[0].index("makespan") + len("makespan")
-    assert all(line[column - 1] != " " and line[column] == " " for line in lines)
+    assert all(line[column - 1] != " " and line[column] == " " for line in [lines[0], *rows])
+    makespans = [float(line[:column].split()[-1]) for line in rows]
+    assert makespans == sorted(makespans)
+    assert sum(line.endswith("*") for line in rows) >= 1
 
 
 def test_compare_json_marks_what_is_not_possible(cli: Callable[..., str]) -> None:
     entries = json.loads(cli("compare", "--memory-limit", 4, "--json"))["schedules"]
     by_name = {e["name"]: e for e in entries}
-    assert list(by_name) == list(FAMILIES)
+    assert set(by_name) == set(FAMILIES)
     assert list(by_name["1f1b"]) == KEYS
-    assert by_name["gpipe"] == {"name": "gpipe", "error": "gpipe holds 8 activations on rank 0, above --memory-limit 4"}
+    assert by_name["gpipe"] == {
+        "name": "gpipe",
+        "error": "gpipe holds 8 activations on rank 0, above --memory-limit 4",
+        "reason": "needs 8 activations, limit 4",
+    }
     assert max(by_name["zb"]["peak_activations"]) <= 4
-    assert "gpipe: not possible: gpipe holds 8" in cli("compare", "--memory-limit", 4)
+    assert by_name["zb"]["memory_limit"] == 4
+    table = cli("compare", "--memory-limit", 4)
+    assert re.search(r"^gpipe +not possible: needs 8 activations, limit 4$", table, re.MULTILINE)
 
 
 def test_compare_gives_chunks_to_those_that_take_them(cli: Callable[..., str]) -> None:
     entries = json.loads(cli("compare", "--chunks", 3, "--ranks", 2, "--json"))["schedules"]
-    assert {e["name"]: e["chunks"] for e in entries} == {
-        n: 3 if "chunks" in f.options else 1 for n, f in FAMILIES.items()
+    assert {e["name"]: e["chunks"] for e in entries if "error" not in e} == {
+        n: 3 if "chunks" in f.options else f.default_chunks
+        for n, f in FAMILIES.items()
+        if not any(e["name"] == n and "error" in e for e in entries)
     }
+
+
+def test_compare_explores_parameters(cli: Callable[..., str]) -> None:
+    sizes = ("--ranks", 4, "--microbatches", 8, "--memory-limit", 5, "--json")
+    plain = {e["name"]: e for e in json.loads(cli("compare", *sizes))["schedules"]}
+    explored = {e["name"]: e for e in json.loads(cli("compare", "--explore", *sizes))["schedules"]}
+    assert "error" in plain["interleaved-1f1b"]
+    assert explored["interleaved-1f1b"]["chunks"] > 2
+    for name, entry in plain.items():
+        if "error" not in entry and not entry["offloaded_share"]:
+            assert explored[name]["makespan"] <= entry["makespan"] + 1e-9, name
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+def test_compare_draws_the_front(cli: Callable[..., str], tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"front{suffix}"
+    assert f"wrote {path}" in cli("compare", "--plot", path, "--memory-limit", 4)
+    assert path.stat().st_size > 5000
+    if suffix != ".png":
+        assert all(name in path.read_text() for name in ("1f1b", "zb-h1", "limit 4"))
+
+
+def test_best_is_no_worse_than_any_row_of_compare(cli: Callable[..., str], tmp_path: Path) -> None:
+    for limit in (1, 2.5, 4, 100):
+        sizes = ("--ranks", 4, "--microbatches", 6, "--memory-limit", limit, "--comm", 0.1, "--json")
+        best = json.loads(cli("best", *sizes, "-o", tmp_path / f"{limit}.sched"))
+        assert max(best["peak_activations"]) <= limit * (1 + 1e-9)
+        rows = [e for e in json.loads(cli("compare", *sizes))["schedules"] if "error" not in e]
+        assert all(best["makespan"] <= e["makespan"] + 1e-9 for e in rows if not e["offloaded_share"])
+        assert best["makespan"] >= best["lower_bound"] * (1 - 1e-9)
+        check_schedule(read_schedule(tmp_path / f"{limit}.sched"))
+
+
+def test_best_says_family_parameters_and_bound(cli: Callable[..., str]) -> None:
+    text = cli("best", "--ranks", 4, "--microbatches", 6, "--memory-limit", 3)
+    assert text.startswith("best: ")
+    for word in (
+        "--memory-limit 3" if "best: zb " in text else "best: ",
+        "makespan",
+        "longest rank span",
+        "lower bound",
+    ):
+        assert word in text
+    span = json.loads(cli("best", "--ranks", 4, "--microbatches", 8, "--objective", "span", "--json"))
+    assert span["max_span"] <= json.loads(cli("schedule", "zb-2p", "--json"))["max_span"]
+
+
+def test_best_with_a_cost_file_keeps_its_stages(cli: Callable[..., str], tmp_path: Path) -> None:
+    write_costs(CostProfile.uniform(8, chunks=2, b=2, w=0.5), tmp_path / "costs.json")
+    argv = ("--ranks", 4, "--costs", tmp_path / "costs.json", "--json")
+    assert json.loads(cli("best", *argv))["chunks"] == 2
+    assert json.loads(cli("best", "--ranks", 8, "--costs", tmp_path / "costs.json", "--json"))["chunks"] == 1
+
+
+def test_best_when_nothing_fits(fails: Callable[..., str]) -> None:
+    message = fails("best", "--memory-limit", 0.5)
+    assert message == (
+        "no schedule of 4 ranks and 8 microbatches keeps a memory limit of 0.5; the smallest that works is 1"
+    )
 
 
 def test_cost_file_is_used_per_stage(cli: Callable[..., str], tmp_path: Path) -> None:
@@ -188,7 +271,11 @@ def test_cost_file_is_used_per_stage(cli: Callable[..., str], tmp_path: Path) ->
     assert f"makespan           {expected.makespan * 1e3:.4g} ms" in cli(*argv)
     assert "peak memory        2 MB" in cli(*argv)
     entries = json.loads(cli("compare", "--ranks", 2, "--costs", tmp_path / "costs.json", "--json"))["schedules"]
-    assert [e["name"] for e in entries if "error" in e] == ["interleaved-1f1b"]
+    fixed = {
+        n for n, f in FAMILIES.items() if "chunks" not in f.options and f.placement(2, f.default_chunks).num_stages > 2
+    }
+    assert {e["name"] for e in entries if "error" in e} >= fixed
+    assert {e["chunks"] for e in entries if "error" not in e} == {1}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -288,6 +375,15 @@ BAD_FLAGS: dict[str, tuple[str, str]] = {
     "output with unknown suffix": ("schedule 1f1b -o a.pgn", "unknown suffix '.pgn'; did you mean '.png'?"),
     "output into a missing folder": ("schedule 1f1b -o nowhere/a.svg", "there is no directory 'nowhere'"),
     "output given twice": ("schedule 1f1b -o a.svg -o a.svg", "given twice"),
+    "plot of compare without suffix": ("compare --plot front", "--plot 'front': unknown suffix ''"),
+    "plot of compare as a schedule": ("compare --plot front.sched", "use one of .svg .png .html"),
+    "group of zero": ("schedule 1f1b --group 0", "0 group can't be"),
+    "group where there is none": ("schedule 1f1b --group 2", "1f1b takes no --group"),
+    "negative offload time": ("compare --offload-time -1", "offload time is -1"),
+    "unknown host link": ("compare --host-link half", "invalid choice: 'half'"),
+    "offload time and costs": ("best --costs x.json --offload-time 1", "--costs FILE and --offload-time contradict"),
+    "unknown objective": ("best --objective bubble", "invalid choice: 'bubble'"),
+    "best of too much": ("best --ranks 4096 --microbatches 1000", "for example --microbatches 488"),
     "plot to a schedule suffix": ("plot a.sched -o b.csv", "unknown suffix '.csv'"),
 }
 
@@ -444,7 +540,7 @@ def test_interrupt_exits_130(capsys: pytest.CaptureFixture[str], monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxpipe.cli.report.print_json", interrupt)
-    monkeypatch.setattr("jaxpipe.cli.schedule_verbs.print_json", interrupt)
+    monkeypatch.setattr("jaxpipe.cli.compare_verbs.print_json", interrupt)
     assert main(["compare", "--json"]) == 130
     assert capsys.readouterr() == ("", "jaxpipe: interrupted\n")
 
@@ -453,7 +549,7 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
     def exhaust(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("jaxpipe.cli.schedule_verbs.print_json", exhaust)
+    monkeypatch.setattr("jaxpipe.cli.compare_verbs.print_json", exhaust)
     assert main(["compare", "--json"]) == 2
     assert capsys.readouterr().err == "jaxpipe: out of memory; ask for smaller sizes\n"
 

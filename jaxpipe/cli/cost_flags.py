@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.cli.parser import amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
@@ -41,8 +41,18 @@ def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) 
         )
 
 
+def add_group_flag(parser: argparse.ArgumentParser) -> None:
+    """``--group``."""
+    parser.add_argument(
+        "--group",
+        metavar="G",
+        type=whole_number("group", MOST_MICROBATCHES),
+        help="microbatches that run in turn through one chunk, for families that take it (default: the family's own)",
+    )
+
+
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --costs``."""
+    """``--cost --comm --w-residual --offload-time --host-link --costs``."""
     group = parser.add_argument_group(
         "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
     )
@@ -55,6 +65,17 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         type=amount("fraction", most=1),
         help="fraction of an activation kept from B's end to W's end (default 1)",
+    )
+    group.add_argument(
+        "--offload-time",
+        metavar="T",
+        type=amount("offload time"),
+        help="time to copy a share's activations to the host and back (default 0)",
+    )
+    group.add_argument(
+        "--host-link",
+        choices=("shared", "duplex"),
+        help="whether copies to the host and back share one lane (default: duplex, or what --costs says)",
     )
     group.add_argument(
         "--costs", metavar="FILE", help="cost profile (JSON) with seconds and bytes of each stage, instead"
@@ -73,13 +94,18 @@ def add_limit_flag(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """The costs asked for: a profile read from ``path``, or uniform ones."""
+    """The costs asked for: a profile read from ``path``, or uniform ones.
+
+    ``offload_time``: None where nothing was said about the host link; copies then take no time.
+    """
 
     path: str | None
     profile: CostProfile | None
     cost: tuple[float, float, float]
     comm: float
     w_residual: float
+    offload_time: float | None = None
+    host_link: Literal["shared", "duplex"] | None = None
 
     @property
     def units(self) -> Units:
@@ -96,7 +122,7 @@ class CostChoice:
 
         if self.profile is None:
             f, b, w = self.cost
-            return CostProfile.uniform(
+            uniform = CostProfile.uniform(
                 placement.num_stages,
                 chunks=placement.num_chunks,
                 f=f,
@@ -104,8 +130,10 @@ class CostChoice:
                 w=w,
                 comm=self.comm,
                 w_residual=self.w_residual,
+                offload_time=self.offload_time or 0.0,
                 source="command line",
             )
+            return replace(uniform, host=replace(uniform.host, mode=self.host_link)) if self.host_link else uniform
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
@@ -121,7 +149,8 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    given = [f"--{n.replace('_', '-')}" for n in ("cost", "comm", "w_residual") if getattr(arguments, n) is not None]
+    replaced = ("cost", "comm", "w_residual", "offload_time")
+    given = [f"--{n.replace('_', '-')}" for n in replaced if getattr(arguments, n) is not None]
     profile = None
     if arguments.costs is not None:
         if given:
@@ -130,12 +159,16 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
 
         require_file(arguments.costs)
         profile = read_costs(arguments.costs)
+        if arguments.host_link is not None:
+            profile = replace(profile, host=replace(profile.host, mode=arguments.host_link))
     return CostChoice(
         path=arguments.costs,
         profile=profile,
         cost=arguments.cost or (1.0, 1.0, 1.0),
         comm=arguments.comm or 0.0,
         w_residual=1.0 if arguments.w_residual is None else arguments.w_residual,
+        offload_time=arguments.offload_time,
+        host_link=arguments.host_link,
     )
 
 

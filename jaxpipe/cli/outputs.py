@@ -30,8 +30,8 @@ def add_output_flag(parser: argparse.ArgumentParser, suffixes: Sequence[str], *,
     )
 
 
-def check_outputs(paths: Sequence[str], suffixes: Sequence[str]) -> None:
-    """Refuse paths that can't be written.
+def check_outputs(paths: Sequence[str], suffixes: Sequence[str], flag: str = "-o") -> None:
+    """Refuse paths, given as ``flag``, that can't be written.
 
     Raises:
         ConfigError: an unknown suffix, a directory, a missing or unwritable folder, or a path given twice.
@@ -40,17 +40,17 @@ def check_outputs(paths: Sequence[str], suffixes: Sequence[str]) -> None:
         suffix = suffix_of(path)
         if suffix not in suffixes:
             raise ConfigError(
-                f"-o {path!r}: unknown suffix {suffix!r}{closest(suffix, suffixes)}; use one of {' '.join(suffixes)}"
+                f"{flag} {path!r}: unknown suffix {suffix!r}{closest(suffix, suffixes)}; use one of {' '.join(suffixes)}"
             )
         where = Path(path)
         if where.is_dir():
-            raise ConfigError(f"-o {path!r} is a directory; name a file in it")
+            raise ConfigError(f"{flag} {path!r} is a directory; name a file in it")
         if not where.parent.is_dir():
-            raise ConfigError(f"-o {path!r}: there is no directory {str(where.parent)!r}; create it first")
+            raise ConfigError(f"{flag} {path!r}: there is no directory {str(where.parent)!r}; create it first")
         if not os.access(where if where.exists() else where.parent, os.W_OK):
-            raise ConfigError(f"-o {path!r} can't be written: permission denied")
+            raise ConfigError(f"{flag} {path!r} can't be written: permission denied")
         if path in paths[:k]:
-            raise ConfigError(f"-o {path!r} is given twice")
+            raise ConfigError(f"{flag} {path!r} is given twice")
 
 
 def suffix_of(path: str) -> str:

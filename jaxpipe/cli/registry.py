@@ -33,6 +33,7 @@ class Command:
 
 
 _SCHEDULE = "jaxpipe.cli.schedule_verbs"
+_CHOOSE = "jaxpipe.cli.compare_verbs"
 _TRAIN = "jaxpipe.cli.train_verbs"
 VERBS: tuple[Verb, ...] = (
     Verb("train", "train a model through a pipeline", _TRAIN),
@@ -42,7 +43,8 @@ VERBS: tuple[Verb, ...] = (
     Verb("schedules", "list the schedule families", _SCHEDULE),
     Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
     Verb("simulate", "check and simulate a schedule file", _SCHEDULE),
-    Verb("compare", "all families at the same sizes and costs, in one table", _SCHEDULE),
+    Verb("compare", "all families at the same sizes and costs, in one table", _CHOOSE),
+    Verb("best", "the best schedule of all families and parameters within a memory limit", _CHOOSE),
     Verb("plot", "draw schedule files and recorded timelines", "jaxpipe.cli.plot_verb"),
 )
 

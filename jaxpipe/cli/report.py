@@ -23,7 +23,11 @@ _MOST_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sizes, times and peaks of one schedule under given costs. Times are in the unit of the costs."""
+    """Sizes, times and peaks of one schedule under given costs. Times are in the unit of the costs.
+
+    ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
+    ``offloaded_share``: fraction of all residuals that are copied to the host. ``group``: where the family takes one.
+    """
 
     name: str
     ranks: int
@@ -35,11 +39,26 @@ class Record:
     span_bubble_rate: float
     peak_activations: tuple[float, ...]
     lower_bound: float
+    span_lower_bound: float
+    offloaded_share: float
+    memory_limit: float | None
+    group: int | None
 
     @classmethod
-    def of(cls, schedule: Schedule, timeline: Timeline, costs: CostProfile) -> Record:
-        from jaxpipe.schedule import lower_bound
+    def of(
+        cls,
+        schedule: Schedule,
+        timeline: Timeline,
+        costs: CostProfile,
+        memory_limit: float | None = None,
+        group: int | None = None,
+    ) -> Record:
+        from jaxpipe.schedule.explore import bounds_within, offloaded_share
 
+        offloaded = offloaded_share(schedule, costs)
+        makespan, span = bounds_within(
+            schedule.placement, schedule.num_microbatches, costs, memory_limit, offload=offloaded > 0
+        )
         return cls(
             name=schedule.name,
             ranks=schedule.num_ranks,
@@ -50,27 +69,50 @@ class Record:
             bubble_rate=timeline.bubble_rate,
             span_bubble_rate=timeline.span_bubble_rate,
             peak_activations=tuple(timeline.peak_activations),
-            lower_bound=lower_bound(schedule.placement, schedule.num_microbatches, costs),
+            lower_bound=makespan,
+            span_lower_bound=span,
+            offloaded_share=offloaded,
+            memory_limit=memory_limit,
+            group=group,
         )
 
     def json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
     @property
+    def peak(self) -> float:
+        """The highest peak over all ranks."""
+        return max(self.peak_activations, default=0.0)
+
+    @property
     def above_bound(self) -> str:
         """How far the makespan lies above the lower bound, in percent."""
-        return f"{self.makespan / self.lower_bound - 1:.1%}" if self.lower_bound > 0 else "-"
+        return _above(self.makespan, self.lower_bound)
+
+    @property
+    def span_above_bound(self) -> str:
+        """How far the longest span lies above its lower bound, in percent."""
+        return _above(self.max_span, self.span_lower_bound)
+
+
+def _above(value: float, bound: float) -> str:
+    return f"{max(0.0, value / bound - 1):.1%}" if bound > 0 else "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A family that can't be had at these sizes, and why."""
+    """A family that can't be had at these sizes: ``error`` says why at length, ``reason`` in a few words.
+
+    ``record``: what it would take, where it is only the memory limit that forbids it.
+    """
 
     name: str
     error: str
+    reason: str
+    record: Record | None = None
 
     def json(self) -> dict[str, Any]:
-        return {"name": self.name, "error": self.error}
+        return {"name": self.name, "error": self.error, "reason": self.reason}
 
 
 def print_json(document: object) -> None:
@@ -81,13 +123,17 @@ def print_json(document: object) -> None:
 def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
     """The record for people, one quantity a line."""
     time = time_scale(record.makespan, units)
+    limit = f" within {number(record.memory_limit)} activations" if record.memory_limit else ""
+    span, span_bound = time.show(record.max_span), time.show(record.span_lower_bound)
     rows = [
         ("makespan", f"{time.show(record.makespan)}"),
-        ("lower bound", f"{time.show(record.lower_bound)} (makespan is {record.above_bound} above)"),
-        ("longest rank span", time.show(record.max_span)),
+        ("lower bound", f"{time.show(record.lower_bound)}{limit} (makespan is {record.above_bound} above)"),
+        ("longest rank span", f"{span} (lower bound {span_bound}, {record.span_above_bound} above)"),
         ("bubble", f"{record.bubble_rate:.1%}, by longest span {record.span_bubble_rate:.1%}"),
-        ("peak activations", f"{number(max(record.peak_activations))} (by rank: {_each(record.peak_activations)})"),
+        ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
     ]
+    if record.offloaded_share:
+        rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations"))
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         rows.append(("peak memory", f"{memory_scale(most, units).show(most)} on the fullest rank"))
@@ -105,40 +151,51 @@ def _each(values: Sequence[float], most: int = 16) -> str:
 
 
 def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
-    """All entries as an aligned table, the failures after it with their reasons."""
+    """All entries as an aligned table, columns that say nothing left out; those not possible last, with the reason.
+
+    ``front`` marks what no other row beats in bubble and peak both.
+    """
     records = [e for e in entries if isinstance(e, Record)]
-    failures = [e for e in entries if isinstance(e, Failure)]
     time = time_scale(max((r.makespan for r in records), default=0.0), units)
-    header = (
-        "schedule",
-        "chunks",
-        "makespan",
-        "above bound",
-        "longest span",
-        "bubble",
-        "span bubble",
-        "peak activations",
-    )
-    rows = [
-        (
-            r.name,
-            str(r.chunks),
-            time.show(r.makespan),
-            r.above_bound,
-            time.show(r.max_span),
-            f"{r.bubble_rate:.1%}",
-            f"{r.span_bubble_rate:.1%}",
-            number(max(r.peak_activations)),
-        )
-        for r in records
+    best = {id(r) for r in front(records)}
+    columns: list[tuple[str, list[str]]] = [
+        ("schedule", [r.name for r in records]),
+        ("chunks", [str(r.chunks) for r in records]),
+        ("group", ["" if r.group is None else str(r.group) for r in records]),
+        ("limit", ["" if r.memory_limit is None else number(r.memory_limit) for r in records]),
+        ("makespan", [time.show(r.makespan) for r in records]),
+        ("above bound", [r.above_bound for r in records]),
+        ("longest span", [time.show(r.max_span) for r in records]),
+        ("bubble", [f"{r.bubble_rate:.1%}" for r in records]),
+        ("span bubble", [f"{r.span_bubble_rate:.1%}" for r in records]),
+        ("peak activations", [number(r.peak) for r in records]),
+        ("offloaded", [f"{r.offloaded_share:.0%}" if r.offloaded_share else "" for r in records]),
+        ("front", ["*" if id(r) in best else "" for r in records]),
     ]
-    if rows:
-        widths = [max(len(row[k]) for row in (header, *rows)) for k in range(len(header))]
-        for row in (header, *rows):
-            cells = (x.ljust(w) if k == 0 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
-            print("  ".join(cells).rstrip())
+    failures = [e for e in entries if isinstance(e, Failure)]
+    names = max((len(e.name) for e in (*records, *failures)), default=0)
+    if records:
+        shown = [(head, cells) for head, cells in columns if any(cells)]
+        widths = [max(len(head), *map(len, cells)) for head, cells in shown]
+        widths[0] = max(widths[0], names)
+        for row in zip(*((head, *cells) for head, cells in shown), strict=True):
+            aligned = (x.ljust(w) if k == 0 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
+            print("  ".join(aligned).rstrip())
     for failure in failures:
-        print(f"{failure.name}: not possible: {failure.error}")
+        print(f"{failure.name:<{names}}  not possible: {failure.reason}")
+
+
+def front(records: Sequence[Record]) -> list[Record]:
+    """The Pareto front: records that no other beats in makespan or peak without losing in the other, by rising peak."""
+    found: list[Record] = []
+    for record in sorted(records, key=lambda r: (_rounded(r.peak), _rounded(r.makespan))):
+        if not found or _rounded(record.makespan) < _rounded(found[-1].makespan):
+            found.append(record)
+    return found
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.9g}")
 
 
 def sketch(timeline: Timeline, width: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The verbs ``schedules``, ``schedule``, ``simulate`` and ``compare``: all about order and cost, none of them touches JAX."""
+"""The verbs ``schedules``, ``schedule`` and ``simulate``: about one schedule at a time, none of them touches JAX."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jaxpipe.cli.cost_flags import (
     CostChoice,
     add_cost_flags,
+    add_group_flag,
     add_limit_flag,
     add_size_flags,
     check_agreement,
@@ -21,23 +22,23 @@ from jaxpipe.cli.cost_flags import (
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parser import closest
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Failure, Record, print_json, print_summary, print_table, sketch
-from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.cli.report import Record, print_json, print_summary, sketch
+from jaxpipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
 
-_OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
+OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
 
 
-def _add_json_flag(parser: argparse.ArgumentParser) -> None:
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def configure_schedules(parser: argparse.ArgumentParser) -> None:
-    _add_json_flag(parser)
+    add_json_flag(parser)
 
 
 def run_schedules(arguments: argparse.Namespace) -> None:
@@ -56,20 +57,23 @@ def run_schedules(arguments: argparse.Namespace) -> None:
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a family; 'jaxpipe schedules' lists them")
     add_size_flags(parser)
+    add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
-    add_output_flag(parser, _OUTPUTS)
-    _add_json_flag(parser)
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
 
 
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Generate, simulate, write and show one schedule."""
-    check_outputs(arguments.output, _OUTPUTS)
+    check_outputs(arguments.output, OUTPUTS)
     family = _family(arguments.name)
     costs = chosen_costs(arguments)
-    schedule, profile, timeline = _make(family, arguments, costs, arguments.chunks)
-    _write(arguments.output, schedule, timeline, costs)
-    _show(arguments, schedule, timeline, profile, costs)
+    schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group)
+    check_limit(timeline, arguments.memory_limit)
+    write_outputs(arguments.output, schedule, timeline, costs)
+    record = Record.of(schedule, timeline, profile, arguments.memory_limit, arguments.group)
+    show(arguments, record, timeline, costs)
 
 
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
@@ -79,49 +83,23 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, from_file=True)
     add_cost_flags(parser)
     add_limit_flag(parser)
-    add_output_flag(parser, _OUTPUTS)
-    _add_json_flag(parser)
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
 
 
 def run_simulate(arguments: argparse.Namespace) -> None:
     """Read, check and simulate one schedule file."""
     from jaxpipe.schedule import simulate
 
-    check_outputs(arguments.output, _OUTPUTS)
+    check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     schedule = load_schedule(arguments.file)
     check_agreement(arguments, schedule, arguments.file)
     profile = costs.for_placement(schedule.placement, schedule.name)
     timeline = simulate(schedule, profile)
     check_limit(timeline, arguments.memory_limit)
-    _write(arguments.output, schedule, timeline, costs)
-    _show(arguments, schedule, timeline, profile, costs)
-
-
-def configure_compare(parser: argparse.ArgumentParser) -> None:
-    add_size_flags(parser)
-    add_cost_flags(parser)
-    add_limit_flag(parser)
-    _add_json_flag(parser)
-
-
-def run_compare(arguments: argparse.Namespace) -> None:
-    """Every family at the same sizes. ``--chunks`` applies to the families that take chunks; others have one."""
-    from jaxpipe.schedule import FAMILIES
-
-    costs = chosen_costs(arguments)
-    entries: list[Record | Failure] = []
-    for name, family in FAMILIES.items():
-        chunks = arguments.chunks if "chunks" in family.options else None
-        try:
-            schedule, profile, timeline = _make(family, arguments, costs, chunks)
-            entries.append(Record.of(schedule, timeline, profile))
-        except JaxpipeError as error:
-            entries.append(Failure(name, " ".join(str(error).split())))
-    if arguments.json:
-        print_json({"schedules": [entry.json() for entry in entries]})
-    else:
-        print_table(entries, costs.units)
+    write_outputs(arguments.output, schedule, timeline, costs)
+    show(arguments, Record.of(schedule, timeline, profile, arguments.memory_limit), timeline, costs)
 
 
 def load_schedule(path: str) -> Schedule:
@@ -149,31 +127,37 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def _make(
-    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None
+def make(
+    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None, group: int | None
 ) -> tuple[Schedule, CostProfile, Timeline]:
+    """Generate and simulate one family with the flags it takes; its peak is not checked.
+
+    Raises:
+        JaxpipeError: a flag it does not take, a size it does not work for, or costs for another number of stages.
+    """
     from jaxpipe.schedule import generate, simulate
 
     if chunks is not None and chunks != family.default_chunks and "chunks" not in family.options:
         raise ConfigError(f"{family.name} takes no --chunks; it always has {family.default_chunks} per rank")
+    if group is not None and "group" not in family.options:
+        raise ConfigError(f"{family.name} takes no --group")
     per_rank = chunks or family.default_chunks
     check_size(arguments.ranks, arguments.microbatches, per_rank)
     profile = costs.for_placement(family.placement(arguments.ranks, per_rank), family.name)
-    limit = arguments.memory_limit
     schedule = generate(
         family.name,
         ranks=arguments.ranks,
         microbatches=arguments.microbatches,
         chunks=per_rank if "chunks" in family.options else None,
         costs=profile if "costs" in family.options else None,
-        memory_limit=limit if "memory_limit" in family.options else None,
+        memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
+        group=group,
     )
-    timeline = simulate(schedule, profile)
-    check_limit(timeline, limit)
-    return schedule, profile, timeline
+    return schedule, profile, simulate(schedule, profile)
 
 
-def _write(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: CostChoice) -> None:
+def write_outputs(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: CostChoice) -> None:
+    """Each of ``-o``: a schedule or a picture, as its suffix says."""
     for path in paths:
         if is_picture(path):
             from jaxpipe.plot import plot_timelines
@@ -186,10 +170,8 @@ def _write(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: 
             write_schedule(schedule, path)
 
 
-def _show(
-    arguments: argparse.Namespace, schedule: Schedule, timeline: Timeline, profile: CostProfile, costs: CostChoice
-) -> None:
-    record = Record.of(schedule, timeline, profile)
+def show(arguments: argparse.Namespace, record: Record, timeline: Timeline, costs: CostChoice) -> None:
+    """The record as JSON, or for people with a picture where it fits."""
     if arguments.json:
         print_json(record.json())
         return
@@ -211,5 +193,4 @@ COMMANDS = {
     "schedules": Command(configure_schedules, run_schedules),
     "schedule": Command(configure_schedule, run_schedule),
     "simulate": Command(configure_simulate, run_simulate),
-    "compare": Command(configure_compare, run_compare),
 }

@@ -47,6 +47,7 @@ from jaxpipe.schedule.text import format_schedule, parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
+    from jaxpipe.schedule.explore import best_schedule
     from jaxpipe.schedule.families import (
         FAMILIES,
         Family,
@@ -75,6 +76,10 @@ _FROM_FAMILIES = (
 
 
 def __getattr__(name: str) -> Any:
+    if name == "best_schedule":
+        from jaxpipe.schedule import explore
+
+        return explore.best_schedule
     if name not in _FROM_FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jaxpipe.schedule import families
@@ -101,6 +106,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Wait",
+    "best_schedule",
     "bidirectional",
     "build_graph",
     "chain",

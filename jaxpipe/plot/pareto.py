@@ -1,0 +1,260 @@
+"""Peak memory against bubble: one point a schedule, the Pareto front as a staircase, the memory limit as a line.
+
+As SVG or PNG (matplotlib), or as HTML: a page of its own with the SVG and a table. Schedules at one place share one label.
+Labels are set by a small search: each takes the nearest free place around its point, the front's labels first, and never
+covers a label, a point or the limit; one that ends up far away gets a leader line.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.plot.units import number
+
+SUFFIXES = (".svg", ".png", ".html")
+_WIDTH_IN, _HEIGHT_IN = 10.0, 6.4
+_TEXT_PT, _DOT_PT = 8.5, 5.5
+_FRONT, _POINT, _OUT, _LIMIT, _GRID = "#0072b2", "#3b4252", "#a3aab5", "#d55e00", "#e3e6ea"
+_ANGLES = [math.radians(a) for a in (0, 180, 30, -30, 150, -150, 60, -60, 120, -120, 90, -90, 15, -15, 165, -165)]
+_RADII_PT = (6, 11, 18, 27, 38, 52, 68, 86, 106, 128, 152)
+_NAMES_A_LINE = 2
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A schedule: ``peak`` activations, ``bubble`` as a fraction; ``feasible``: within the memory limit."""
+
+    name: str
+    peak: float
+    bubble: float
+    feasible: bool = True
+
+
+def front_of(points: Iterable[Point]) -> list[Point]:
+    """The feasible points that no other beats in peak or bubble without losing in the other; by rising peak."""
+    found: list[Point] = []
+    for point in sorted((p for p in points if p.feasible), key=lambda p: (_rounded(p.peak), _rounded(p.bubble))):
+        if not found or _rounded(point.bubble) < _rounded(found[-1].bubble):
+            found.append(point)
+    return found
+
+
+def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit: float | None = None) -> None:
+    """Draw ``points`` to ``path`` (``.svg``, ``.png`` or ``.html``). The same points give the same bytes.
+
+    Raises:
+        ConfigError: no points, an unknown suffix, or no matplotlib.
+        OSError: the file can't be written.
+    """
+    where = Path(path)
+    suffix = where.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigError(f"can't draw to {str(path)!r}: its suffix is not one of {' '.join(SUFFIXES)}")
+    if not points:
+        raise ConfigError(f"nothing to draw to {str(path)!r}: no points were given")
+    if suffix == ".html":
+        where.write_text(_page(points, title, limit, _drawn(points, "svg", title, limit, path)), encoding="utf-8")
+    else:
+        where.write_bytes(_drawn(points, suffix[1:], title, limit, path))
+
+
+def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, path: str | Path) -> bytes:
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"can't draw {str(path)!r}: matplotlib is missing ({error}); pip install matplotlib"
+        ) from None
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpipe", "font.family": ["DejaVu Sans"]}):
+        figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=144, facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0.075, 0.1, 0.9, 0.8))
+        _frame(axes, points, title, limit)
+        _draw(axes, points, limit)
+        _Labels(figure, axes, points, limit).place()
+        drawn = io.BytesIO()
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        figure.savefig(drawn, format=form, dpi=144, metadata=metadata)
+    return drawn.getvalue()
+
+
+def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) -> None:
+    """Axes with room around the points; memory on a logarithmic axis where it ranges over more than a factor of 4."""
+    axes.set_title(title, fontsize=12, weight="bold", loc="left", parse_math=False)
+    axes.set_xlabel("peak activations on the fullest rank (1 = a rank's share of one microbatch)", fontsize=9)
+    axes.set_ylabel("bubble (% of all ranks' time)", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=8, length=2.5, width=0.6)
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    peaks = [p.peak for p in points if p.peak > 0] + ([limit] if limit else [])
+    low, high = min(peaks, default=1.0), max(peaks, default=1.0)
+    if high > 4 * low:
+        axes.set_xscale("log")
+        axes.set_xlim(low / 1.25, high * 1.35)
+        ticks = [x for x in _round_numbers() if low / 1.25 <= x <= high * 1.35]
+        axes.set_xticks(ticks, [number(x) for x in ticks])
+        axes.minorticks_off()
+    else:
+        room = (high - low) * 0.12 or 0.5 * high
+        axes.set_xlim(low - room, high + 1.4 * room)
+    bubbles = [100 * p.bubble for p in points]
+    room = (max(bubbles) - min(bubbles)) * 0.1 or 1.0
+    axes.set_ylim(min(bubbles) - room, max(bubbles) + room)
+
+
+def _round_numbers() -> list[float]:
+    return [k * 10.0**e for e in range(-3, 7) for k in (1, 1.5, 2, 3, 4, 6, 8)]
+
+
+def _draw(axes: Any, points: Sequence[Point], limit: float | None) -> None:
+    front = front_of(points)
+    line = {"color": _FRONT, "linewidth": 1.4, "alpha": 0.75, "zorder": 2}
+    axes.step([p.peak for p in front], [100 * p.bubble for p in front], where="post", **line)
+    best = {id(p) for p in front}
+    for point in points:
+        colour = _FRONT if id(point) in best else _POINT if point.feasible else _OUT
+        fill = colour if point.feasible else "white"
+        axes.plot(point.peak, 100 * point.bubble, "o", ms=_DOT_PT, mec=colour, mfc=fill, mew=1.1, zorder=3)
+    if limit is not None:
+        axes.axvline(limit, color=_LIMIT, linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
+        where = {"xy": (limit, 1.0), "xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(f"limit {number(limit)}", xytext=(3, -2), va="top", color=_LIMIT, fontsize=_TEXT_PT, **where)
+
+
+class _Labels:
+    """Sets the labels of all points so that none covers anything. Boxes are (x0, y0, x1, y1) in points of the page."""
+
+    def __init__(self, figure: Any, axes: Any, points: Sequence[Point], limit: float | None) -> None:
+        self.figure, self.axes = figure, axes
+        self.renderer = figure.canvas.get_renderer()
+        self.to_points = 72 / figure.dpi
+        self.taken: list[Box] = []
+        for point in points:
+            x, y = self._at(point.peak, point.bubble)
+            self.taken.append((x - _DOT_PT / 2 - 1, y - _DOT_PT / 2 - 1, x + _DOT_PT / 2 + 1, y + _DOT_PT / 2 + 1))
+        frame = axes.get_window_extent()
+        self.frame = tuple(v * self.to_points for v in (frame.x0, frame.y0, frame.x1, frame.y1))
+        if limit is not None:
+            x = self._at(limit, 0.0)[0]
+            self.taken += [(x - 1, self.frame[1], x + 1, self.frame[3]), (x, self.frame[3] - 14, x + 70, self.frame[3])]
+        self.front = {p.name for p in front_of(points)}
+        self.groups = _same_place(points)
+
+    def _at(self, peak: float, bubble: float) -> tuple[float, float]:
+        x, y = self.axes.transData.transform((peak, 100 * bubble))
+        return x * self.to_points, y * self.to_points
+
+    def place(self) -> None:
+        """The front's labels first, then the rest from the top."""
+
+        def turn(group: list[Point]) -> tuple[bool, bool, float]:
+            return (not any(p.name in self.front for p in group), not group[0].feasible, -group[0].bubble)
+
+        for group in sorted(self.groups, key=turn):
+            self._set(group)
+
+    def _set(self, group: list[Point]) -> None:
+        names = [p.name for p in group]
+        lines = [", ".join(names[k : k + _NAMES_A_LINE]) for k in range(0, len(names), _NAMES_A_LINE)]
+        on_front = any(name in self.front for name in names)
+        style = {"fontsize": _TEXT_PT, "weight": "bold" if on_front else "normal", "linespacing": 1.05}
+        colour = _FRONT if on_front else _POINT if group[0].feasible else "#7a828e"
+        text = self.figure.text(0, 0, ",\n".join(lines), color=colour, va="center", ha="center", zorder=5, **style)
+        box = text.get_window_extent(self.renderer)
+        width, height = (box.x1 - box.x0) * self.to_points * 1.06 + 2, (box.y1 - box.y0) * self.to_points + 2
+        x, y = self._at(group[0].peak, group[0].bubble)
+        cx, cy, radius = self._free_place(x, y, width, height)
+        self.taken.append((cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2))
+        page = (72 * _WIDTH_IN, 72 * _HEIGHT_IN)
+        text.set_position((cx / page[0], cy / page[1]))
+        if radius > _RADII_PT[1]:
+            self._leader((x, y), (cx, cy), (width, height), page)
+
+    def _free_place(self, x: float, y: float, width: float, height: float) -> tuple[float, float, float]:
+        """(centre x, centre y, distance): the nearest place where nothing is covered, or the least bad one."""
+        least = (float("inf"), x, y, 0.0)
+        for radius in _RADII_PT:
+            for angle in _ANGLES:
+                c, s = math.cos(angle), math.sin(angle)
+                cx = x + c * radius + (width / 2) * _clip(2 * c)
+                cy = y + s * radius + (height / 2) * _clip(2 * s)
+                box = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
+                covered = sum(_overlap(box, other) for other in self.taken) + 50 * _outside(box, self.frame)
+                if not covered:
+                    return cx, cy, radius
+                if covered < least[0]:
+                    least = (covered, cx, cy, float(radius))
+        return least[1:]
+
+    def _leader(
+        self,
+        point: tuple[float, float],
+        centre: tuple[float, float],
+        size: tuple[float, float],
+        page: tuple[float, float],
+    ) -> None:
+        """A thin line from the point to the nearest edge of its label."""
+        from matplotlib.lines import Line2D
+
+        ends = [min(max(p, c - s / 2), c + s / 2) for p, c, s in zip(point, centre, size, strict=True)]
+        xs, ys = (point[0] / page[0], ends[0] / page[0]), (point[1] / page[1], ends[1] / page[1])
+        self.figure.add_artist(Line2D(xs, ys, color=_OUT, linewidth=0.6, zorder=1))
+
+
+def _same_place(points: Sequence[Point]) -> list[list[Point]]:
+    groups: dict[tuple[float, float, bool], list[Point]] = {}
+    for point in points:
+        groups.setdefault((_rounded(point.peak), _rounded(point.bubble), point.feasible), []).append(point)
+    return list(groups.values())
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.6g}")
+
+
+def _clip(x: float) -> float:
+    return max(-1.0, min(1.0, x))
+
+
+def _overlap(a: Box, b: Box) -> float:
+    wide, tall = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return wide * tall if wide > 0 and tall > 0 else 0.0
+
+
+def _outside(box: Box, frame: Box) -> float:
+    over = (frame[0] - box[0], frame[1] - box[1], box[2] - frame[2], box[3] - frame[3])
+    return sum(max(0.0, x) for x in over)
+
+
+def _page(points: Sequence[Point], title: str, limit: float | None, svg: bytes) -> str:
+    """A page with the picture and the points as a table."""
+    best = {id(p) for p in front_of(points)}
+    ordered = sorted(points, key=lambda p: (not p.feasible, p.bubble, p.peak))
+    rows = "\n".join(
+        f"<tr{' class=out' if not p.feasible else ''}><td>{html.escape(p.name)}</td><td>{number(p.peak)}</td>"
+        f"<td>{p.bubble:.1%}</td><td>{'front' if id(p) in best else '' if p.feasible else 'above the limit'}</td></tr>"
+        for p in ordered
+    )
+    picture = svg.decode("utf-8")
+    picture = picture[picture.index("<svg") :]
+    heading = html.escape(title) + (f", limit {number(limit)}" if limit is not None else "")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n<style>'
+        "body{font:14px 'DejaVu Sans',sans-serif;margin:1.5em;max-width:70em}svg{width:100%;height:auto}"
+        "td,th{padding:.15em .9em .15em 0;text-align:left}td:nth-child(2),td:nth-child(3){text-align:right}"
+        ".out{color:#7a828e}</style></head>\n"
+        f"<body>\n{picture}\n<table><tr><th>schedule</th><th>peak activations</th><th>bubble</th><th></th></tr>\n"
+        f"{rows}</table></body></html>\n"
+    )

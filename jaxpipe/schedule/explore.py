@@ -1,0 +1,347 @@
+"""The best schedule of all families and their parameters, under a memory limit: what ``jaxpipe best`` and ``compare`` ask.
+
+A :class:`Setting` is a family with its parameters; a :class:`Task` says for which sizes, costs and limit. Every setting that a
+task allows is generated and simulated; nothing here trusts what a family claims. Settings are taken from the cheap families
+to the expensive ones, and one whose placement has a lower bound above what was already found is left out, so the answer is
+the same as if all had been tried. No clock decides anything: the same task gives the same schedule.
+
+Not explored: mixtures of families, placements that no family uses, more than eight chunks per rank unless asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families import FAMILIES, Family, generate
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.timeline import Timeline
+
+Costs = CostProfile | Callable[[Placement], CostProfile] | None
+Objective = Literal["makespan", "span"]
+
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Chunks per rank that are tried when costs don't fix the number of stages."""
+LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
+"""Memory limits below the one asked for that are also tried, in units of p: a search with less room may find more."""
+_MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
+_SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A family and its parameters. ``memory_limit`` is what the family is told, at most the task's.
+
+    ``offload``: whether the offload pass brings the schedule below the task's limit.
+    """
+
+    family: str
+    chunks: int
+    group: int | None = None
+    memory_limit: float | None = None
+    offload: bool = False
+
+    def __str__(self) -> str:
+        family = FAMILIES[self.family]
+        parts = [self.family]
+        if "chunks" in family.options:
+            parts.append(f"--chunks {self.chunks}")
+        if self.group is not None:
+            parts.append(f"--group {self.group}")
+        if self.memory_limit is not None:
+            parts.append(f"--memory-limit {self.memory_limit:g}")
+        return " ".join(parts) + (" and the offload pass" if self.offload else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is wanted.
+
+    ``costs``: a profile, which fixes the number of stages; a function from placement to profile, which leaves it free; or
+    None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
+    ``chunks``, ``group``: for the families that take them; free if None. ``offload``: whether schedules may copy activations
+    to the host; by default they may if the costs say that it takes time (a host link that takes none would hide it all).
+    """
+
+    ranks: int
+    microbatches: int
+    costs: Costs = None
+    memory_limit: float = float("inf")
+    chunks: int | None = None
+    group: int | None = None
+    offload: bool | None = None
+    objective: Objective = "makespan"
+
+    def costs_for(self, placement: Placement) -> CostProfile:
+        """The profile for schedules of ``placement``.
+
+        Raises:
+            ScheduleError: the task's profile has another number of stages.
+        """
+        if self.costs is None:
+            return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+        if not isinstance(self.costs, CostProfile):
+            return self.costs(placement)
+        if self.costs.num_stages != placement.num_stages:
+            raise ScheduleError(
+                f"the costs are for {self.costs.num_stages} stages; this takes {placement.num_stages} "
+                f"({placement.num_chunks} per rank)"
+            )
+        return self.costs
+
+    def may_offload(self, costs: CostProfile) -> bool:
+        """Whether schedules may use the host's memory."""
+        return any(costs.offload_s) or any(costs.load_s) if self.offload is None else self.offload
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A setting's schedule, simulated. Bounds are those of its placement under the task's memory limit."""
+
+    setting: Setting
+    schedule: Schedule
+    costs: CostProfile
+    timeline: Timeline
+    makespan: float = field(init=False)
+    span: float = field(init=False)
+    peak: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "makespan", self.timeline.makespan)
+        object.__setattr__(self, "span", self.timeline.max_span)
+        object.__setattr__(self, "peak", max(self.timeline.peak_activations))
+
+    def key(self, objective: Objective) -> tuple[float, float, float]:
+        """What is minimised: the objective, the other of makespan and span, the peak."""
+        times = (self.makespan, self.span) if objective == "makespan" else (self.span, self.makespan)
+        return (_nine_digits(times[0]), _nine_digits(times[1]), _nine_digits(self.peak))
+
+
+def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
+    """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
+    moved = total = 0.0
+    for rank in range(schedule.num_ranks):
+        for action in schedule.actions(rank):
+            if action.op == "O":
+                moved += costs.offloadable_bytes[action.stage]
+            elif action.op == "F":
+                total += costs.residual_bytes[action.stage]
+    return moved / total if total > 0 else 0.0
+
+
+def settings_of(family: Family, task: Task) -> Iterator[Setting]:
+    """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
+    for chunks in _chunks(family, task):
+        for group in _groups(family, task, chunks):
+            for limit in _limits(family, task):
+                yield Setting(family.name, chunks, group, limit)
+
+
+def _chunks(family: Family, task: Task) -> Iterable[int]:
+    p, m, v = task.ranks, task.microbatches, family.default_chunks
+    if isinstance(task.costs, CostProfile):
+        stages = task.costs.num_stages
+        candidates = {v, stages // p} if "chunks" in family.options else {v}
+        return [x for x in sorted(candidates) if x >= 1 and _stages(family, p, x) == stages]
+    if "chunks" not in family.options:
+        return (v,)
+    if task.chunks is not None:
+        return (task.chunks,)
+    return [x for x in sorted({*CHUNKS, v}) if x == v or p * m * x <= _MOST_PAIRS]
+
+
+def _stages(family: Family, ranks: int, chunks: int) -> int | None:
+    """Number of stages of the placement, or None where the family has none of these sizes."""
+    try:
+        return family.placement(ranks, chunks).num_stages
+    except ScheduleError:
+        return None
+
+
+def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
+    """Groups from half the ranks up to twice them (`pipeoffload.txt` section 3.2: from p/2 to p)."""
+    if "group" not in family.options:
+        return (None,)
+    if task.group is not None:
+        return (task.group,)
+    p = task.ranks
+    return [g for g in range(2 * p, (p + 1) // 2 - 1, -1) if g <= p or g in (p + p // 2, 2 * p)]
+
+
+def _limits(family: Family, task: Task) -> Iterable[float | None]:
+    if "memory_limit" not in family.options:
+        return (None,)
+    lower = [x * task.ranks for x in LIMITS if x * task.ranks < task.memory_limit]
+    return [None if task.memory_limit == float("inf") else task.memory_limit, *reversed(lower)]
+
+
+def make(setting: Setting, task: Task) -> Candidate:
+    """Generate and simulate one setting.
+
+    Raises:
+        ScheduleError: the sizes don't suit the family, or the schedule needs more than the task's memory limit.
+    """
+    family = FAMILIES[setting.family]
+    costs = task.costs_for(family.placement(task.ranks, setting.chunks))
+    schedule = generate(
+        setting.family,
+        ranks=task.ranks,
+        microbatches=task.microbatches,
+        chunks=setting.chunks if "chunks" in family.options else None,
+        costs=costs if "costs" in family.options else None,
+        memory_limit=setting.memory_limit,
+        group=setting.group,
+    )
+    candidate = Candidate(setting, schedule, costs, simulate(schedule, costs))
+    if not task.may_offload(costs) and offloaded_share(schedule, costs) > 0:
+        raise ScheduleError(f"{setting.family} offloads, and the costs don't say how long that takes")
+    _check_limit(candidate, task.memory_limit)
+    return candidate
+
+
+def _check_limit(candidate: Candidate, limit: float) -> None:
+    if candidate.peak > limit * _SLACK:
+        raise ScheduleError(
+            f"{candidate.setting.family} needs {candidate.peak:g} activations, above the limit {limit:g}"
+        )
+
+
+class _Search:
+    """The best candidate so far, and what was learned on the way."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.best: Candidate | None = None
+        self.least_peak = float("inf")
+        self.reasons: list[str] = []
+        self._bounds: dict[Placement, tuple[float, float]] = {}
+
+    def try_all(self, settings: Iterable[Setting]) -> None:
+        for setting in settings:
+            self.try_one(setting)
+
+    def try_one(self, setting: Setting) -> None:
+        try:
+            if self._hopeless(setting):
+                return
+            candidate = make(setting, self.task)
+        except ScheduleError as error:
+            self.reasons.append(str(error))
+            return
+        objective = self.task.objective
+        if self.best is None or candidate.key(objective) < self.best.key(objective):
+            self.best = candidate
+
+    def _hopeless(self, setting: Setting) -> bool:
+        """Whether no schedule of the setting's placement is shorter than the best so far."""
+        if self.best is None:
+            return False
+        placement = FAMILIES[setting.family].placement(self.task.ranks, setting.chunks)
+        if placement not in self._bounds:
+            costs = self.task.costs_for(placement)
+            offload = self.task.may_offload(costs)
+            self._bounds[placement] = bounds_within(
+                placement, self.task.microbatches, costs, self.task.memory_limit, offload=offload
+            )
+        makespan, span = self._bounds[placement]
+        least = (makespan, span) if self.task.objective == "makespan" else (span, makespan)
+        return tuple(_nine_digits(x) for x in least) >= self.best.key(self.task.objective)[:2]
+
+
+def bounds_within(
+    placement: Placement, microbatches: int, costs: CostProfile, memory_limit: float | None, *, offload: bool
+) -> tuple[float, float]:
+    """Lower bounds on makespan and span of any schedule of ``placement`` that keeps the limit (None or inf: no limit).
+
+    Raises:
+        ScheduleError: the costs are for another number of stages.
+    """
+    limit = None if memory_limit is None or memory_limit == float("inf") else memory_limit * _SLACK
+    makespan = lower_bound(placement, microbatches, costs, memory_limit=limit, offload=offload)
+    return makespan, span_lower_bound(placement, microbatches, costs, memory_limit=limit, offload=offload)
+
+
+def _cheap_first(families: Iterable[Family]) -> list[Family]:
+    """Fixed orders before those that search, those that search under a limit last."""
+    return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
+
+
+def best_of_family(family: Family, task: Task) -> Candidate:
+    """The best setting of one family.
+
+    Raises:
+        ScheduleError: none of its settings works; says why the first one doesn't.
+    """
+    search = _Search(task)
+    search.try_all(settings_of(family, task))
+    if search.best is None:
+        why = search.reasons or [f"{family.name} has no placement with as many stages as the costs"]
+        raise ScheduleError(why[0], why)
+    return search.best
+
+
+def best_schedule(
+    ranks: int,
+    microbatches: int,
+    costs: Costs = None,
+    memory_limit: float = float("inf"),
+    *,
+    chunks: int | None = None,
+    group: int | None = None,
+    offload: bool | None = None,
+    objective: Objective = "makespan",
+    families: Iterable[str] | None = None,
+) -> Candidate:
+    """The best feasible schedule of all families and their parameters; arguments as in :class:`Task`.
+
+    ``families``: names to choose among; all by default. ``objective``: ``makespan``, or ``span`` (longest rank span, what
+    counts when the optimizer step does not wait for the slowest rank).
+
+    Raises:
+        ScheduleError: no schedule keeps the limit; says the smallest limit that works.
+    """
+    return best_for(Task(ranks, microbatches, costs, memory_limit, chunks, group, offload, objective), families)
+
+
+def best_for(task: Task, families: Iterable[str] | None = None) -> Candidate:
+    """:func:`best_schedule` of a task."""
+    chosen = [FAMILIES[name] for name in FAMILIES if families is None or name in families]
+    search = _Search(task)
+    for family in _cheap_first(chosen):
+        search.try_all(settings_of(family, task))
+    if search.best is None:
+        raise ScheduleError(_nothing(chosen, task))
+    return search.best
+
+
+def _nothing(families: Iterable[Family], task: Task) -> str:
+    """Why nothing keeps the limit, with the smallest limit that does."""
+    free = replace(task, memory_limit=float("inf"))
+    peaks = []
+    for family in families:
+        tried = (make_or_none(setting, free) for setting in settings_of(family, replace(task, memory_limit=1.0)))
+        peaks += [c.peak for c in tried if c is not None]
+    if not peaks:
+        return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
+    return (
+        f"no schedule of {task.ranks} ranks and {task.microbatches} microbatches keeps a memory limit of "
+        f"{task.memory_limit:g}; the smallest that works is {min(peaks):g}"
+    )
+
+
+def make_or_none(setting: Setting, task: Task) -> Candidate | None:
+    """:func:`make`, or None where it raises."""
+    try:
+        return make(setting, task)
+    except ScheduleError:
+        return None
+
+
+def _nine_digits(x: float) -> float:
+    return float(f"{x:.9g}")

@@ -1,9 +1,11 @@
 """Schedule families: one file each, listed in :mod:`~jaxpipe.schedule.families.registry`. Reading order: ../README.md."""
 
 from jaxpipe.schedule.families.family import Family
+from jaxpipe.schedule.families.gis import gis, gis_g, gis_h
 from jaxpipe.schedule.families.gpipe import gpipe
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from jaxpipe.schedule.families.pipeoffload import pipeoffload
 from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
 from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
 from jaxpipe.schedule.families.zb_heuristic import zb_1p, zb_2p, zero_bubble
@@ -14,9 +16,13 @@ __all__ = [
     "eager_one_f_one_b",
     "family_named",
     "generate",
+    "gis",
+    "gis_g",
+    "gis_h",
     "gpipe",
     "interleaved_one_f_one_b",
     "one_f_one_b",
+    "pipeoffload",
     "zb_1p",
     "zb_2p",
     "zb_h1",

@@ -13,9 +13,11 @@ from typing import Any
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.gis import GIS, GIS_G, GIS_H
 from jaxpipe.schedule.families.gpipe import GPIPE
 from jaxpipe.schedule.families.interleaved import INTERLEAVED_ONE_F_ONE_B
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
+from jaxpipe.schedule.families.pipeoffload import PO
 from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
 from jaxpipe.schedule.ir import Schedule
@@ -33,6 +35,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ZB_1P,
             ZB_2P,
             ZB,
+            GIS,
+            GIS_G,
+            GIS_H,
+            PO,
         )
     }
 )

@@ -1,0 +1,227 @@
+"""Generalized interleaved schedules: interleaved 1F1B with B and W apart, a shorter warm-up, and groups of any size.
+
+Source: `pipeoffload.txt` section 3 (GIS, G(T), GIS-H), figures 5 and 6. A rank's time is cut into turns of F, B, W. The
+microbatches of a *group* go through a rank's chunks in turn, as in interleaved 1F1B; the smaller the group, the sooner its B
+follow its F and the less a rank holds. Rank r runs (v − 1)g + p − r F before its first B, so rank 0 holds (v − 1)g + p chunks
+of activations, 1/v of its share each. A group needs ⌈p/2⌉ microbatches: with fewer, F and B have not come round all ranks
+when the next chunk of the group is due, and every round waits.
+
+The paper runs each W right after its B and leaves the gaps. Here gaps are filled with real costs, at no more memory, and the
+result is kept if it beats the paper's order in makespan, longest span and peak at once. On equal stages that takes GIS's idle
+time from (p − 1)(F + B) to (p − 1)(B + max(0, F − W)), in chunks.
+
+The authors leave the last group short when m is not a multiple of it. Here the first may be short instead, or groups smaller
+and even; real costs decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.blocks.block import BuildingBlock
+from jaxpipe.schedule.blocks.reorder import Reorderer, Rule
+from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import circular
+from jaxpipe.schedule.problem import CodeRows, Problem
+
+RULES = (
+    Rule(forward=False, backward=False),
+    Rule(forward=False, backward=False, w_gap=0.5),
+    Rule(forward=False, backward=False, w_gap=0.25),
+    Rule(forward=False, w_gap=0.5),
+    Rule(forward=False, w_gap=0.75),
+    Rule(w_gap=0.5),
+)
+
+
+def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """GIS: groups of p microbatches, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F0b F1b     B0b W0b F2- B1b W1b F3- B0- W0- F2b B1- W1- F3b B2b W2b B3b B2- B3- W3b W2- W3-
+        rank 1 |    F0- F1- F0b B0b F1b B1b W0b F2- B0- W1b F3- B1- W0- F2b B2b W1- F3b B3b B2- B3- W2b W3b W2- W3-
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    require_sizes("gis", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return _in_groups("gis", ranks, microbatches, chunks, costs, ranks)
+
+
+def gis_g(
+    ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None, group: int | None = None
+) -> Schedule:
+    """G(T): groups of ``group`` microbatches (default p), from ⌈p/2⌉ to p::
+
+        rank 0 |F0- F1- F2-     F0b F1b F2b                 B0b W0b B1b W1b B2b B0- B1- W2b B2- W0- W1- W2-
+        rank 1 |    F0- F1- F2-     F0b F1b F2b         B0b W0b B1b W1b B2b B0- B1- W2b B2- W0- W1- W2-
+        rank 2 |        F0- F1- F2-     F0b F1b     B0b F2b B1b W0b B2b B0- B1- W1b B2- W2b W0- W1- W2-
+        rank 3 |            F0- F1- F2-     F0b B0b F1b B1b F2b B2b B0- B1- W0b B2- W1b W2b W0- W1- W2-
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, ``group`` is outside its range, or the costs are for
+            another number of stages.
+    """
+    require_sizes("gis-g", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    g = ranks if group is None else group
+    require_sizes("gis-g", group=g)
+    least = smallest_group(ranks)
+    if not least <= g <= ranks:
+        raise ScheduleError(f"gis-g: a group of {g} does not suit {ranks} ranks; use a group from {least} to {ranks}")
+    return _in_groups("gis-g", ranks, microbatches, chunks, costs, g)
+
+
+def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
+
+        rank 0 |F0- F1-     F0b F1b F2-         B0b W0b F3- B1b W1b F2b B0- W0- F3b B1- W1- B2b W2b B3b B2- W3b B3- W2- W3-
+        rank 1 |    F0- F1-     F0b F1b     B0b F2- B1b W0b F3- B0- W1b F2b B1- W0- F3b B2b W1- B3b B2- W2b B3- W3b W2- W3-
+        rank 2 |        F0- F1-     F0b B0b F1b B1b F2- B0- W0b F3- B1- W1b F2b B2b W0- F3b B3b B2- W1- B3- W2b W3b W2- W3-
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    require_sizes("gis-h", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    return _in_groups("gis-h", ranks, microbatches, chunks, costs, smallest_group(ranks))
+
+
+def smallest_group(ranks: int) -> int:
+    """The fewest microbatches in turn through one chunk for which rounds don't wait for each other: ⌈p/2⌉.
+
+    F and B of a chunk take p − 1 steps each through the ranks, 3(p − 1) cells together, and two rounds of a group, one of F and
+    one of B, last 6 cells per microbatch: 6g >= 3p − 1.
+    """
+    return -(-ranks // 2)
+
+
+def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> BuildingBlock:
+    """The building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
+    soon as it can; B of the other chunks follow at the same distances. A turn is three cells: F, B, W.
+
+    ``group``: microbatches in a group, one turn apart, groups coming every group × v turns; 0: microbatches v turns apart.
+
+    Ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's turn. This needs chunks
+    at least ⌈p/2⌉ turns apart.
+    """
+    p, v = ranks, len(turns)
+    distance = min((b - a for a, b in pairwise(turns)), default=p)
+    late = min(p - 1, 3 * distance - p)
+    cells = [r + min(r, late) for r in range(p)]
+    forward = [3 * turn + cell for turn in turns for cell in cells]
+    back = [3 * (turns[-1] + turn + p - 1 - r) + cells[r] + 1 for turn in reversed(turns) for r in range(p)]
+    return BuildingBlock(
+        circular(p, v),
+        interval=3 if group else 3 * v,
+        forward=(tuple(forward),),
+        backward=(tuple(back),),
+        weight=(tuple(cell + 1 for cell in back),),
+        group=group,
+        group_interval=3 * v * group,
+    )
+
+
+def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
+    """The building block of G(T): a group runs all its microbatches through one chunk, then through the next."""
+    return interleaved_block(ranks, range(0, chunks * group, group), group=group)
+
+
+def gaps_filled(problem: Problem, orders: Sequence[CodeRows], rules: Sequence[Rule]) -> CodeRows:
+    """The best of ``orders``, gaps filled by any of ``rules``, no worse than the first order in makespan, span and peak."""
+    tables = Reorderer(problem)
+    anchor = tables.retimer.draft(orders[0])
+    assert anchor is not None, "a building block's order deadlocks"
+    best = anchor
+    for rows in orders:
+        best = tables.best(rows, anchor.peak, rules, best) or best
+    return best.rows
+
+
+def _in_groups(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, group: int
+) -> Schedule:
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    return problem.schedule(name, gaps_filled(problem, [*_orders(problem, group)], RULES))
+
+
+def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
+    """The paper's order; where its last group would be short, others with as many groups too."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    block = group_block(p, problem.num_replicas // p, group)
+    yield repeat(block, problem)
+    missing = -m % group
+    if missing:
+        yield _without(problem, block, range(missing))
+        yield _without(problem, block, range(group - missing, group))
+        even = -(-m // -(-m // group))
+        if smallest_group(p) <= even < group:
+            block = group_block(p, problem.num_replicas // p, even)
+            yield repeat(block, problem)
+            if m % even:
+                yield _without(problem, block, range(-m % even))
+
+
+def _without(problem: Problem, block: BuildingBlock, missing: range) -> list[list[int]]:
+    """The order of a problem that is larger by the microbatches ``missing``, with those left out.
+
+    Leaving out whole microbatches keeps what the others wait for, so the order can't deadlock.
+    """
+    m = problem.num_microbatches
+    larger = replace(problem, num_microbatches=m + len(missing))
+    kept = [i for i in range(m + len(missing)) if i not in missing]
+    number = {i: k for k, i in enumerate(kept)}
+    rows = []
+    for row in repeat(block, larger):
+        split = (divmod(code, larger.num_microbatches) for code in row)
+        rows.append([kind * m + number[i] for kind, i in split if i in number])
+    return rows
+
+
+def _group_peak(p: int, m: int, v: int, group: int) -> float | None:
+    return min((v - 1) * group + p, v * m) / v if m >= p else None
+
+
+def _gis_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
+    """Where F > W, filling gaps beats (p − 1)(F + B − W) at some sizes."""
+    return m * (f + b + w) + (p - 1) * b / v if m % p == 0 and f <= w else None
+
+
+GIS = Family(
+    name="gis",
+    function=gis,
+    description="interleaved 1F1B with B and W apart and a shorter warm-up (--chunks, default 2): 1F1B's memory",
+    source="pipeoffload.txt §3.1",
+    options=("chunks", "costs"),
+    placement=circular,
+    default_chunks=2,
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=_gis_makespan,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
+
+GIS_G = Family(
+    name="gis-g",
+    function=gis_g,
+    description="GIS in groups of p/2 to p microbatches (--group): the smaller, the less memory and the longer the warm-up",
+    source="pipeoffload.txt §3.2, G(T)",
+    options=("chunks", "costs", "group"),
+    placement=circular,
+    default_chunks=2,
+    picture={"ranks": 4, "microbatches": 3, "chunks": 2, "group": 3},
+)
+
+GIS_H = Family(
+    name="gis-h",
+    function=gis_h,
+    description="GIS in groups of p/2, the smallest: towards half of 1F1B's memory with more chunks",
+    source="pipeoffload.txt §3.2, GIS-H",
+    options=("chunks", "costs"),
+    placement=circular,
+    default_chunks=2,
+    peak_activations=lambda p, m, v: _group_peak(p, m, v, smallest_group(p)),
+    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+)

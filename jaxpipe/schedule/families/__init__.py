@@ -1,9 +1,13 @@
 """Schedule families: one file each, listed in :mod:`~jaxpipe.schedule.families.registry`. Reading order: ../README.md."""
 
+from jaxpipe.schedule.families.chimera import chimera
+from jaxpipe.schedule.families.dualpipe_v import dualpipe_v
 from jaxpipe.schedule.families.family import Family
 from jaxpipe.schedule.families.gis import gis, gis_g, gis_h
 from jaxpipe.schedule.families.gpipe import gpipe
+from jaxpipe.schedule.families.hanayo import hanayo
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
+from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
 from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
@@ -13,6 +17,8 @@ from jaxpipe.schedule.families.zb_heuristic import zb_1p, zb_2p, zero_bubble
 __all__ = [
     "FAMILIES",
     "Family",
+    "chimera",
+    "dualpipe_v",
     "eager_one_f_one_b",
     "family_named",
     "generate",
@@ -20,7 +26,10 @@ __all__ = [
     "gis_g",
     "gis_h",
     "gpipe",
+    "hanayo",
     "interleaved_one_f_one_b",
+    "looped_bfs",
+    "looped_dfs",
     "one_f_one_b",
     "pipeoffload",
     "zb_1p",

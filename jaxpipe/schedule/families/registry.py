@@ -12,10 +12,14 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.chimera import CHIMERA
+from jaxpipe.schedule.families.dualpipe_v import DUALPIPE_V
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.gis import GIS, GIS_G, GIS_H
 from jaxpipe.schedule.families.gpipe import GPIPE
+from jaxpipe.schedule.families.hanayo import HANAYO
 from jaxpipe.schedule.families.interleaved import INTERLEAVED_ONE_F_ONE_B
+from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
 from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
@@ -30,6 +34,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ONE_F_ONE_B,
             EAGER_ONE_F_ONE_B,
             INTERLEAVED_ONE_F_ONE_B,
+            LOOPED_BFS,
+            LOOPED_DFS,
             ZB_H1,
             ZB_H2,
             ZB_1P,
@@ -39,6 +45,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GIS_G,
             GIS_H,
             PO,
+            CHIMERA,
+            HANAYO,
+            DUALPIPE_V,
         )
     }
 )

@@ -1,0 +1,132 @@
+"""DualPipe-V: DualPipe cut in half. Forwards and backwards of the two legs of a V meet on every rank in overlapping pairs.
+
+Source: DeepSeek-AI 2024 (DualPipe, DeepSeek-V3 technical report section 3.2.1) and Liu et al. 2025, "cut-in-half", as
+published with DualPipe. A rank runs eight phases; the fourth repeats F of one leg beside BW of the other. Here the two of such
+a pair are plain neighbours, F first; running them as one overlapped slot is braiding, another matter. Backwards are split
+into B and W only where W fills a gap: while the V fills and at the end of the cool-down.
+
+DualPipe-V asks for m >= 2p. Here any m works: a smaller m takes the order for 2p microbatches and leaves out the first, or
+the last, 2p − m of them. Leaving out whole microbatches keeps every dependency satisfied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.reordered import improved
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import v_shape
+from jaxpipe.schedule.problem import BW, B, F, Problem, W
+from jaxpipe.schedule.retime import Retimer, best_of
+
+
+def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """DualPipe-V for any ``ranks`` p and ``microbatches`` m >= 1; ``costs`` has one entry per stage (2p stages)::
+
+        rank 0 |F0- F1- F2- F0b B0b W0b F1b F3- BW1b--- F2b BW0---- BW2b--- F3b     BW1---- BW3b--- B2- W2- B3- W3-
+        rank 1 |    F0- F0b F1- F1b F2- BW0b--- F2b BW0---- F3- BW1b--- F3b BW1---- BW2b--- BW2---- B3b B3- W3b W3-
+
+    With m >= 2p, equal stages, no transfer time and W <= B <= F <= B + W it idles (p − 1)(F + B − W)/2 in shares of a rank and,
+    for p > 1, holds p + 1/2 activations. The published (PP/2 − 1)(F&B + B − 3W), for PP = 2p stages and B the full backward,
+    is (p − 1)(F + 2B − W)/2 in our letters: it counts a pair as one action whose results leave at its end (tested with
+    braided pairs); PP + 1 chunks of activations is the same.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    require_sizes("dualpipe-v", ranks=ranks, microbatches=microbatches)
+    problem = Problem.of(v_shape(ranks), microbatches, costs)
+    retimer = Retimer(problem)
+    missing = max(0, 2 * ranks - microbatches)
+    plain = best_of(
+        retimer.draft([_row(problem, rank, skipped) for rank in range(ranks)]) for skipped in sorted({0, missing})
+    )
+    assert plain is not None, "the phases of all ranks fit together"
+    return problem.schedule("dualpipe-v", improved(problem, plain.rows).rows)
+
+
+def _row(problem: Problem, rank: int, skipped: int) -> list[int]:
+    """The codes of one rank; of at least 2p microbatches the first ``skipped`` are left out, and those beyond m."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    leg = _Legs(problem, rank, skipped)
+    below, main = p - 1 - rank, max(m, 2 * p) - 2 * p + rank + 1
+    for _ in range(2 * below):
+        leg.forward(0)
+    for _ in range(rank + 1):
+        leg.forward(0)
+        leg.forward(1)
+    for _ in range(below):
+        leg.backward(1, split=True)
+        leg.weights()
+        leg.forward(1)
+    for _ in range(main):
+        leg.forward(0)
+        leg.backward(1)
+        leg.forward(1)
+        leg.backward(0)
+    for _ in range(below):
+        leg.backward(1)
+        leg.forward(1)
+        leg.backward(0)
+    for k in range(2 * (rank + 1)):
+        leg.backward(1 - k % 2, split=k > rank)
+    for _ in range(below):
+        leg.weights()
+        leg.backward(0, split=True)
+    for _ in range(rank + 1):
+        leg.weights()
+    return leg.row
+
+
+class _Legs:
+    """The row of a rank as it grows. Leg 0 runs down the V, leg 1 up."""
+
+    def __init__(self, problem: Problem, rank: int, skipped: int) -> None:
+        self.problem, self.skipped = problem, skipped
+        self.replicas = problem.replicas_of(rank)
+        self.row: list[int] = []
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.put_off: deque[tuple[int, int]] = deque()
+
+    def forward(self, leg: int) -> None:
+        self._add(F, leg, self.forwards[leg])
+        self.forwards[leg] += 1
+
+    def backward(self, leg: int, split: bool = False) -> None:
+        self._add(B if split else BW, leg, self.backwards[leg])
+        if split:
+            self.put_off.append((leg, self.backwards[leg]))
+        self.backwards[leg] += 1
+
+    def weights(self) -> None:
+        """The W put off longest."""
+        self._add(W, *self.put_off.popleft())
+
+    def _add(self, op: int, leg: int, number: int) -> None:
+        microbatch = number - self.skipped
+        if 0 <= microbatch < self.problem.num_microbatches:
+            self.row.append(self.problem.code(op, self.replicas[leg], microbatch))
+
+
+def _peak(p: int, m: int, v: int) -> float | None:
+    return p + 0.5 if p > 1 and m >= 2 * p else None
+
+
+def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
+    return m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
+
+
+DUALPIPE_V = Family(
+    name="dualpipe-v",
+    function=dualpipe_v,
+    description="two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
+    source="DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
+    options=("costs",),
+    placement=lambda ranks, chunks: v_shape(ranks),
+    default_chunks=2,
+    peak_activations=_peak,
+    makespan=_makespan,
+    picture={"ranks": 2, "microbatches": 4},
+)

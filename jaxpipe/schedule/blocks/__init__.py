@@ -12,12 +12,13 @@ Reading order: ``block.py``, ``repeat.py``, ``reorder.py``.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.schedule.blocks.reorder import RULES, Reorderer, Rule, place_weight_gradients
+from jaxpipe.schedule.blocks.reorder import RULES, Phases, Reorderer, Rule, place_weight_gradients
 from jaxpipe.schedule.blocks.repeat import repeat
 
 __all__ = [
     "RULES",
     "BuildingBlock",
+    "Phases",
     "Reorderer",
     "Rule",
     "place_weight_gradients",

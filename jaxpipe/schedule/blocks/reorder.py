@@ -42,6 +42,18 @@ class Rule:
     backlog: float = _NEVER
 
 
+AS_GIVEN = Rule(forward=False, backward=False, w_gap=_NEVER, lazy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """A rule for each phase: ``warm_up`` until stage 0 starts its first B, ``cool_down`` from its last F on."""
+
+    warm_up: Rule
+    steady: Rule
+    cool_down: Rule
+
+
 RULES = (
     Rule(),
     Rule(w_gap=0.5),
@@ -81,13 +93,13 @@ class Reorderer:
                     self._links[op * n + k] = (B * n + k - 1, problem.rank[k - 1], problem.up_s[k])
 
     def best(
-        self, rows: CodeRows, limit: float, rules: Iterable[Rule] = RULES, anchor: Draft | None = None
+        self, rows: CodeRows, limit: float, rules: Iterable[Rule | Phases] = RULES, anchor: Draft | None = None
     ) -> Draft | None:
         """The best draft of several rules that stays within ``limit``, no worse than ``anchor`` if one is given."""
         drafts = (self.retimer.draft(self.rows(rows, limit, rule)) for rule in rules)
         return best_of((d for d in drafts if d is not None and d.peak <= limit * (1 + _ROUNDING)), anchor)
 
-    def rows(self, rows: CodeRows, limit: float, rule: Rule) -> list[list[int]]:
+    def rows(self, rows: CodeRows, limit: float, rule: Rule | Phases) -> list[list[int]]:
         """Rows in which bubbles are filled by ``rule``, within ``limit`` (units of :func:`~jaxpipe.schedule.retime.peaks`).
 
         ``rows`` must be complete and free of deadlock.
@@ -100,7 +112,9 @@ class Reorderer:
         ready = [_NEVER] * (3 * n * m)
         for first in range(0, n, problem.placement.num_stages):
             ready[first * m : (first + 1) * m] = [0.0] * m
-        ranks = [_Rank(self, row, rule.lazy) for row in rows]
+        phases = rule if isinstance(rule, Phases) else Phases(rule, rule, rule)
+        now_rule, first_b, last_f = phases.warm_up, {B * n * m, BW * n * m}, F * n * m + m - 1
+        ranks = [_Rank(self, row) for row in rows]
         link_free: dict[tuple[int, int], float] = {}
         events = [(0.0, r) for r in range(p)]
         pop, push = heapq.heappop, heapq.heappush
@@ -112,7 +126,8 @@ class Reorderer:
             if now < s.free:
                 now = s.free
             row, done, head = s.row, s.done, s.head
-            while head < len(row) and done[head]:
+            lazy = now_rule.lazy
+            while head < len(row) and (done[head] or (lazy and first_w <= row[head] // m < BW * n)):
                 head += 1
             s.head = head
             chosen = -1
@@ -123,20 +138,23 @@ class Reorderer:
                 if at <= now + tiny:
                     chosen = code
                     if s.waiting and (
-                        (kind < n and s.live + hold[kind] > room) or (rule.lazy and len(s.waiting) > rule.backlog)
+                        (kind < n and s.live + hold[kind] > room) or (lazy and len(s.waiting) > now_rule.backlog)
                     ):
                         chosen = s.waiting[0]
                 else:
-                    chosen = s.filler(now, at - now, room, ready, rule, self)
+                    chosen = s.filler(now, at - now, room, ready, now_rule, self)
             elif s.waiting:
                 chosen = s.waiting[0]
             if chosen < 0:
                 continue
             kind = chosen // m
-            replica = kind % n
             s.run(chosen, kind, hold, kept, n)
             s.free = end = now + seconds[kind]
             push(events, (end, r))
+            if chosen in first_b and now_rule is phases.warm_up:
+                now_rule = phases.steady
+            if chosen == last_f:
+                now_rule = phases.cool_down
             target, there, link_s = links[kind]
             if target >= 0:
                 arrival = end
@@ -170,11 +188,11 @@ class _Rank:
         "waiting",
     )
 
-    def __init__(self, tables: Reorderer, row: Iterable[int], lazy: bool) -> None:
+    def __init__(self, tables: Reorderer, row: Iterable[int]) -> None:
         problem = tables.problem
         m, n = problem.num_microbatches, problem.num_replicas
         self.m, self.n = m, n
-        self.row = [c for c in row if not (lazy and W * n <= c // m < BW * n)]
+        self.row = list(row)
         self.position = {code: k for k, code in enumerate(self.row)}
         self.queues: dict[int, list[int]] = {}
         self.profile = []

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.bounds.confined import Confined, confine
+from jaxpipe.schedule.bounds.memory import Confined
+from jaxpipe.schedule.bounds.ranks import confine_ranks
 from jaxpipe.schedule.bounds.ways import Visit, Ways
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
@@ -84,12 +85,12 @@ class _Bounds:
             )
         if m < 1:
             raise ScheduleError(f"number of microbatches is {m}; want at least 1")
-        self.placement, self.costs, self.m = placement, costs, m
+        self.placement = placement
         self.ways = Ways(placement, m, costs)
         self.visits = [self.ways.chunks(rank) for rank in range(placement.num_ranks)]
         self.simple = placement.is_chain and all(len(g) == 1 for flow in placement.flows for g in flow)
         limits = _limits(placement, limit) if self.simple else None
-        self.confined = confine(self.ways, self.visits, m, costs, limits, offload)
+        self.confined = confine_ranks(self.ways, limits, offload)
 
     def makespan(self) -> float:
         reasons = [self.ways.critical_path(), *self.ways.link_reasons()]
@@ -141,7 +142,9 @@ def _limits(placement: Placement, limit: Limit) -> list[float] | None:
         return None
     limits = list(limit) if isinstance(limit, Sequence) else [float(limit)] * placement.num_ranks
     if len(limits) != placement.num_ranks:
-        raise ScheduleError(f"{len(limits)} memory limits for {placement.num_ranks} ranks; give one number or one per rank")
+        raise ScheduleError(
+            f"{len(limits)} memory limits for {placement.num_ranks} ranks; give one number or one per rank"
+        )
     if any(not x >= 0 for x in limits):
         raise ScheduleError(f"memory limits are {', '.join(f'{x:g}' for x in limits)}; want numbers >= 0")
     return limits

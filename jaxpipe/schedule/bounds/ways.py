@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
 from jaxpipe.schedule.ir import OpSpec, registered_ops
 from jaxpipe.schedule.placement import Placement
@@ -27,6 +27,8 @@ class Visit:
 
 
 class Ways:
+    """The flows of a placement, and which rank visits what how often."""
+
     def __init__(self, placement: Placement, num_microbatches: int, costs: CostProfile) -> None:
         self.placement, self.costs = placement, costs
         used = min(placement.num_flows, num_microbatches)
@@ -86,19 +88,19 @@ class Flow:
         for s in reversed(order):
             self._come_back(s)
         for s in order:
-            later = [self._move(s, a, a) + self.passed[a] + self.tail[a] for a in placement.predecessors(s)]
+            later = [self.hop(s, a, a) + self.passed[a] + self.tail[a] for a in placement.predecessors(s)]
             self.tail[s] = max([self.backward[s] - self.passed[s], *later])
 
     def _go_down(self, s: int) -> None:
-        arrivals = [self.head[a] + self.forward[a] + self._move(a, s, a) for a in self.placement.predecessors(s)]
+        arrivals = [self.head[a] + self.forward[a] + self.hop(a, s, a) for a in self.placement.predecessors(s)]
         self.head[s] = max(arrivals, default=0.0)
 
     def _come_back(self, s: int) -> None:
         self.round_trip[s] = self.forward[s]
         self.back_start[s] = self.head[s] + self.forward[s]
         for b in self.placement.successors(s):
-            back = self.passed[b] + self._move(b, s, s)
-            there_and_back = self.forward[s] + self._move(s, b, s) + self.round_trip[b] + back
+            back = self.passed[b] + self.hop(b, s, s)
+            there_and_back = self.forward[s] + self.hop(s, b, s) + self.round_trip[b] + back
             self.round_trip[s] = max(self.round_trip[s], there_and_back)
             self.back_start[s] = max(self.back_start[s], self.back_start[b] + back)
 
@@ -107,20 +109,22 @@ class Flow:
         there, here = self.groups[src], self.groups[dst]
         return [(there[0], rank) for rank in here if rank not in there]
 
-    def _move(self, src: int, dst: int, boundary: int) -> float:
+    def hop(self, src: int, dst: int, boundary: int) -> float:
+        """Seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
 
     def rest_below(self, stages: Sequence[int]) -> list[float]:
         """Per stage s of a chain: seconds from the end of B of s to the end of that microbatch on all ``stages`` below s."""
-        n = len(self.groups)
-        below = set(stages)
-        rest = [0.0] * n
-        for s in range(n):
-            way = 0.0
-            for a in range(s - 1, -1, -1):
-                way += self._move(a + 1, a, a) + self.passed[a]
-                if a in below:
-                    rest[s] = max(rest[s], way + self.backward[a] - self.passed[a])
+        way = 0.0
+        longest = -inf
+        rest = []
+        for s in range(len(self.groups)):
+            rest.append(max(0.0, way + longest))
+            if s in stages:
+                longest = max(longest, self.backward[s] - self.passed[s] - way)
+            way += self.passed[s]
+            if s + 1 < len(self.groups):
+                way += self.hop(s + 1, s, s)
         return rest
 
     def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:

@@ -1,0 +1,82 @@
+"""Every rank of a placement under its memory limit: what it does and holds, handed to the arguments about one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, inf
+
+from jaxpipe.schedule.bounds.crossing import Run, meet
+from jaxpipe.schedule.bounds.memory import Confined, Resident, confine, releases
+from jaxpipe.schedule.bounds.ways import Flow, Visit, Ways
+
+_TOP_RANKS = 1
+"""From how many ranks down the crossing argument is made: those where the limit costs most."""
+
+
+def confine_ranks(ways: Ways, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
+    """Per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
+    p = ways.placement.num_ranks
+    residents = [_residents(ways, rank) for rank in range(p)]
+    if limits is None:
+        return [confine(stays, inf, offload) for stays in residents]
+    bounds = [confine(stays, limit, offload) for stays, limit in zip(residents, limits, strict=True)]
+    if ways.placement.num_flows == 1 and ways.placement.num_stages == p > 1 and not offload:
+        stage_of = {group[0]: s for s, group in enumerate(ways.flows[0].groups)}
+        costly = sorted(range(p), key=lambda r: -_slowness(residents[r][0], limits[r]))
+        for rank in costly[:_TOP_RANKS]:
+            if bounds[rank].own < inf:
+                top = residents[rank][0]
+                run = _run(ways.flows[0], stage_of[rank], top)
+                bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
+    return bounds
+
+
+def _slowness(top: Resident, limit: float) -> float:
+    lanes = floor(limit / top.held * (1 + 1e-9)) if top.held > 0 else top.count
+    return top.trip_s / max(1, lanes)
+
+
+def _run(flow: Flow, stage: int, top: Resident) -> Run:
+    stages = range(stage, len(flow.groups))
+    return Run(
+        f_s=[flow.forward[s] for s in stages],
+        b_s=[flow.passed[s] for s in stages],
+        down_s=[flow.hop(s, s + 1, s) for s in stages[:-1]],
+        up_s=[flow.hop(s + 1, s, s) for s in stages[:-1]],
+        release_s=top.w_s,
+    )
+
+
+def _residents(ways: Ways, rank: int) -> list[Resident]:
+    visits = ways.chunks(rank)
+    return [
+        _resident(ways, v, [x for x in visits if x.flow is v.flow], number) for number, v in _numbered(ways, visits)
+    ]
+
+
+def _numbered(ways: Ways, visits: Sequence[Visit]) -> list[tuple[int, Visit]]:
+    return [(ways.flows.index(v.flow), v) for v in visits]
+
+
+def _resident(ways: Ways, v: Visit, together: Sequence[Visit], number: int) -> Resident:
+    """``together``: the visits of the same flow on the same rank; their residuals are the rank's share."""
+    flow, s, costs = v.flow, v.stage, ways.costs
+    share = sum(costs.residual_bytes[x.stage] for x in together)
+    start = min(flow.head[x.stage] for x in together)
+    d2h, h2d = costs.offload_s[s], costs.load_s[s]
+    return Resident(
+        flow=number,
+        count=v.count,
+        f_s=flow.forward[s],
+        b_s=flow.passed[s],
+        back_s=flow.backward[s],
+        trip_s=flow.round_trip[s],
+        in_s=flow.head[s] - start,
+        out_s=flow.back_start[s] - start,
+        held=costs.residual_bytes[s] / share if share > 0 else 0.0,
+        kept=costs.w_residual_bytes[s] / share if share > 0 else 0.0,
+        leaves=min(costs.residual_bytes[s], costs.offloadable_bytes[s]) / share if share > 0 else 0.0,
+        d2h_s=d2h,
+        h2d_s=h2d,
+        together_s=d2h + h2d if costs.host.mode == "shared" else (d2h + h2d) / 2,
+    )

@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
     "zb-1p": ([{}], lambda p, m, o: p),
     "zb-2p": ([{}], lambda p, m, o: 2 * p),
     "zb": ([{"memory_limit": 1}, {"memory_limit": 2.5}, {"memory_limit": 1e9}], lambda p, m, o: o["memory_limit"]),
+    "v-zb": ([{}], lambda p, m, o: min(p, m)),
     "gis": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: min(p, m)),
     "gis-g": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "gis-h": (
@@ -63,7 +64,7 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
         lambda p, m, o: min((o["chunks"] - 1) * (-(-p // 2) + 1) + p, m * o["chunks"]) / o["chunks"],
     ),
     "chimera": ([{}], lambda p, m, o: min(p, m)),
-    "hanayo": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}, {"chunks": 4}], lambda p, m, o: min(p, m)),
+    "hanayo": ([{}, {"chunks": 1}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "dualpipe-v": ([{}], lambda p, m, o: min(p + 0.5, m)),
 }
 PROFILES = [

@@ -11,6 +11,7 @@ from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
 from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
+from jaxpipe.schedule.families.v_zb import v_zb
 from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
 from jaxpipe.schedule.families.zb_heuristic import zb_1p, zb_2p, zero_bubble
 
@@ -32,6 +33,7 @@ __all__ = [
     "looped_dfs",
     "one_f_one_b",
     "pipeoffload",
+    "v_zb",
     "zb_1p",
     "zb_2p",
     "zb_h1",

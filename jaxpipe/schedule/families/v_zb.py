@@ -1,0 +1,57 @@
+"""V-ZB: almost no bubble at 1F1B's memory, by two chunks per rank down the ranks and back up.
+
+Source: `controllable-memory.txt` section 3.2 (figures 3d and 4d), Table 4. Found by the heuristic behind that table's V-ZB
+(:mod:`~jaxpipe.schedule.families.v_heuristic`).
+"""
+
+from __future__ import annotations
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.v_heuristic import best_v_draft
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import v_shape
+from jaxpipe.schedule.problem import Problem
+
+
+def v_zb(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """V-ZB for any ``ranks`` p >= 1 and ``microbatches`` m >= 1, at 1F1B's memory, p activations::
+
+        rank 0 |F0- F1- F2- F0b B0b W0b F1b B1b W1b F3- B0- W0- F2b B2b W2b B1- W1- F3b B3b B2- W3b B3- W2- W3-
+        rank 1 |    F0- F0b F1- F1b B0b W0b F2- B0- W0- F2b B1b W1b F3- B1- W1- F3b B2b B2- B3b B3- W2b W2- W3b W3-
+
+    (``b`` marks the second chunk of a rank.)
+    ``costs``: one entry per stage, two stages per rank; default F = B = W. With F = B = W and no transfer time, m >= p gives
+    a makespan of m(F + B + W) + (p - 1)F/2, which no schedule on this placement beats, and m >= 2p ranks that are never idle
+    between their first and last action.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    require_sizes("v-zb", ranks=ranks, microbatches=microbatches)
+    if costs is not None and costs.num_stages != 2 * ranks:
+        raise ScheduleError(
+            f"v-zb: the costs are for {costs.num_stages} stages; {ranks} ranks need {2 * ranks}, two per rank"
+        )
+    problem = Problem.of(v_shape(ranks), microbatches, costs)
+    draft = best_v_draft(problem, ranks)
+    assert draft is not None, "one microbatch fits p >= 1 activations"
+    return problem.schedule("v-zb", draft.rows)
+
+
+def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
+    return m * (f + b + w) + (p - 1) * f / 2 if f == b == w and m >= p else None
+
+
+V_ZB = Family(
+    name="v-zb",
+    function=v_zb,
+    description="V placement at 1F1B's memory: almost no bubble, by real costs",
+    source="Qi et al. 2024 (controllable-memory.txt) §3.2, Table 4",
+    options=("costs",),
+    placement=lambda ranks, chunks: v_shape(ranks),
+    default_chunks=2,
+    makespan=_makespan,
+    picture={"ranks": 2, "microbatches": 4},
+)

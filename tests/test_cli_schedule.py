@@ -45,6 +45,7 @@ KEYS = [
     "offloaded_share",
     "memory_limit",
     "group",
+    "family_limit",
 ]
 
 
@@ -131,6 +132,7 @@ def test_json_of_every_family_is_the_simulation(cli: Callable[..., str], name: s
         "offloaded_share": offloaded,
         "memory_limit": None,
         "group": None,
+        "family_limit": None,
     }
 
 
@@ -163,6 +165,18 @@ def test_summary_for_people_with_picture(cli: Callable[..., str]) -> None:
 def test_no_picture_where_it_would_not_fit(cli: Callable[..., str]) -> None:
     assert "rank 0 |" not in cli("schedule", "1f1b", "--microbatches", 200)
     assert "rank 0 |" not in cli("schedule", "1f1b", "--cost", "1,1.41421356,1.7320508")
+
+
+def test_offload_of_any_family_with_its_report(cli: Callable[..., str], fails: Callable[..., str]) -> None:
+    plain = json.loads(cli("schedule", "1f1b", "--json"))
+    less = json.loads(cli("schedule", "1f1b", "--offload", 1, "--offload-time", 1, "--json"))
+    assert less["makespan"] == plain["makespan"]
+    assert max(less["peak_activations"]) < max(plain["peak_activations"])
+    assert 0 < less["offloaded_share"] < 1
+    text = cli("schedule", "1f1b", "--offload", 0.5, "--offload-time", 1, "--host-link", "shared")
+    assert "offloaded, k = 0.333" in text.splitlines()[0]
+    assert "of all activations" in text
+    assert "want a number at least 0 and at most 1" in fails("schedule", "1f1b", "--offload", 1.5)
 
 
 def test_compare_is_an_aligned_table_the_fastest_first(cli: Callable[..., str]) -> None:
@@ -256,7 +270,7 @@ def test_best_with_a_cost_file_keeps_its_stages(cli: Callable[..., str], tmp_pat
 def test_best_when_nothing_fits(fails: Callable[..., str]) -> None:
     message = fails("best", "--memory-limit", 0.5)
     assert message == (
-        "no schedule of 4 ranks and 8 microbatches keeps a memory limit of 0.5; the smallest that works is 1"
+        "no schedule of 4 ranks and 8 microbatches keeps a memory limit of 0.5; the smallest found to work is 1"
     )
 
 

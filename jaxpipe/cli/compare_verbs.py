@@ -56,7 +56,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     entries = [row(family, arguments, costs) for family in FAMILIES.values()]
     records = [e for e in entries if isinstance(e, Record)]
     records.sort(key=lambda r: (float(f"{r.makespan:.9g}"), float(f"{r.max_span:.9g}"), r.peak))
-    ordered = [*records, *(e for e in entries if isinstance(e, Failure))]
+    ordered: list[Record | Failure] = [*records, *(e for e in entries if isinstance(e, Failure))]
     if arguments.json:
         print_json({"schedules": [entry.json() for entry in ordered]})
     else:
@@ -79,7 +79,9 @@ def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice) -> Re
     record = None
     try:
         schedule, profile, timeline = make(family, arguments, costs, chunks, group)
-        record = Record.of(schedule, timeline, profile, limit if "memory_limit" in family.options else None, group)
+        told = limit if "memory_limit" in family.options else None
+        within = limit if max(timeline.peak_activations) <= (limit or 0) * (1 + 1e-9) else None
+        record = Record.of(schedule, timeline, profile, within, group=group, family_limit=told)
         check_limit(timeline, limit)
     except JaxpipeError as error:
         reason = (
@@ -100,15 +102,22 @@ def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice) 
     from jaxpipe.schedule.explore import best_of_family
 
     try:
-        return _record(best_of_family(family, _task(arguments, costs)))
+        return _record(best_of_family(family, _task(arguments, costs)), arguments.memory_limit)
     except JaxpipeError as error:
         text = " ".join(str(error).split())
         return Failure(family.name, text, _shortened(text, family.name))
 
 
-def _record(candidate: Candidate) -> Record:
+def _record(candidate: Candidate, limit: float | None) -> Record:
     setting = candidate.setting
-    return Record.of(candidate.schedule, candidate.timeline, candidate.costs, setting.memory_limit, setting.group)
+    return Record.of(
+        candidate.schedule,
+        candidate.timeline,
+        candidate.costs,
+        limit,
+        group=setting.group,
+        family_limit=setting.memory_limit,
+    )
 
 
 def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective = "makespan") -> Task:
@@ -164,9 +173,8 @@ def run_best(arguments: argparse.Namespace) -> None:
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     best = best_for(_task(arguments, costs, arguments.objective))
-    limit = arguments.memory_limit
     write_outputs(arguments.output, best.schedule, best.timeline, costs)
-    record = Record.of(best.schedule, best.timeline, best.costs, limit, best.setting.group)
+    record = _record(best, arguments.memory_limit)
     if arguments.json:
         print_json({**record.json(), "setting": str(best.setting)})
         return

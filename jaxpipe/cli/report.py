@@ -26,7 +26,8 @@ class Record:
     """Sizes, times and peaks of one schedule under given costs. Times are in the unit of the costs.
 
     ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
-    ``offloaded_share``: fraction of all residuals that are copied to the host. ``group``: where the family takes one.
+    ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
+    was told, where it takes them.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Record:
     offloaded_share: float
     memory_limit: float | None
     group: int | None
+    family_limit: float | None
 
     @classmethod
     def of(
@@ -51,7 +53,9 @@ class Record:
         timeline: Timeline,
         costs: CostProfile,
         memory_limit: float | None = None,
+        *,
         group: int | None = None,
+        family_limit: float | None = None,
     ) -> Record:
         from jaxpipe.schedule.explore import bounds_within, offloaded_share
 
@@ -74,6 +78,7 @@ class Record:
             offloaded_share=offloaded,
             memory_limit=memory_limit,
             group=group,
+            family_limit=family_limit,
         )
 
     def json(self) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
         ("schedule", [r.name for r in records]),
         ("chunks", [str(r.chunks) for r in records]),
         ("group", ["" if r.group is None else str(r.group) for r in records]),
-        ("limit", ["" if r.memory_limit is None else number(r.memory_limit) for r in records]),
+        ("limit", ["" if r.family_limit is None else number(r.family_limit) for r in records]),
         ("makespan", [time.show(r.makespan) for r in records]),
         ("above bound", [r.above_bound for r in records]),
         ("longest span", [time.show(r.max_span) for r in records]),
@@ -173,7 +178,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
         ("front", ["*" if id(r) in best else "" for r in records]),
     ]
     failures = [e for e in entries if isinstance(e, Failure)]
-    names = max((len(e.name) for e in (*records, *failures)), default=0)
+    names = max((len(e.name) for e in entries), default=0)
     if records:
         shown = [(head, cells) for head, cells in columns if any(cells)]
         widths = [max(len(head), *map(len, cells)) for head, cells in shown]

@@ -20,7 +20,7 @@ from jaxpipe.cli.cost_flags import (
     require_file,
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import closest
+from jaxpipe.cli.parser import amount, closest
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, print_json, print_summary, sketch
 from jaxpipe.errors import ConfigError, ScheduleError
@@ -60,6 +60,12 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    parser.add_argument(
+        "--offload",
+        metavar="FRACTION",
+        type=amount("fraction", most=1),
+        help="offload up to this part of each rank's activations to the host, the longest lived first",
+    )
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -70,9 +76,20 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     family = _family(arguments.name)
     costs = chosen_costs(arguments)
     schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group)
+    offloaded = None
+    if arguments.offload is not None:
+        from jaxpipe.schedule import simulate
+        from jaxpipe.schedule.passes import offload
+
+        offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
+        schedule, timeline = offloaded.schedule, simulate(offloaded.schedule, profile)
     check_limit(timeline, arguments.memory_limit)
     write_outputs(arguments.output, schedule, timeline, costs)
-    record = Record.of(schedule, timeline, profile, arguments.memory_limit, arguments.group)
+    limit = arguments.memory_limit
+    told = limit if "memory_limit" in family.options else None
+    record = Record.of(schedule, timeline, profile, limit, group=arguments.group, family_limit=told)
+    if offloaded is not None and not arguments.json:
+        print(offloaded)
     show(arguments, record, timeline, costs)
 
 

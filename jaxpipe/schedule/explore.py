@@ -19,7 +19,9 @@ from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.passes import Offloaded
+from jaxpipe.schedule.passes import offload as offload_pass
+from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
@@ -29,8 +31,10 @@ Objective = Literal["makespan", "span"]
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks per rank that are tried when costs don't fix the number of stages."""
 LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
-"""Memory limits below the one asked for that are also tried, in units of p: a search with less room may find more."""
+"""Memory limits that are tried beside the one asked for, in units of p: a search with less room may find more, and one with
+more room leaves something to offload."""
 _MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
+_FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
 _SLACK = 1 + 1e-9
 
 
@@ -94,6 +98,11 @@ class Task:
                 f"({placement.num_chunks} per rank)"
             )
         return self.costs
+
+    def offloads_somewhere(self) -> bool:
+        """Whether schedules on one stage per rank (or of the given profile) may use the host's memory."""
+        costs = self.costs if isinstance(self.costs, CostProfile) else self.costs_for(one_to_one(self.ranks))
+        return self.may_offload(costs)
 
     def may_offload(self, costs: CostProfile) -> bool:
         """Whether schedules may use the host's memory."""
@@ -165,27 +174,28 @@ def _stages(family: Family, ranks: int, chunks: int) -> int | None:
 
 
 def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
-    """Groups from half the ranks up to twice them (`pipeoffload.txt` section 3.2: from p/2 to p)."""
+    """Groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises with them."""
     if "group" not in family.options:
         return (None,)
     if task.group is not None:
         return (task.group,)
     p = task.ranks
-    return [g for g in range(2 * p, (p + 1) // 2 - 1, -1) if g <= p or g in (p + p // 2, 2 * p)]
+    return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})]
 
 
 def _limits(family: Family, task: Task) -> Iterable[float | None]:
     if "memory_limit" not in family.options:
         return (None,)
-    lower = [x * task.ranks for x in LIMITS if x * task.ranks < task.memory_limit]
-    return [None if task.memory_limit == float("inf") else task.memory_limit, *reversed(lower)]
+    asked = task.memory_limit
+    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
+    return [None if asked == float("inf") else asked, *(x for x in reversed(others) if x != asked)]
 
 
 def make(setting: Setting, task: Task) -> Candidate:
-    """Generate and simulate one setting.
+    """Generate and simulate one setting. Its peak may be above the task's limit.
 
     Raises:
-        ScheduleError: the sizes don't suit the family, or the schedule needs more than the task's memory limit.
+        ScheduleError: the sizes or costs don't suit the family, or it offloads and the task says nothing of that.
     """
     family = FAMILIES[setting.family]
     costs = task.costs_for(family.placement(task.ranks, setting.chunks))
@@ -198,18 +208,15 @@ def make(setting: Setting, task: Task) -> Candidate:
         memory_limit=setting.memory_limit,
         group=setting.group,
     )
-    candidate = Candidate(setting, schedule, costs, simulate(schedule, costs))
     if not task.may_offload(costs) and offloaded_share(schedule, costs) > 0:
         raise ScheduleError(f"{setting.family} offloads, and the costs don't say how long that takes")
-    _check_limit(candidate, task.memory_limit)
-    return candidate
+    return Candidate(setting, schedule, costs, simulate(schedule, costs))
 
 
-def _check_limit(candidate: Candidate, limit: float) -> None:
-    if candidate.peak > limit * _SLACK:
-        raise ScheduleError(
-            f"{candidate.setting.family} needs {candidate.peak:g} activations, above the limit {limit:g}"
-        )
+def _offloaded(candidate: Candidate, done: Offloaded) -> Candidate:
+    """The candidate after the offload pass."""
+    setting = replace(candidate.setting, offload=True)
+    return Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs))
 
 
 class _Search:
@@ -218,40 +225,97 @@ class _Search:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.best: Candidate | None = None
-        self.least_peak = float("inf")
         self.reasons: list[str] = []
+        self._too_large: list[Candidate] = []
+        self._full: set[tuple[str, int, float | None]] = set()
         self._bounds: dict[Placement, tuple[float, float]] = {}
 
-    def try_all(self, settings: Iterable[Setting]) -> None:
-        for setting in settings:
-            self.try_one(setting)
+    def run(self, families: Iterable[Family]) -> Candidate | None:
+        """All settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
+        for family in families:
+            for setting in settings_of(family, self.task):
+                if not self._hopeless(setting):
+                    self._try(setting)
+        self._offload()
+        return self.best
 
-    def try_one(self, setting: Setting) -> None:
+    def _offload(self) -> None:
+        """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
+        came nearest to it, offloads that backward passes wait for."""
+        fast, near = self._key, (lambda c: (_nine_digits(c.peak), *self._key(c)))
+        reached: dict[int, tuple[float, Candidate]] = {}
+        for candidate in (*self._promising(fast, _FAST), *self._promising(near, _NEAR)):
+            if id(candidate) in reached or not self._promises(candidate):
+                continue
+            done = offload_pass(candidate.schedule, candidate.costs)
+            reached[id(candidate)] = max(done.peak_after), candidate
+            if max(done.peak_after) <= self.task.memory_limit * _SLACK:
+                self._keep(_offloaded(candidate, done))
+        for _, candidate in sorted(reached.values(), key=lambda x: (_nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
+            if self._promises(candidate):
+                done = offload_pass(candidate.schedule, candidate.costs, memory_limit=self.task.memory_limit)
+                if done.limit_met:
+                    self._keep(_offloaded(candidate, done))
+
+    def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
+        """What needs too much memory and is faster than the best so far, without repetition."""
+        found: dict[tuple[object, ...], Candidate] = {}
+        for candidate in sorted(filter(self._promises, self._too_large), key=order):
+            if len(found) == most:
+                break
+            found.setdefault(candidate.schedule.rows, candidate)
+        return list(found.values())
+
+    def _promises(self, candidate: Candidate) -> bool:
+        """Whether the candidate is faster than the best so far; no offload makes it faster than it is."""
+        return self.best is None or self._key(candidate)[:2] < self._key(self.best)[:2]
+
+    def _key(self, candidate: Candidate) -> tuple[float, float, float]:
+        return candidate.key(self.task.objective)
+
+    def _try(self, setting: Setting) -> None:
         try:
-            if self._hopeless(setting):
-                return
             candidate = make(setting, self.task)
         except ScheduleError as error:
             self.reasons.append(str(error))
             return
-        objective = self.task.objective
-        if self.best is None or candidate.key(objective) < self.best.key(objective):
+        limit = self.task.memory_limit
+        if candidate.peak <= limit * _SLACK:
+            self._keep(candidate)
+            return
+        self.reasons.append(f"{setting.family} needs {candidate.peak:g} activations, limit {limit:g}")
+        if self.task.may_offload(candidate.costs):
+            self._too_large.append(candidate)
+        else:
+            self._full.add((setting.family, setting.chunks, setting.memory_limit))
+
+    def _keep(self, candidate: Candidate) -> None:
+        if self.best is None or self._key(candidate) < self._key(self.best):
             self.best = candidate
 
     def _hopeless(self, setting: Setting) -> bool:
-        """Whether no schedule of the setting's placement is shorter than the best so far."""
+        """Whether a smaller group of the same family needs too much memory already, or no schedule of the setting's placement
+        is shorter than the best so far."""
+        if (setting.family, setting.chunks, setting.memory_limit) in self._full:
+            return True
         if self.best is None:
             return False
-        placement = FAMILIES[setting.family].placement(self.task.ranks, setting.chunks)
-        if placement not in self._bounds:
-            costs = self.task.costs_for(placement)
-            offload = self.task.may_offload(costs)
-            self._bounds[placement] = bounds_within(
-                placement, self.task.microbatches, costs, self.task.memory_limit, offload=offload
-            )
+        try:
+            placement = FAMILIES[setting.family].placement(self.task.ranks, setting.chunks)
+            if placement not in self._bounds:
+                costs = self.task.costs_for(placement)
+                self._bounds[placement] = bounds_within(
+                    placement,
+                    self.task.microbatches,
+                    costs,
+                    self.task.memory_limit,
+                    offload=self.task.may_offload(costs),
+                )
+        except ScheduleError:
+            return False  # generating it says why
         makespan, span = self._bounds[placement]
         least = (makespan, span) if self.task.objective == "makespan" else (span, makespan)
-        return tuple(_nine_digits(x) for x in least) >= self.best.key(self.task.objective)[:2]
+        return tuple(_nine_digits(x) for x in least) >= self._key(self.best)[:2]
 
 
 def bounds_within(
@@ -279,11 +343,11 @@ def best_of_family(family: Family, task: Task) -> Candidate:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
     search = _Search(task)
-    search.try_all(settings_of(family, task))
-    if search.best is None:
+    best = search.run([family])
+    if best is None:
         why = search.reasons or [f"{family.name} has no placement with as many stages as the costs"]
         raise ScheduleError(why[0], why)
-    return search.best
+    return best
 
 
 def best_schedule(
@@ -311,27 +375,27 @@ def best_schedule(
 
 def best_for(task: Task, families: Iterable[str] | None = None) -> Candidate:
     """:func:`best_schedule` of a task."""
-    chosen = [FAMILIES[name] for name in FAMILIES if families is None or name in families]
-    search = _Search(task)
-    for family in _cheap_first(chosen):
-        search.try_all(settings_of(family, task))
-    if search.best is None:
+    chosen = _cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
+    best = _Search(task).run(chosen)
+    if best is None:
         raise ScheduleError(_nothing(chosen, task))
-    return search.best
+    return best
 
 
 def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
-    free = replace(task, memory_limit=float("inf"))
-    peaks = []
-    for family in families:
-        tried = (make_or_none(setting, free) for setting in settings_of(family, replace(task, memory_limit=1.0)))
-        peaks += [c.peak for c in tried if c is not None]
-    if not peaks:
+    small = replace(task, memory_limit=1.0)
+    tried = [make_or_none(setting, task) for family in families for setting in settings_of(family, small)]
+    made = [candidate for candidate in tried if candidate is not None]
+    if not made:
         return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
+    least = min(made, key=lambda c: c.peak)
+    peaks = [least.peak]
+    if task.may_offload(least.costs):
+        peaks += [max(offload_pass(c.schedule, c.costs).peak_after) for c in made if c.peak <= 2 * least.peak]
     return (
         f"no schedule of {task.ranks} ranks and {task.microbatches} microbatches keeps a memory limit of "
-        f"{task.memory_limit:g}; the smallest that works is {min(peaks):g}"
+        f"{task.memory_limit:g}; the smallest found to work is {min(peaks):g}"
     )
 
 

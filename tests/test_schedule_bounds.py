@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import (
     CostProfile,
+    HostLink,
     OpSpec,
     Placement,
     Schedule,
@@ -25,8 +30,12 @@ from jaxpipe.schedule import (
     simulate,
     span_lower_bound,
     v_shape,
+    wave,
     with_shared,
 )
+from jaxpipe.schedule.bounds import rank_lower_bounds
+from jaxpipe.schedule.problem import B, F, Problem, W
+from jaxpipe.schedule.retime import Retimer, Times, peaks
 from tests.schedule_strategies import (
     gpipe_rows,
     one_f_one_b_rows,
@@ -138,3 +147,220 @@ def test_refusals() -> None:
         lower_bound(one_to_one(2), 1, CostProfile.uniform(3))
     with pytest.raises(ScheduleError, match="number of microbatches is 0"):
         span_lower_bound(one_to_one(2), 0, CostProfile.uniform(2))
+
+
+# --- with a memory limit --------------------------------------------------------------------------------------------------
+
+
+def assert_not_below(problem: Problem, costs: CostProfile, times: Times, limit: tuple[float, ...]) -> None:
+    placement, m = problem.placement, problem.num_microbatches
+    near = 1 - 1e-9
+    assert times.makespan >= lower_bound(placement, m, costs, memory_limit=limit) * near
+    assert times.span >= span_lower_bound(placement, m, costs, memory_limit=limit) * near
+    for first, last, bound in zip(
+        times.first_s, times.last_s, rank_lower_bounds(placement, m, costs, memory_limit=limit), strict=True
+    ):
+        assert last - first >= bound * near - 1e-12
+
+
+def improved(problem: Problem, rows: list[list[int]], rng: random.Random, memory_weight: float) -> list[list[int]]:
+    """``rows`` after random moves that did not lengthen makespan + span + weight × memory: near the optimum if small."""
+    retimer = Retimer(problem)
+
+    def score() -> float:
+        times = retimer.times(rows)
+        return inf if times.deadlocked else times.makespan + times.span + memory_weight * sum(peaks(problem, rows))
+
+    best = score()
+    for _ in range(120):
+        row = rng.choice(rows)
+        here, there = rng.randrange(len(row)), rng.randrange(len(row))
+        code = row.pop(here)
+        row.insert(there, code)
+        ready = all(
+            row.index(problem.code(B, k, i)) < row.index(problem.code(W, k, i))
+            for op, k, i in map(problem.decode, row)
+            if op == W
+        )
+        tried = score() if ready else inf
+        if tried > best:
+            row.remove(code)
+            row.insert(here, code)
+        else:
+            best = tried
+    return rows
+
+
+times_of = st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.0, 2.0, 3.0])
+
+
+@st.composite
+def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
+    even = draw(st.booleans())
+
+    def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return (draw(values),) * n if even else draw(st.tuples(*[values] * n))
+
+    f, b, w = each(times_of), each(times_of), each(times_of)
+    residual = each(st.sampled_from([1.0, 1.0, 0.4, 2.0]))
+    kept = each(st.sampled_from([1.0, 1.0, 0.5, 0.0, 1.5]))
+    moved = each(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
+    fused = draw(st.sampled_from([1.0, 1.0, 0.7]))
+    costs = CostProfile.uniform(n, comm=draw(st.sampled_from([0.0, 0.0, 0.3, 2.0])))
+    return replace(
+        costs,
+        f_s=f,
+        b_s=b,
+        w_s=w,
+        bw_s=tuple(fused * (x + y) for x, y in zip(b, w, strict=True)),
+        residual_bytes=residual,
+        w_residual_bytes=tuple(x * y for x, y in zip(residual, kept, strict=True)),
+        offloadable_bytes=residual,
+        offload_s=moved,
+        load_s=moved,
+        host=HostLink(mode=draw(st.sampled_from(["duplex", "shared"]))),
+    )
+
+
+PLACEMENTS = [one_to_one, one_to_one, v_shape, lambda p: circular(p, 2), lambda p: wave(p, 3), bidirectional]
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6), st.data())
+def test_no_order_within_its_memory_is_below(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
+    """The peaks of an order as the limit: neither a random order is below the bound, nor what local search makes of it."""
+    placement: Placement = make(p)  # type: ignore[operator]
+    costs = data.draw(memory_costs(placement.num_stages))
+    rng = random.Random(seed)
+    problem = Problem.of(placement, m, costs)
+    rows = problem.codes(random_schedule(placement, m, rng, split=rng.choice(["any", "split"])))
+    assert_not_below(problem, costs, Retimer(problem).times(rows), peaks(problem, rows))
+    rows = improved(problem, rows, rng, memory_weight=rng.choice([0.0, 1.0, 5.0]))
+    assert_not_below(problem, costs, Retimer(problem).times(rows), peaks(problem, rows))
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 5), st.integers(0, 10**6), st.data())
+def test_no_order_that_offloads_is_below(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
+    placement: Placement = make(p)  # type: ignore[operator]
+    costs = data.draw(memory_costs(placement.num_stages))
+    schedule = random_schedule(placement, m, random.Random(seed), offload=0.7, braid=0.2)
+    timeline = simulate(schedule, costs)
+    limit = timeline.peak_activations
+    assert timeline.makespan >= lower_bound(placement, m, costs, memory_limit=limit, offload=True) * (1 - 1e-9)
+    assert timeline.max_span >= span_lower_bound(placement, m, costs, memory_limit=limit, offload=True) * (1 - 1e-9)
+
+
+def all_rows(problem: Problem, rank: int, limit: float) -> Iterator[list[int]]:
+    """Every order of F, B and W of one rank, each in microbatch order, that holds at most ``limit`` activations."""
+    (k,) = problem.replicas_of(rank)
+    m = problem.num_microbatches
+    stack: list[tuple[list[int], int, int, int]] = [([], 0, 0, 0)]
+    while stack:
+        row, f, b, w = stack.pop()
+        if w == m:
+            yield row
+        if f < m and f + 1 - w <= limit:
+            stack.append(([*row, problem.code(F, k, f)], f + 1, b, w))
+        if b < f:
+            stack.append(([*row, problem.code(B, k, b)], f, b + 1, w))
+        if w < b:
+            stack.append(([*row, problem.code(W, k, w)], f, b, w + 1))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "fbw"),
+    [
+        (2, 3, 1, (1, 1, 1)),
+        (2, 3, 2, (2, 3, 1)),
+        (2, 4, 2, (1, 1, 1)),
+        (2, 4, 2, (3, 2, 1)),
+        (3, 3, 2, (1, 1, 1)),
+        (2, 4, 2, (2, 2, 1)),
+    ],
+)
+def test_equals_the_optimum_of_all_orders(p: int, m: int, limit: float, fbw: tuple[float, float, float]) -> None:
+    f, b, w = fbw
+    costs = CostProfile.uniform(p, f=f, b=b, w=w)
+    problem = Problem.of(one_to_one(p), m, costs)
+    retimer = Retimer(problem)
+    every = [retimer.times(rows) for rows in itertools.product(*[list(all_rows(problem, r, limit)) for r in range(p)])]
+    valid = [times for times in every if not times.deadlocked]
+    assert min(t.makespan for t in valid) == pytest.approx(lower_bound(one_to_one(p), m, costs, memory_limit=limit))
+    assert min(t.span for t in valid) == pytest.approx(span_lower_bound(one_to_one(p), m, costs, memory_limit=limit))
+
+
+# FACTS.md, CP-SAT table: p, m, limit, best known span; and whether our bound equals it, which proves it optimal
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "bound", "best"),
+    [
+        (4, 16, 4, 51, 51),
+        (4, 16, 2, 81, 81),
+        (4, 32, 2, 161, 161),
+        (8, 16, 4, 79, 79),
+        (8, 16, 8 / 3, 145, 145),
+        (8, 32, 4, 151, 151),
+        (16, 64, 8, 291, 293),
+        (32, 128, 16, 571, 575),
+    ],
+)
+def test_one_chunk_as_strong_as_known(p: int, m: int, limit: float, bound: float, best: float) -> None:
+    found = span_lower_bound(one_to_one(p), m, CostProfile.uniform(p), memory_limit=limit)
+    assert bound - EPS <= found <= best + EPS
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32), (16, 64)])
+def test_appendix_e2(p: int, m: int) -> None:
+    """6m + 6p − 3k − 1 for peak k chunks of a V at unit chunk costs (controllable-memory.txt E.2), in makespan and span."""
+    costs = CostProfile.uniform(2 * p, chunks=2, f=2, b=2, w=2)
+    for k in range(2 * p // 3 + 1, 2 * p):
+        e2 = 6 * m + 6 * p - 3 * k - 1
+        assert lower_bound(v_shape(p), m, costs, memory_limit=k / 2) >= e2 - EPS
+        assert span_lower_bound(v_shape(p), m, costs, memory_limit=k / 2) >= e2 - EPS
+
+
+def test_memory_times_time() -> None:
+    """Far below half of 1F1B's memory a V needs what Little's law says: 4p + 4 chunk × time a microbatch, over the limit."""
+    p, m, k = 8, 64, 4
+    costs = CostProfile.uniform(2 * p, chunks=2, f=2, b=2, w=2)
+    assert span_lower_bound(v_shape(p), m, costs, memory_limit=k / 2) > m * (4 * p + 4) / k
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "k", "bound"), [(16, 64, 8, 1, 213), (16, 64, 4, 1, 218), (32, 128, 8, 1, 437)]
+)
+def test_offload_as_strong_as_known(p: int, m: int, limit: float, k: float, bound: float) -> None:
+    """FACTS.md: round trip k × (F + B + W), one lane for both ways, 3/4 kept for W; optimal at the first two."""
+    costs = replace(CostProfile.uniform(p, offload_time=3 * k, w_residual=0.75), host=HostLink(mode="shared"))
+    assert span_lower_bound(one_to_one(p), m, costs, memory_limit=limit, offload=True) == pytest.approx(bound)
+
+
+def test_more_memory_never_raises_a_bound_and_plenty_is_none() -> None:
+    for placement in (one_to_one(5), v_shape(4), circular(3, 3)):
+        costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks, f=3, b=4, w=2, comm=0.3)
+        for offload in (False, True):
+            bounds = [
+                lower_bound(placement, 9, costs, memory_limit=limit, offload=offload) for limit in (1, 1.5, 2, 3, 5, 9)
+            ]
+            assert bounds == sorted(bounds, reverse=True)
+            assert bounds[-1] == lower_bound(placement, 9, costs)
+            assert bounds[0] > bounds[-1] or offload
+
+
+def test_limits_that_nothing_fits_and_limits_per_rank() -> None:
+    costs = CostProfile.uniform(4, chunks=2)
+    assert lower_bound(v_shape(2), 3, costs, memory_limit=0.9) == inf
+    assert lower_bound(v_shape(2), 3, costs, memory_limit=0.9, offload=True) < inf
+    assert rank_lower_bounds(v_shape(2), 3, costs, memory_limit=[2, 0.5])[1] == inf
+    one = lower_bound(one_to_one(4), 12, CostProfile.uniform(4), memory_limit=2)
+    assert lower_bound(one_to_one(4), 12, CostProfile.uniform(4), memory_limit=[2, 9, 9, 9]) == one
+    with pytest.raises(ScheduleError, match="3 memory limits for 2 ranks"):
+        lower_bound(v_shape(2), 3, costs, memory_limit=[1, 1, 1])
+    with pytest.raises(ScheduleError, match="memory limits are -1, -1"):
+        lower_bound(v_shape(2), 3, costs, memory_limit=-1)
+
+
+def test_limit_is_ignored_for_stages_on_several_ranks() -> None:
+    placement = with_shared(one_to_one(2), [1])
+    costs = CostProfile.uniform(2)
+    assert lower_bound(placement, 3, costs, memory_limit=1) == lower_bound(placement, 3, costs)

@@ -85,10 +85,14 @@ def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
 
 
 def _least_room(stays: Sequence[Resident], offload: bool) -> float:
-    """Memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held."""
+    """Memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held.
+
+    With offload, only the stage that runs. What is held for no time at all does not count.
+    """
     if offload:
-        return max(x.held for x in stays)
-    return max(sum(x.held for x in stays if x.flow == k) for k in {x.flow for x in stays})
+        return max((x.held for x in stays if x.f_s + x.b_s > 0), default=0.0)
+    turning = {x.flow: x.trip_s + x.b_s for x in stays}  # of each flow's last stage
+    return max(sum(x.held for x in stays if x.flow == k) if s > 0 else 0.0 for k, s in turning.items())
 
 
 def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
@@ -106,11 +110,13 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
 
 
 def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: bool) -> Confined:
-    """Two windows in which the limit leaves too little to do.
+    """Windows in which the limit leaves too little to do.
 
     Warm-up: a B starts at least ``out_s`` after the microbatch's first F here, hence after the rank's first action. In that
     time only F's run, and nothing is given back, so what they take fits in the limit. So the rank idles for at least
     ``least out_s − most F time that fits``. (With offload, what the lane can move out in that time makes room.)
+
+    Up to the last B: when it starts, its own activation is held and what waits for W fits in the rest, so all other work is done.
 
     Cool-down: let F of microbatch i be the last F here, starting at t. It is the last stage that i has here, so i holds all
     its stages here; the rest that is held fits in what is left, and only it still needs B and W. So ``remaining`` work is
@@ -125,6 +131,8 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     warm = max(0.0, arrival - _most([(x.f_s, x.held, x.count) for x in stays], room))
     after = [sum(x.count * t for x, t in zip(stays, back, strict=True)) for back in _backs(stays)]
     bound = Confined(work.own + warm, work.through + warm).or_longer(Confined(arrival + after[0], arrival + after[1]))
+    pending = max(x.w_s + _most([(y.w_s, y.kept, y.count) for y in stays], max(0.0, limit - x.held)) for x in stays)
+    bound = bound.or_longer(Confined(0.0, work.own + warm - pending))
     if offload:
         return bound
     if sum(x.count * x.held for x in stays) <= limit * (1 + _ROUND):
@@ -226,7 +234,7 @@ def releases(x: Resident, limit: float) -> list[float]:
     for j in range(1, x.count):
         earliest = starts[-1] + x.f_s
         excess = (j + 1) * x.held - limit
-        if excess > _ROUND * x.held:
+        if excess > _ROUND * x.held and x.held <= limit * (1 + _ROUND):  # else all of it takes no time
             earliest = max(earliest, _released(x, starts, j, excess, idle))
         starts.append(earliest)
     return starts

@@ -1,0 +1,145 @@
+"""V-Min, V-Half and 1F1B-V: the fixed building blocks on the V placement, two chunks per rank.
+
+Source: Qi, Wan et al. 2024 (Pipeline Parallelism with Controllable Memory), sections 3.1 and 3.2, appendix F (offsets that
+depend on p) and appendix I (1F1B-V). The block is repeated, squeezed and reordered with the real costs
+(:mod:`jaxpipe.schedule.blocks`), never above the memory that the block itself holds in its steady phase.
+
+Where Table 9 leaves a choice: V-Half turns with offsets (1, 2) (F on the last rank, B on the last rank), as the authors' code
+does, not (2, 1) as the table has it; both are free of collisions, and (1, 2) lives shorter.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from jaxpipe.schedule.blocks.block import BuildingBlock
+from jaxpipe.schedule.blocks.finish import Finisher, affordable
+from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import Placement, v_shape
+from jaxpipe.schedule.problem import Problem
+
+_ACTIONS = 130_000
+
+
+def v_min_block(ranks: int) -> BuildingBlock:
+    """δ⁰ = δ¹ = 1 (Table 8): lifespans of a third of 1F1B's."""
+    p = ranks
+    return BuildingBlock.of_chain(
+        v_shape(p), 6, forward=[1] * (2 * p - 1), turn=3 if p % 3 == 0 else 1, backward=[1] * (2 * p - 1)
+    )
+
+
+def v_half_block(ranks: int) -> BuildingBlock:
+    """δ⁰ = 2, δ¹ = 1 (Table 9): lifespans of half of 1F1B's."""
+    down, up = [2] * (ranks - 1), [1] * (ranks - 1)
+    turn = 4 if ranks % 2 == 0 else 1
+    return BuildingBlock.of_chain(v_shape(ranks), 6, forward=[*down, 1, *up], turn=turn, backward=[*down, 2, *up])
+
+
+def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
+    """δ = 1 for F, and each BW at the first cell where it fits: every three ranks take 2, 2 and 5 cells.
+
+    On each rank the two F leave four residues modulo 6, which part into two pairs of neighbours in one way: the slots of its BW.
+    """
+    p = ranks
+    cell, backward = 2 * p, []
+    slots = [_slots(r, 2 * p - 1 - r) for r in range(p)]
+    for stage in reversed(range(2 * p)):
+        rank = stage if stage < p else 2 * p - 1 - stage
+        while cell % 6 not in slots[rank]:
+            cell += 1
+        slots[rank].remove(cell % 6)
+        backward.append(cell)
+        cell += 2
+    return BuildingBlock.of_chain(
+        v_shape(p),
+        6,
+        forward=[1] * (2 * p - 1),
+        turn=backward[0] - (2 * p - 1),
+        backward=[b - a for a, b in pairwise(backward)],
+        fused=True,
+    )
+
+
+def _slots(*forward: int) -> set[int]:
+    """Residues at which a BW may start so that both BW of the rank fit between its F."""
+    free = {c for c in range(6)} - {c % 6 for c in forward}
+    first = min(c for c in free if (c - 1) % 6 not in free)
+    return {first, next(c for c in sorted(free - {first, (first + 1) % 6}) if (c + 1) % 6 in free)}
+
+
+def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """V-Min: the least memory of the V family, about a third of 1F1B's, for any p >= 1 and m >= 1.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    require_sizes("v-min", ranks=ranks, microbatches=microbatches)
+    return _repeated("v-min", v_min_block(ranks), microbatches, costs)
+
+
+def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """V-Half: half of 1F1B's memory and less bubble, for any p >= 1 and m >= 1.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    require_sizes("v-half", ranks=ranks, microbatches=microbatches)
+    return _repeated("v-half", v_half_block(ranks), microbatches, costs)
+
+
+def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """1F1B on the V placement, B and W fused: two thirds of 1F1B's memory, for any p >= 1 and m >= 1.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    require_sizes("1f1b-v", ranks=ranks, microbatches=microbatches)
+    return _repeated("1f1b-v", one_f_one_b_v_block(ranks), microbatches, costs)
+
+
+def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostProfile | None) -> Schedule:
+    problem = Problem.of(block.placement, microbatches, costs)
+    rows = repeat(block, problem)
+    finisher = Finisher(problem)
+    squeezed = finisher.squeezed(rows)
+    assert squeezed is not None, "a repeated block deadlocks"
+    draft = finisher.best(rows, squeezed.peak, affordable(problem, _ACTIONS))
+    assert draft is not None, "a squeezed block is above its own peak"
+    return problem.schedule(name, draft.rows)
+
+
+def _v(ranks: int, chunks: int) -> Placement:
+    return v_shape(ranks)
+
+
+V_MIN = Family(
+    name="v-min",
+    function=v_min,
+    description="V placement, least memory: about a third of 1F1B's",
+    source="Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 8",
+    options=("costs",),
+    placement=_v,
+    default_chunks=2,
+)
+V_HALF = Family(
+    name="v-half",
+    function=v_half,
+    description="V placement at half of 1F1B's memory",
+    source="Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 9",
+    options=("costs",),
+    placement=_v,
+    default_chunks=2,
+)
+ONE_F_ONE_B_V = Family(
+    name="1f1b-v",
+    function=one_f_one_b_v,
+    description="1F1B on the V placement without splitting the backward: two thirds of 1F1B's memory",
+    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16a",
+    options=("costs",),
+    placement=_v,
+    default_chunks=2,
+)

@@ -10,8 +10,8 @@ The paper runs each W right after its B and leaves the gaps. Here gaps are fille
 result is kept if it beats the paper's order in makespan, longest span and peak at once. On equal stages that takes GIS's idle
 time from (p − 1)(F + B) to (p − 1)(B + max(0, F − W)), in chunks.
 
-The authors leave the last group short when m is not a multiple of it. Here the first may be short instead, or groups smaller
-and even; real costs decide.
+The authors leave the last group short when m is not a multiple of it. Here the first or the second may be short instead, or
+all groups smaller and even; real costs decide.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 
-RULES = (
-    Rule(forward=False, backward=False),
+RULES = (  # those that won most often over sizes, costs and transfer times, in that order
+    Rule(pull_gap=1.0, w_gap=0.5),
     Rule(forward=False, backward=False, w_gap=0.5),
-    Rule(forward=False, backward=False, w_gap=0.25),
-    Rule(forward=False, w_gap=0.5),
-    Rule(forward=False, w_gap=0.75),
     Rule(w_gap=0.5),
+    Rule(pull_gap=0.5),
+    Rule(),
+    Rule(forward=False, backward=False),
+    Rule(forward=False, backward=False, w_gap=0.25),
 )
+_FEW = 3  # of them, where several orders are tried
 
 
 def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS: groups of p microbatches, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
         rank 0 |F0- F1- F0b F1b     B0b W0b F2- B1b W1b F3- B0- W0- F2b B1- W1- F3b B2b W2b B3b B2- B3- W3b W2- W3-
-        rank 1 |    F0- F1- F0b B0b F1b B1b W0b F2- B0- W1b F3- B1- W0- F2b B2b W1- F3b B3b B2- B3- W2b W3b W2- W3-
+        rank 1 |    F0- F1- F0b B0b F1b B1b B0- W0b F2- B1- W1b F3- W0- F2b B2b W1- F3b B3b B2- B3- W2b W3b W2- W3-
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
@@ -60,7 +62,7 @@ def gis_g(
 
         rank 0 |F0- F1- F2-     F0b F1b F2b                 B0b W0b B1b W1b B2b B0- B1- W2b B2- W0- W1- W2-
         rank 1 |    F0- F1- F2-     F0b F1b F2b         B0b W0b B1b W1b B2b B0- B1- W2b B2- W0- W1- W2-
-        rank 2 |        F0- F1- F2-     F0b F1b     B0b F2b B1b W0b B2b B0- B1- W1b B2- W2b W0- W1- W2-
+        rank 2 |        F0- F1- F2-     F0b F1b F2b B0b W0b B1b W1b B2b B0- B1- W2b B2- W0- W1- W2-
         rank 3 |            F0- F1- F2-     F0b B0b F1b B1b F2b B2b B0- B1- W0b B2- W1b W2b W0- W1- W2-
 
     Raises:
@@ -79,9 +81,9 @@ def gis_g(
 def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
 
-        rank 0 |F0- F1-     F0b F1b F2-         B0b W0b F3- B1b W1b F2b B0- W0- F3b B1- W1- B2b W2b B3b B2- W3b B3- W2- W3-
-        rank 1 |    F0- F1-     F0b F1b     B0b F2- B1b W0b F3- B0- W1b F2b B1- W0- F3b B2b W1- B3b B2- W2b B3- W3b W2- W3-
-        rank 2 |        F0- F1-     F0b B0b F1b B1b F2- B0- W0b F3- B1- W1b F2b B2b W0- F3b B3b B2- W1- B3- W2b W3b W2- W3-
+        rank 0 |F0- F1- F2- F0b F1b             B0b W0b F3- B1b W1b F2b B0- W0- F3b B1- W1- B2b W2b B3b B2- W3b B3- W2- W3-
+        rank 1 |    F0- F1- F2- F0b F1b     B0b W0b B1b B0- F3- W1b W0- F2b B1- W1- F3b B2b W2b B3b B2- W3b B3- W2- W3-
+        rank 2 |        F0- F1- F2- F0b B0b F1b B1b B0- W0b W1b F3- B1- W0- F2b B2b W1- F3b B3b B2- W2b B3- W3b W2- W3-
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
@@ -130,14 +132,14 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
-def gaps_filled(problem: Problem, orders: Sequence[CodeRows], rules: Sequence[Rule]) -> CodeRows:
-    """The best of ``orders``, gaps filled by any of ``rules``, no worse than the first order in makespan, span and peak."""
+def gaps_filled(problem: Problem, orders: Sequence[CodeRows]) -> CodeRows:
+    """The best of ``orders``, gaps filled, no worse than the first order in makespan, longest span and peak."""
     tables = Reorderer(problem)
     anchor = tables.retimer.draft(orders[0])
     assert anchor is not None, "a building block's order deadlocks"
     best = anchor
-    for rows in orders:
-        best = tables.best(rows, anchor.peak, rules, best) or best
+    for k, rows in enumerate(orders):
+        best = tables.best(rows, anchor.peak, RULES[: None if k == 0 else _FEW], best) or best
     return best.rows
 
 
@@ -145,24 +147,22 @@ def _in_groups(
     name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, group: int
 ) -> Schedule:
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    return problem.schedule(name, gaps_filled(problem, [*_orders(problem, group)], RULES))
+    return problem.schedule(name, gaps_filled(problem, [*_orders(problem, group)]))
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
-    """The paper's order; where its last group would be short, others with as many groups too."""
+    """The paper's order; where its last group is short, also those with the first or second short, or all smaller."""
     p, m = problem.num_ranks, problem.num_microbatches
     block = group_block(p, problem.num_replicas // p, group)
     yield repeat(block, problem)
     missing = -m % group
     if missing:
         yield _without(problem, block, range(missing))
-        yield _without(problem, block, range(group - missing, group))
+        if m > 2 * group:
+            yield _without(problem, block, range(group, group + missing))
         even = -(-m // -(-m // group))
         if smallest_group(p) <= even < group:
-            block = group_block(p, problem.num_replicas // p, even)
-            yield repeat(block, problem)
-            if m % even:
-                yield _without(problem, block, range(-m % even))
+            yield repeat(group_block(p, problem.num_replicas // p, even), problem)
 
 
 def _without(problem: Problem, block: BuildingBlock, missing: range) -> list[list[int]]:

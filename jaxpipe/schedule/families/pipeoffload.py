@@ -12,7 +12,6 @@ half holds three quarters of the peak when v is large, so offloading it leaves a
 from __future__ import annotations
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
-from jaxpipe.schedule.blocks.reorder import Rule
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
@@ -20,15 +19,6 @@ from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, smalle
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
-
-RULES = (
-    Rule(),
-    Rule(w_gap=0.5),
-    Rule(backlog=2, w_gap=0.5),
-    Rule(lazy=False),
-    Rule(forward=False, backward=False),
-    Rule(forward=False, backward=False, w_gap=0.5),
-)
 
 
 def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
@@ -43,7 +33,7 @@ def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfi
     """
     require_sizes("po", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    return problem.schedule("po", gaps_filled(problem, [po_rows(problem)], RULES))
+    return problem.schedule("po", gaps_filled(problem, [po_rows(problem)]))
 
 
 def po_rows(problem: Problem) -> list[list[int]]:

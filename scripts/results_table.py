@@ -1,4 +1,4 @@
-"""The README's results table, from the JSON files in ``scripts/results/``.
+"""The README's results tables, from the files in ``scripts/results/``.
 
 python scripts/results_table.py           # print it
 python scripts/results_table.py --write   # put it into README.md between its markers
@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- results: scripts/results_table.py --write -->", "<!-- end of results -->"
 
 
 def table() -> str:
-    """Markdown: a row per schedule and file, and what each file was measured with."""
-    files = sorted((ROOT / "scripts" / "results").glob("runtime-*.json"))
+    """Markdown of everything between the markers: measured runs, the papers' tables, all families beside each other."""
+    report = json.loads((RESULTS / "paper-tables.json").read_text(encoding="utf-8"))
+    return "\n".join([runtime_table(), "", "### The papers' tables", "", paper_tables(report), "", compared()])
+
+
+def runtime_table() -> str:
+    """A row per schedule and file of measured runs, and what each file was measured with."""
+    files = sorted(RESULTS.glob("runtime-*.json"))
     reports = [json.loads(f.read_text(encoding="utf-8")) for f in files]
     lines = [
         "| ranks | schedule | pipelined ÷ one jitted step | ÷ jitted microbatches | measured ÷ replay "
@@ -53,6 +60,77 @@ def _origin(report: dict[str, Any]) -> str:
         f"jax {report['versions']['jax']}, Python {report['versions']['python']}; m={report['microbatches']}, microbatch "
         f"{report['microbatch_size']}, recompute {report['recompute']}; {model}."
     )
+
+
+def paper_tables(report: dict[str, Any]) -> str:
+    """The tables of ``paper_tables.py``, paper → ours, compact."""
+    tables = report["tables"]
+    origin = f"`{report['command']}`, commit {report['commit']}, {report['date']}; simulated, no hardware involved."
+    return "\n".join(
+        [
+            *_table_4(tables["controllable-memory table 4"]),
+            *_beside("`controllable-memory.txt` table 1", "chunk F = B = W = 1; peak ÷ 1F1B's; bubble ÷ p",
+                     tables["controllable-memory table 1"]),
+            *_figure("`controllable-memory.txt` figure 9: bubble % of `v-adaptive`, m = 2p, by memory limit ÷ 1F1B's",
+                     "limit", tables["controllable-memory figure 9"]),
+            *_beside("`pipeoffload.txt` table 1", "chunk units, v = 2, round trip half of F + B + W; formula → simulated",
+                     tables["pipeoffload table 1"]),
+            *_figure("`pipeoffload.txt` figure 3: peak ÷ peak without offload of `po`, p = 8, by part offloaded "
+                     "(formula for v → ∞: (1 − x)²)", "offloaded", tables["pipeoffload figure 3"]),
+            *_beside("`stp.txt` table 1", "PP column, chunk units; formula → simulated", tables["stp table 1"]),
+            origin,
+        ]
+    )  # fmt: skip
+
+
+def _table_4(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [c for row in rows for c in row["cells"] if c["difference"] is not None]
+    worst = max(c["difference"] for c in cells)
+    better = sum(c["difference"] <= 0 for c in cells)
+    width = max(len(row["cells"]) for row in rows)
+    lines = [
+        "`controllable-memory.txt` table 4, bubble % by longest span, paper → ours: "
+        f"{better} of {len(cells)} cells no worse, the worst {worst:+.2f} points.",
+        "",
+        "| schedule | model (p) | " + " | ".join(f"m = {2**k if k else ''}p" for k in range(width)) + " |",
+        "|---" * (width + 2) + "|",
+    ]
+    for row in rows:
+        shown = [f"{_number(c['paper'])} → {_number(c['ours'])}" for c in row["cells"]]
+        lines.append(f"| {row['family']} | {row['model']} ({row['ranks']}) | " + " | ".join(shown) + " |")
+    return [*lines, ""]
+
+
+def _beside(title: str, note: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Rows with a peak and a bubble, each beside the paper's."""
+    lines = [f"{title} ({note}).", "", "| schedule | p, m | peak | bubble |", "|---|---|---|---|"]
+    for row in rows:
+        costs = ", F B W T_AR " + " ".join(f"{x:g}" for x in row["costs"]) if "costs" in row else ""
+        both = (f"{_number(row[k]['paper'])} → {_number(row[k]['ours'])}" for k in ("peak", "bubble"))
+        lines.append(f"| {row['family']} | {row['ranks']}, {row['microbatches']}{costs} | " + " | ".join(both) + " |")
+    return [*lines, ""]
+
+
+def _figure(title: str, x: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Curves, a row each."""
+    at = [point[x] for point in rows[0]["points"]]
+    lines = [f"{title}.", "", "| | " + " | ".join(_number(a) for a in at) + " |", "|---" * (len(at) + 1) + "|"]
+    for row in rows:
+        label = f"p = {row['ranks']} ({row['model']})" if "model" in row else f"v = {row['chunks']}"
+        lines.append(f"| {label} | " + " | ".join(_number(point["ours"]) for point in row["points"]) + " |")
+    if "formula" in rows[0]["points"][0]:
+        lines.append("| formula | " + " | ".join(_number(point["formula"]) for point in rows[0]["points"]) + " |")
+    return [*lines, ""]
+
+
+def _number(x: float | None) -> str:
+    return "–" if x is None else f"{x:.3g}" if abs(x) < 100 else f"{x:.0f}"
+
+
+def compared() -> str:
+    """The saved output of ``jaxpipe compare``, the command in its first line."""
+    command, _, text = (RESULTS / "compare.txt").read_text(encoding="utf-8").partition("\n")
+    return f"All families beside each other (`{command}`; equal stages, no transfer time):\n\n```\n{text.rstrip()}\n```"
 
 
 def main() -> int:

@@ -1,0 +1,60 @@
+"""Numbers printed in the papers, which ``paper_tables.py`` puts beside ours. Facts only; nothing here is computed.
+
+`controllable-memory.txt`: table 4's bubble rates in percent, with the costs of table 5 (first microbatch size, milliseconds per
+V-chunk; a rank's share is two chunks) and the transfer times with which the printed rates reproduce (FACTS.md). Table 4 prints
+74 rates: V-ZB on the 21B model with 384 microbatches is missing. (1F1B-R's are those of 1F1B.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A column group of table 4. ``chunk_ms``: F, B, W of one chunk. ``comm_ms``: one transfer between ranks."""
+
+    name: str
+    ranks: int
+    chunk_ms: tuple[float, float, float]
+    comm_ms: float
+    microbatches: tuple[int, ...]
+
+
+MODELS = (
+    Model("9.6B", 16, (12.96, 13.22, 9.76), 1.34, (16, 32, 64, 128, 256)),
+    Model("21B", 24, (9.30, 9.47, 7.19), 0.89, (24, 48, 96, 192, 384)),
+    Model("38.5B", 32, (6.72, 6.89, 5.06), 0.577, (32, 64, 128, 256, 512)),
+)
+
+TABLE_4: dict[str, tuple[tuple[float | None, ...], ...]] = {
+    "v-zb": (
+        (18.7, 8.88, 4.57, 2.32, 1.16),
+        (18.9, 8.51, 4.39, 2.19, None),
+        (18.7, 8.61, 4.3, 2.24, 1.14),
+    ),
+    "zb-1p": (
+        (31.7, 20.1, 11.2, 5.92, 3.06),
+        (31.5, 19.8, 11.0, 5.82, 3.0),
+        (32.1, 20.1, 11.1, 5.89, 3.04),
+    ),
+    "v-half": (
+        (40.5, 24.2, 13.8, 7.41, 3.84),
+        (41.3, 24.6, 14.0, 7.5, 3.89),
+        (42.0, 24.9, 14.3, 7.6, 3.97),
+    ),
+    "1f1b": (
+        (50.1, 34.3, 21.7, 13.5, 8.76),
+        (50.5, 34.6, 21.9, 13.5, 8.67),
+        (50.7, 34.6, 21.8, 13.4, 8.44),
+    ),
+    "v-min": (
+        (48.4, 36.5, 28.0, 23.1, 20.3),
+        (47.8, 35.8, 27.4, 21.9, 19.1),
+        (48.6, 36.5, 27.8, 22.5, 19.5),
+    ),
+}
+
+TABLE_1_MEMORY = {"1f1b": (1.0, 6.0), "v-min": (1 / 3, 4.0), "v-half": (1 / 2, 3.0), "v-zb": (1.0, 0.0)}
+"""`controllable-memory.txt` table 1: peak memory ÷ 1F1B's, and bubble ÷ d in units of one chunk's F = B = W; small constants
+are left out there."""

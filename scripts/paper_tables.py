@@ -1,0 +1,257 @@
+"""The papers' tables beside what this code makes of the same costs, cell by cell.
+
+python scripts/paper_tables.py                  # markdown on stdout, progress on stderr (about 5 minutes)
+python scripts/paper_tables.py --quick          # the small columns only
+python scripts/paper_tables.py --json           # the numbers, one JSON document
+python scripts/paper_tables.py --write          # into scripts/results/paper-tables.json, which the README shows
+
+Bubbles are the papers': longest rank span minus work, over the span (by makespan V-ZB's are up to 5 points higher, which
+``jaxpipe compare`` shows). Figures are printed without numbers, so there the columns are ours and the formula's.
+Imports neither JAX nor NumPy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from paper_numbers import MODELS, TABLE_1_MEMORY, TABLE_4, Model  # noqa: E402
+
+from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate, simulate  # noqa: E402
+from jaxpipe.schedule.families.pipeoffload import po_rows  # noqa: E402
+from jaxpipe.schedule.passes import offload  # noqa: E402
+from jaxpipe.schedule.problem import Problem  # noqa: E402
+
+RESULT = ROOT / "scripts" / "results" / "paper-tables.json"
+TOLERANCE = 0.3  # points
+Row = dict[str, Any]
+
+
+def timeline_of(name: str, p: int, m: int, costs: CostProfile, **options: Any) -> Timeline:
+    """The simulation of a family."""
+    return simulate(generate(name, p, m, costs=costs, **options), costs)
+
+
+def chunk_costs(
+    name: str, p: int, chunk: tuple[float, float, float], comm: float, chunks: int = 0, **k: float
+) -> CostProfile:
+    """Costs where half of a rank's share, a V-chunk, takes ``chunk`` (F, B, W)."""
+    v = chunks or FAMILIES[name].default_chunks
+    f, b, w = (2 * x for x in chunk)
+    return CostProfile.uniform(p * v, chunks=v, f=f, b=b, w=w, comm=comm, **k)
+
+
+def table_4(quick: bool) -> list[Row]:
+    """`controllable-memory.txt` table 4: bubble rates in percent, and ours."""
+    rows = []
+    for name, by_model in TABLE_4.items():
+        for model, printed in zip(MODELS, by_model, strict=True):
+            cells = [
+                _cell_of_table_4(name, model, m, paper)
+                for m, paper in zip(model.microbatches, printed, strict=True)
+                if not (quick and m > 2 * model.ranks)
+            ]
+            rows.append({"family": name, "model": model.name, "ranks": model.ranks, "cells": cells})
+    return rows
+
+
+def _cell_of_table_4(name: str, model: Model, m: int, paper: float | None) -> Row:
+    timeline = timeline_of(name, model.ranks, m, chunk_costs(name, model.ranks, model.chunk_ms, model.comm_ms))
+    ours = 100 * timeline.span_bubble_rate
+    difference = None if paper is None else round(ours - paper, 2)
+    return {"microbatches": m, "paper": paper, "ours": round(ours, 2), "difference": difference}
+
+
+def table_1_memory(quick: bool) -> list[Row]:
+    """`controllable-memory.txt` table 1 at unit costs: peak ÷ 1F1B's, and bubble ÷ d in chunk units."""
+    p, rows = (8 if quick else 32), []
+    m = 4 * p
+    for name, (memory, bubble) in TABLE_1_MEMORY.items():
+        timeline = timeline_of(name, p, m, chunk_costs(name, p, (1, 1, 1), 0))
+        rows.append(
+            {
+                "family": name,
+                "ranks": p,
+                "microbatches": m,
+                "peak": _beside(memory, max(timeline.peak_activations) / p),
+                "bubble": _beside(bubble, (timeline.max_span - 6 * m) / p),
+            }
+        )
+    return rows
+
+
+def figure_9(quick: bool) -> list[Row]:
+    """`controllable-memory.txt` figure 9: bubble rate of the adaptive V schedule in percent, against memory limit ÷ 1F1B's."""
+    rows = []
+    for model in MODELS[:1] if quick else MODELS:
+        p = model.ranks
+        costs = chunk_costs("v-adaptive", p, model.chunk_ms, model.comm_ms)
+        points = []
+        for eighths in (4, 8) if quick else (3, 4, 5, 6, 7, 8, 12, 16):
+            limit = _round_up(eighths * p / 8)
+            timeline = timeline_of("v-adaptive", p, 2 * p, costs, memory_limit=limit)
+            points.append({"limit": round(limit / p, 3), "ours": round(100 * timeline.span_bubble_rate, 2)})
+        rows.append({"model": model.name, "ranks": p, "microbatches": 2 * p, "points": points})
+    return rows
+
+
+def _round_up(limit: float) -> float:
+    """A whole number of chunks, plus the one that "just above 1/2 of 1F1B" (appendix B) needs."""
+    return (int(2 * limit) + 2) / 2
+
+
+def table_1_offload(quick: bool) -> list[Row]:
+    """`pipeoffload.txt` table 1 at unit costs: peak and bubble of a rank in chunk units, by the closed forms of FACTS.md."""
+    rows = []
+    p, v = 8, 2
+    g = (p + 1) // 2
+    forms: dict[str, tuple[float | None, float | None]] = {
+        "1f1b": (v * p, v * 3 * (p - 1)),
+        "interleaved-1f1b": ((v + 1) * p - 1, 3 * (p - 1)),
+        "gis": (v * p, 2 * (p - 1)),
+        "gis-h": ((v - 1) * g + p, 2 * (p - 1) + (v - 1) * (p - g)),
+        "po-h": (None, None),
+        "po-f": (None, None),
+    }
+    for m in (16,) if quick else (16, 64):
+        for name, (peak, bubble) in forms.items():
+            chunks = v if FAMILIES[name].default_chunks > 1 else 1
+            costs = CostProfile.uniform(p * chunks, chunks=chunks, f=v, b=v, w=v, offload_time=0.5 * 3 * v)
+            timeline = timeline_of(name, p, m, costs)
+            rows.append(
+                {
+                    "family": name,
+                    "ranks": p,
+                    "chunks": v,
+                    "microbatches": m,
+                    "peak": _beside(peak, v * max(timeline.peak_activations)),
+                    "bubble": _beside(bubble, timeline.makespan - 3 * v * m),
+                }
+            )
+    return rows
+
+
+def figure_3(quick: bool) -> list[Row]:
+    """`pipeoffload.txt` figure 3: peak ÷ peak without offload of the uniform repeat, by the part of stages offloaded.
+
+    Lifespans fall linearly over a rank's stages, so with many of them the part x of the longest leaves (1 − x)².
+    """
+    rows = []
+    p, m = 8, 32
+    for v in (2, 4) if quick else (2, 4, 8, 16):
+        costs = CostProfile.uniform(p * v, chunks=v, offload_time=0.03)
+        problem = Problem.of(circular(p, v), m, costs)
+        schedule = problem.schedule("po", po_rows(problem))
+        whole = max(simulate(schedule, costs).peak_activations)
+        points = []
+        for quarters in range(5):
+            left = max(offload(schedule, costs, fraction=quarters / 4).peak_after) / whole
+            points.append({"offloaded": quarters / 4, "formula": (1 - quarters / 4) ** 2, "ours": round(left, 3)})
+        rows.append({"ranks": p, "chunks": v, "microbatches": m, "peak": round(whole, 3), "points": points})
+    return rows
+
+
+def table_1_stp(quick: bool) -> list[Row]:
+    """`stp.txt` table 1, column PP bubble (longest span minus work) and peak, in chunk units.
+
+    T_AR is part of F, and of a split B; the formulas leave out the transfers between ranks, and so do the costs.
+    """
+    rows = []
+    for p in (4, 8) if quick else (4, 8, 16):
+        for f, b, w, all_reduce in ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 0.75, 0.0), (1.0, 1.0, 0.75, 0.2)):
+            m = 4 * p
+            for name, bubble, peak, split_b in (
+                ("interleaved-1f1b", (p - 1) * (f + all_reduce + b + w), 3 * p - 2, b),
+                ("v-zb", (p - 1) * max(0.0, f + 2 * all_reduce + b - 2 * w), 2 * p, b + all_reduce),
+            ):
+                costs = chunk_costs(name, p, (f + all_reduce, split_b, w), 0)
+                timeline = timeline_of(name, p, m, costs)
+                work = 2 * m * (f + all_reduce + split_b + w)
+                rows.append(
+                    {
+                        "family": name,
+                        "ranks": p,
+                        "microbatches": m,
+                        "costs": [f, b, w, all_reduce],
+                        "bubble": _beside(bubble, timeline.max_span - work),
+                        "peak": _beside(peak, 2 * max(timeline.peak_activations)),
+                    }
+                )
+    return rows
+
+
+def _beside(paper: float | None, ours: float) -> Row:
+    difference = None if paper is None else round(ours - paper, 3)
+    return {"paper": None if paper is None else round(paper, 3), "ours": round(ours, 3), "difference": difference}
+
+
+TABLES: dict[str, Callable[[bool], list[Row]]] = {
+    "controllable-memory table 4": table_4,
+    "controllable-memory table 1": table_1_memory,
+    "controllable-memory figure 9": figure_9,
+    "pipeoffload table 1": table_1_offload,
+    "pipeoffload figure 3": figure_3,
+    "stp table 1": table_1_stp,
+}
+
+
+def missed(report: Row) -> list[str]:
+    """Cells of table 4 that are worse than the paper by more than the tolerance."""
+    return [
+        f"{row['family']} {row['model']} m={cell['microbatches']}: {cell['ours']} against {cell['paper']}"
+        for row in report["tables"]["controllable-memory table 4"]
+        for cell in row["cells"]
+        if cell["difference"] is not None and cell["difference"] > TOLERANCE
+    ]
+
+
+def make_report(quick: bool) -> Row:
+    """All tables as plain values."""
+    tables = {}
+    for title, make in TABLES.items():
+        start = time.perf_counter()
+        tables[title] = make(quick)
+        print(f"{title}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {
+        "command": "python scripts/paper_tables.py" + (" --quick" if quick else ""),
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tables": tables,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small columns only")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of markdown")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    report = make_report(arguments.quick)
+    if arguments.write:
+        RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        from results_table import paper_tables
+
+        print(paper_tables(report))
+    for cell in missed(report):
+        print(f"worse than the paper by more than {TOLERANCE} points: {cell}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -63,6 +63,11 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
         [{"chunks": 1}, {"chunks": 2}, {"chunks": 3}],
         lambda p, m, o: min((o["chunks"] - 1) * (-(-p // 2) + 1) + p, m * o["chunks"]) / o["chunks"],
     ),
+    "po-h": (
+        [{"chunks": 2}, {"chunks": 3}, {"chunks": 4}],
+        lambda p, m, o: min((o["chunks"] // 2) * (-(-p // 2) + 1) + p, m * o["chunks"]) / o["chunks"],
+    ),
+    "po-f": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: 1 / o["chunks"]),
     "chimera": ([{}], lambda p, m, o: min(p, m)),
     "hanayo": ([{}, {"chunks": 1}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "dualpipe-v": ([{}], lambda p, m, o: min(p + 0.5, m)),

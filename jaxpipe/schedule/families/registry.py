@@ -22,6 +22,7 @@ from jaxpipe.schedule.families.interleaved import INTERLEAVED_ONE_F_ONE_B
 from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
+from jaxpipe.schedule.families.pipeoffload_offloaded import PO_F, PO_H
 from jaxpipe.schedule.families.v_zb import V_ZB
 from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
@@ -47,6 +48,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GIS_G,
             GIS_H,
             PO,
+            PO_H,
+            PO_F,
             CHIMERA,
             HANAYO,
             DUALPIPE_V,

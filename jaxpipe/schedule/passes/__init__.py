@@ -1,7 +1,8 @@
 """Passes: a valid schedule in, a valid schedule out.
 
 :mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory. Reading order: ``residency.py`` lives and levels of what
-is held, ``host_lane.py`` where O and L go, ``offload.py`` what leaves and the report.
+is held, ``host_lane.py`` where O and L go, ``plans.py`` plans for all
+ranks, ``offload.py`` what leaves and the report.
 """
 
 from jaxpipe.schedule.passes.offload import Offloaded, StageOffload, offload

@@ -41,7 +41,10 @@ class Move:
 
 @dataclass(slots=True)
 class _View:
-    """A rank while its lane is planned: slots that have ended, levels with what is away, residents that may leave."""
+    """A rank while its lane is planned: slots that have ended, levels with what is away, residents that may leave.
+
+    ``owed``: slots that read something that is away.
+    """
 
     life: RankLife
     target: float
@@ -49,6 +52,7 @@ class _View:
     leavers: dict[int, list[Resident]]
     ended: int = 0
     pool: list[Resident] = field(default_factory=list)
+    owed: set[int] = field(default_factory=set)
 
     def last_end(self) -> float:
         return self.life.end_s[self.ended - 1] if self.ended else 0.0
@@ -189,6 +193,7 @@ class LanePlan:
                 other.latest_s = latest
             return False
         view.pool.pop()
+        view.owed.add(x.b_slot)
         self._take(view, wish.first, wish.last, -x.size)
         self._record("O", view, x, now, back)
         self.out_free = back
@@ -212,6 +217,7 @@ class LanePlan:
     def _load(self) -> None:
         front = self.away.pop(0)
         view, x = front.view, front.resident
+        view.owed.discard(x.b_slot)
         now = max(view.last_end(), self.in_free, front.back_s)
         last = bisect_right(view.life.end_s, now) - 1
         if last < front.last:
@@ -224,8 +230,7 @@ class LanePlan:
 
     def _force(self, view: _View, slot: int) -> None:
         """Before ``slot`` of ``view`` counts as ended: what it reads is on the way."""
-        while any(a.view is view and a.resident.b_slot == slot for a in self.away):
-            front = self.away[0]
+        while slot in view.owed:
             self._load()
 
     def _record(self, op: str, view: _View, x: Resident, start: float, end: float) -> None:

@@ -137,19 +137,8 @@ def _rank_life(
             elif a.op in ("B", "BW"):
                 f_slot = made[a.stage, a.microbatch]
                 size = weights.units(costs.offloadable_bytes[a.stage], rank, a.microbatch % num_flows)
-                residents.append(
-                    Resident(
-                        a.stage,
-                        a.microbatch,
-                        f_slot,
-                        j,
-                        times[f_slot][1],
-                        start,
-                        size,
-                        costs.offload_s[a.stage],
-                        costs.load_s[a.stage],
-                    )  # fmt: skip
-                )
+                out, back = costs.offload_s[a.stage], costs.load_s[a.stage]
+                residents.append(Resident(a.stage, a.microbatch, f_slot, j, times[f_slot][1], start, size, out, back))
         live += taken
         levels.append(live)
         live += given

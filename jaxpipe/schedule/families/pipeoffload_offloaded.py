@@ -10,7 +10,7 @@ stops there); gaps of the order are filled where that makes it shorter and leave
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from jaxpipe.schedule.blocks.reorder import AS_GIVEN, Phases, Reorderer, Rule
@@ -22,6 +22,7 @@ from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
+from jaxpipe.schedule.retime import Draft
 
 RULES = (
     Rule(lazy=False, w_gap=0.0),
@@ -37,9 +38,8 @@ _TRIES = 4
 def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PO-H: the longest-lived half of each rank's chunks is offloaded; any ``ranks``, ``microbatches``, ``chunks`` >= 1::
 
-        rank 0 |F0- F1-     F0b F2- F1b         B0b W0b F3- F2b     B1b W1b     B0- W0- F3b B2b W2b     B1- W1- B3b W3b B2- W2- B3- W3-
-        rank 1 |    F0- F1-     F0b F2-     B0b W0b F1b     F3- B1b W1b F2b B0- W0-     B2b W2b F3b B1- W1- B3b W3b B2- W2- B3- W3-
-        rank 2 |        F0- F1-     F0b B0b W0b F2-     F1b B1b W1b F3- B0- W0- F2b B2b W2b B1- W1- F3b B3b W3b B2- W2- B3- W3-
+        rank 0 |F0- F1- F0b         B0b W0b F1b B0- W0- F2- B1b W1b F2b B1- W1- F3- B2b W2b F3b B2- W2- B3b W3b B3- W3-
+        rank 1 |    F0- F1- F0b B0b W0b B0- W0- F1b B1b W1b F2- B1- W1- F2b B2b W2b F3- B2- W2- F3b B3b W3b B3- W3-
 
     Of an odd number of chunks, every other microbatch of the middle one leaves. ``costs``: seconds of O and L, and whether
     the host lane is shared (default: no time at all).
@@ -53,9 +53,8 @@ def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: Cost
 def pipeoffload_full(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PO-F: every chunk is offloaded where its lifespan and the host lane allow it; sizes as :func:`pipeoffload_half`::
 
-        rank 0 |F0- F1- F2- F0b F1b F3-         B0b W0b F2b B1b W1b F3b B0- W0-     B2b W2b B1- W1-     B3b W3b B2- W2- B3- W3-
-        rank 1 |    F0- F1- F2- F0b F1b F3- B0b W0b     B1b W1b F2b B0- W0- F3b B2b W2b B1- W1-     B3b W3b B2- W2- B3- W3-
-        rank 2 |        F0- F1- F2- F0b B0b W0b F1b B1b W1b F3- B0- W0- F2b B2b W2b B1- W1- F3b B3b W3b B2- W2- B3- W3-
+        rank 0 |F0- F1- F0b         B0b W0b F1b B0- W0- F2- B1b W1b F2b B1- W1- F3- B2b W2b F3b B2- W2- B3b W3b B3- W3-
+        rank 1 |    F0- F1- F0b B0b W0b B0- W0- F1b B1b W1b F2- B1- W1- F2b B2b W2b F3- B2- W2- F3b B3b W3b B3- W3-
 
     The peak does not grow with the number of ranks while the round trip takes at most half of F + B + W.
 
@@ -89,28 +88,32 @@ def _shorter(problem: Problem) -> Iterator[CodeRows]:
     start = po_rows(problem)
     anchor = tables.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
-    drafts = {}
+    drafts: dict[tuple[float, float, float], Draft] = {}
     for rule in RULES:
         draft = tables.retimer.draft(tables.rows(start, anchor.peak, rule))
         if draft is None or not replace(draft, peak=0.0).no_worse_than(anchor):
             continue
-        key = (float(f"{draft.makespan:.9g}"), float(f"{draft.span:.9g}"))
-        if key < (float(f"{anchor.makespan:.9g}"), float(f"{anchor.span:.9g}")):
-            drafts.setdefault((*key, draft.peak), draft)
+        if _shortness(draft) < _shortness(anchor):
+            drafts.setdefault((*_shortness(draft), draft.peak), draft)
     for key in sorted(drafts)[:_TRIES]:
         yield drafts[key].rows
 
 
-def _family(name: str, function: object, description: str) -> Family:
+def _shortness(draft: Draft) -> tuple[float, float]:
+    """Makespan and longest span at nine digits, to compare by."""
+    return float(f"{draft.makespan:.9g}"), float(f"{draft.span:.9g}")
+
+
+def _family(name: str, function: Callable[..., Schedule], description: str) -> Family:
     return Family(
         name=name,
-        function=function,  # type: ignore[arg-type]
+        function=function,
         description=description,
         source="pipeoffload.txt §2, §3.2, §4.2",
         options=("chunks", "costs"),
         placement=circular,
         default_chunks=2,
-        picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+        picture={"ranks": 2, "microbatches": 4, "chunks": 2},
     )
 
 

@@ -35,14 +35,15 @@ class Rule:
     loose: bool = False
 
 
-RULES = tuple(
-    Rule(b, d, w, o)
-    for o in (False, True)
-    for b in (False, True)
-    for d in (False, True)
-    for w in (False, True)
-    if b or not d
+RULES = (
+    Rule(),
+    Rule(loose=True),
+    Rule(patient=True, loose=True),
+    Rule(backward_first=True, patient=True),
+    Rule(backward_first=True, deep_first=True),
+    Rule(backward_first=True, deep_first=True, loose=True),
 )
+"""The rules worth trying: on 400 random problems, all but 0.01 of the 2.1% that all combinations together gain on average."""
 
 
 def improved(problem: Problem, rows: CodeRows, rules: Iterable[Rule] = RULES) -> Draft:

@@ -12,62 +12,64 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import ceil, floor
 
-from jaxpipe.schedule.families.list_scheduler import Chain, Policy, Turn
+from jaxpipe.schedule.families.list_scheduler import Bounded, Policy, Turn
 
 Depths = list[float]
 
 
-def _one_f_one_b(c: Chain) -> Depths:
-    return [c.num_ranks - r for r in range(c.num_ranks)]
+def _one_f_one_b(c: Bounded) -> Depths:
+    return [c.problem.num_ranks - r for r in range(c.problem.num_ranks)]
 
 
-def _eager(c: Chain) -> Depths:
-    return [2 * (c.num_ranks - r) - 1 for r in range(c.num_ranks)]
+def _eager(c: Bounded) -> Depths:
+    return [2 * (c.problem.num_ranks - r) - 1 for r in range(c.problem.num_ranks)]
 
 
-def _unbounded(c: Chain) -> Depths:
-    return [c.num_microbatches] * c.num_ranks
+def _unbounded(c: Bounded) -> Depths:
+    return [c.problem.num_microbatches] * c.problem.num_ranks
 
 
-def _in_proportion(c: Chain) -> Depths:
+def _in_proportion(c: Bounded) -> Depths:
     """The limit on rank 0, falling evenly."""
-    p = c.num_ranks
+    p = c.problem.num_ranks
     return [ceil(min(c.limit, 2 * p) * (p - r) / p) for r in range(p)]
 
 
-def _round_trip(c: Chain, factor: float) -> Depths:
+def _round_trip(c: Bounded, factor: float) -> Depths:
     """``factor`` × what a rank must have under way not to wait for its first microbatch to come back."""
-    period = max(map(sum, zip(c.f_s, c.b_s, c.w_s, strict=True)))
+    period = max(map(sum, zip(c.problem.f_s, c.problem.b_s, c.problem.w_s, strict=True)))
     trip = 0.0
     depths: Depths = []
-    for r in reversed(range(c.num_ranks)):
-        trip += c.f_s[r] + c.b_s[r]
-        depths.append(ceil(min(factor * trip / period, c.num_microbatches) - 1e-9) if period > 0 else c.num_ranks)
+    for r in reversed(range(c.problem.num_ranks)):
+        trip += c.problem.f_s[r] + c.problem.b_s[r]
+        depths.append(
+            ceil(min(factor * trip / period, c.problem.num_microbatches) - 1e-9) if period > 0 else c.problem.num_ranks
+        )
         if r:
-            trip += c.down_s[r - 1] + c.up_s[r - 1]
+            trip += c.problem.down_s[r - 1] + c.problem.up_s[r]
     return depths[::-1]
 
 
-def _warm_up(c: Chain, rounded: Callable[[float], int]) -> Depths:
+def _warm_up(c: Bounded, rounded: Callable[[float], int]) -> Depths:
     """Forwards that fit before the first B comes back; the last one partly (``ceil``) or not at all (``floor``)."""
-    p = c.num_ranks
+    p = c.problem.num_ranks
     reach = [0.0]
     for r in range(p - 1):
-        reach.append(reach[r] + c.f_s[r] + c.down_s[r])
+        reach.append(reach[r] + c.problem.f_s[r] + c.problem.down_s[r])
     depths = [1]
-    most = floor(min(c.limit, c.num_microbatches))
-    back = reach[-1] + c.f_s[-1] + c.b_s[-1]
+    most = floor(min(c.limit, c.problem.num_microbatches))
+    back = reach[-1] + c.problem.f_s[-1] + c.problem.b_s[-1]
     for r in reversed(range(p - 1)):
-        back += c.up_s[r]
-        fits = min((back - reach[r]) / c.f_s[r], most) if c.f_s[r] > 0 else most
+        back += c.problem.up_s[r + 1]
+        fits = min((back - reach[r]) / c.problem.f_s[r], most) if c.problem.f_s[r] > 0 else most
         depths.append(max(depths[-1], rounded(fits + 1e-9)))
-        back = max(back, reach[r] + depths[-1] * c.f_s[r]) + c.b_s[r]
+        back = max(back, reach[r] + depths[-1] * c.problem.f_s[r]) + c.problem.b_s[r]
     return [float(d) for d in reversed(depths)]
 
 
-def _stepped(depths: Depths, c: Chain) -> Depths:
+def _stepped(depths: Depths, c: Bounded) -> Depths:
     """``depths``, but at least one less per rank than the limit leaves, so that memory fills from rank 0 down."""
-    return [min(max(depths[r:]), max(1.0, c.limit - r)) for r in range(c.num_ranks)]
+    return [min(max(depths[r:]), max(1.0, c.limit - r)) for r in range(c.problem.num_ranks)]
 
 
 def _falling(depths: Depths) -> Depths:
@@ -78,7 +80,7 @@ def _falling(depths: Depths) -> Depths:
     return fallen
 
 
-_DEPTHS: dict[str, Callable[[Chain], Depths]] = {
+_DEPTHS: dict[str, Callable[[Bounded], Depths]] = {
     "1f1b": _one_f_one_b,
     "eager": _eager,
     "unbounded": _unbounded,
@@ -94,7 +96,7 @@ _DEPTHS: dict[str, Callable[[Chain], Depths]] = {
     "warm+ stepped": lambda c: _stepped(_warm_up(c, ceil), c),
     "warm falling": lambda c: _falling(_warm_up(c, floor)),
     "warm+ falling": lambda c: _falling(_warm_up(c, ceil)),
-    "limit falling": lambda c: _falling([c.limit] * c.num_ranks),
+    "limit falling": lambda c: _falling([c.limit] * c.problem.num_ranks),
 }
 
 _GRID: tuple[tuple[str, Turn, float, bool, float], ...] = (
@@ -143,7 +145,7 @@ _GRID: tuple[tuple[str, Turn, float, bool, float], ...] = (
 )
 
 
-def policies(c: Chain) -> Iterator[Policy]:
+def policies(c: Bounded) -> Iterator[Policy]:
     """All policies for ``c``, most useful first, each once."""
     fitted: dict[str, tuple[int, ...]] = {}
     seen: set[Policy] = set()

@@ -11,39 +11,46 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxpipe.schedule.families.list_scheduler import Chain, Draft, replay
+from jaxpipe.schedule.problem import B, W
+from jaxpipe.schedule.retime import Draft, Retimer
 
 
-def move_weight_gradients(c: Chain, draft: Draft, tries: int) -> Draft:
-    """``draft``, or one with a shorter makespan, or the same and a shorter span, by ``tries`` swaps of a W and an F or B.
+def move_weight_gradients(retimer: Retimer, draft: Draft, limit: float, tries: int) -> Draft:
+    """``draft``, or one with a shorter makespan or span, and neither longer, by ``tries`` swaps of a W and an F or B.
 
     Never over the limit; the peak may rise up to it.
     """
     rng = random.Random(0)
+    kind = retimer.problem.num_replicas * retimer.problem.num_microbatches
     rows = [list(row) for row in draft.rows]
     best = draft
     for _ in range(tries):
         row = rng.choice(rows)
-        at = _swappable(row, rng)
+        at = _swappable([code // kind for code in row], rng)
         if at is None:
             continue
         row[at], row[at + 1] = row[at + 1], row[at]
-        tried = replay(c, tuple(rows))
-        if tried is None or tried.rank_key[:2] > best.rank_key[:2]:
+        tried = retimer.draft(rows)
+        if tried is None or tried.peak > limit or _longer(tried, best):
             row[at], row[at + 1] = row[at + 1], row[at]
         else:
             best = tried
-    if best.rank_key[:2] == draft.rank_key[:2]:
+    if not _longer(draft, best):
         return draft
-    return Draft(tuple(rows), best.makespan, best.span, best.peak)
+    return Draft(rows, best.makespan, best.span, best.peak)
 
 
-def _swappable(row: Sequence[str], rng: random.Random) -> int | None:
+def _longer(one: Draft, other: Draft) -> bool:
+    most = 1 + 1e-9
+    return one.makespan > other.makespan * most or one.span > other.span * most
+
+
+def _swappable(ops: Sequence[int], rng: random.Random) -> int | None:
     """A random position where a W and another op stand side by side, and W does not need that op; None if there is none."""
     waiting = 0  # microbatches whose B is done and W is not, before each position
     places = []
-    for k, (op, after) in enumerate(pairwise(row)):
-        if op != after and (op == "W" or (after == "W" and waiting > 0)):
+    for k, (op, after) in enumerate(pairwise(ops)):
+        if op != after and (op == W or (after == W and waiting > 0)):
             places.append(k)
-        waiting += (op == "B") - (op == "W")
+        waiting += (op == B) - (op == W)
     return rng.choice(places) if places else None

@@ -1,11 +1,12 @@
 """The zero-bubble heuristic: orders F, B and W by real costs under a memory limit (``zb``, ``zb-1p``, ``zb-2p``).
 
 Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3.1; `controllable-memory.txt` calls the heuristic at 1F1B's
-memory ZB-1P and at twice that ZB-2P. Many drafts are made and the best is kept, by makespan, then longest rank span, then
-peak memory: list schedules over a grid of policies (:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders
-split 1F1B, ZB-H1 and ZB-H2 where they fit. So at a limit of p the result is never slower than ZB-H1, nor than 1F1B if a fused
-BW takes B + W (a cheaper BW is not considered). The best of a small problem is polished
-(:mod:`~jaxpipe.schedule.families.polish`).
+memory ZB-1P and at twice that ZB-2P. The heuristic as the paper has it (:mod:`~jaxpipe.schedule.families.zb_rounds`), with its
+shortest span, is the answer to beat wherever it fits in memory. Many more drafts are made, and the best of those that are no
+worse in makespan, span *and* peak is kept: list schedules over a grid of policies
+(:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders split 1F1B, ZB-H1 and ZB-H2. The best of a small
+problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Nothing more is tried once the lower bounds are reached. A
+fused BW that is cheaper than B + W is not considered.
 
 For limits below p some policies set the warm-up depth by the round trip of a microbatch (`controllable-memory.txt`, appendix I
 reaches 2p/3 with a building block instead). At unit costs and limits p/4 to p the longest span equals or beats the best that
@@ -20,13 +21,18 @@ from itertools import islice
 from math import isnan
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
-from jaxpipe.schedule.families.list_scheduler import Chain, Draft, list_schedule, replay
+from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
 from jaxpipe.schedule.families.policies import policies
 from jaxpipe.schedule.families.polish import move_weight_gradients
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
+from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import one_to_one
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import Draft, Retimer, best_of
 
 _POLICIES_AT_ANY_SIZE, _MORE_POLICIES = 12, 28
 _ACTIONS_FOR_MORE = 10_000
@@ -72,10 +78,10 @@ def zb_1p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
 def zb_2p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """The heuristic at twice 1F1B's memory, 2p activations::
 
-        rank 0 |F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7
-        rank 1 |   F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 F7 B3 W1 B4 W2 B5 W3 B6 W4 B7 W5 W6 W7
-        rank 2 |      F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 F7 B5 W1 B6 W2 B7 W3 W4 W5 W6 W7
-        rank 3 |         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 F7 B7 W1 W2 W3 W4 W5 W6 W7
+        rank 0 |F0 F1 F2 F3 F4 F5 F6 B0 F7 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7
+        rank 1 |   F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 W0 B4 W1 B5 W2 B6 W3 B7 W4 W5 W6 W7
+        rank 2 |      F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 W0 B6 W1 B7 W2 W3 W4 W5 W6 W7
+        rank 3 |         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 W0 W1 W2 W3 W4 W5 W6 W7
 
     Raises:
         ScheduleError: as :func:`zero_bubble`.
@@ -90,47 +96,55 @@ def _zero_bubble(name: str, ranks: int, m: int, costs: CostProfile | None, limit
         costs = CostProfile.uniform(ranks)
     if costs.num_stages != ranks:
         raise ScheduleError(f"{name}: costs are for {costs.num_stages} stages; {ranks} ranks need {ranks}, one each")
-    c = Chain.of(costs, m, ranks if limit is None else limit)
-    need = max(c.held)
+    bounded = Bounded(Problem.of(one_to_one(ranks), m, costs), ranks if limit is None else limit)
+    need = max(bounded.reserved)
     if limit is not None and (isnan(limit) or limit < need):
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
-    return in_order(name, m, best_draft(c).rows)
+    bounds = [
+        find(bounded.problem.placement, m, costs, memory_limit=bounded.limit)
+        for find in (lower_bound, span_lower_bound)
+    ]
+    return bounded.problem.schedule(name, best_draft(bounded, *bounds).rows)
 
 
-def best_draft(c: Chain) -> Draft:
-    """The best of all drafts, polished if small; stops early at one whose makespan and span can't be beaten."""
-    makespan, span = c.least_makespan_and_span()
-    best: Draft | None = None
-    for draft in _drafts(c):
-        if best is None or draft.rank_key < best.rank_key:
-            best = draft
-        if best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
+def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Draft:
+    """The best of all drafts, polished if small; stops early at one that takes no more than ``makespan`` and ``span``."""
+    retimer = Retimer(bounded.problem)
+    anchor = _paper_draft(retimer, bounded.limit)
+    best = anchor
+    for draft in _drafts(retimer, bounded):
+        if best is not None and best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
             return best
+        if anchor is None or draft.no_worse_than(anchor):
+            best = best_of([draft] if best is None else [best, draft])
     assert best is not None
-    return move_weight_gradients(c, best, _SWAPS) if 3 * c.num_ranks * c.num_microbatches <= _SMALL else best
+    small = 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL
+    limit = bounded.limit if anchor is None else anchor.peak
+    return move_weight_gradients(retimer, best, limit + 1e-9, _SWAPS) if small else best
 
 
-def _drafts(c: Chain) -> Iterator[Draft]:
-    """Drafts within the limit; the first always exists."""
-    p, m = c.num_ranks, c.num_microbatches
-    in_flight = c.fit([p - r for r in range(p)])
-    yield _kept(replay(c, tuple(_split_1f1b(k, m) for k in in_flight)))
-    for rows in (h1_rows(p, m), h2_rows(p, m)):
-        draft = replay(c, tuple(rows))
-        if draft is not None:
+def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
+    """The shortest span of the heuristic's choices, the first of equals."""
+    drafts = [draft for rows in round_rows(retimer.problem, limit) if (draft := retimer.draft(rows)) is not None]
+    return min(drafts, key=lambda d: float(f"{d.span:.9g}"), default=None)
+
+
+def _drafts(retimer: Retimer, bounded: Bounded) -> Iterator[Draft]:
+    """Drafts within the limit; one always exists."""
+    problem, limit = bounded.problem, bounded.limit + 1e-9
+    p, m = problem.num_ranks, problem.num_microbatches
+    in_flight = bounded.fit([p - r for r in range(p)])
+    for rows in ([_split_1f1b(k, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)):
+        draft = retimer.draft(problem.codes(in_order("fixed", m, rows)))
+        if draft is not None and draft.peak <= limit:
             yield draft
     count = _POLICIES_AT_ANY_SIZE + min(_MORE_POLICIES, _ACTIONS_FOR_MORE // (3 * p * m))
-    for policy in islice(policies(c), count):
-        draft = list_schedule(c, policy)
+    for policy in islice(policies(bounded), count):
+        draft = list_schedule(bounded, policy)
         if draft is not None:
             yield draft
-
-
-def _kept(draft: Draft | None) -> Draft:
-    assert draft is not None, "split 1F1B at a fitted depth is within the limit"
-    return draft
 
 
 def _split_1f1b(in_flight: int, m: int) -> list[str]:

@@ -52,7 +52,7 @@ def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | Non
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     require_sizes("gis", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis", ranks, microbatches, chunks, costs, ranks)
+    return _in_groups("gis", _problem(ranks, microbatches, chunks, costs), ranks)
 
 
 def gis_g(
@@ -75,11 +75,11 @@ def gis_g(
     least = smallest_group(ranks)
     if not least <= g <= ranks:
         raise ScheduleError(f"gis-g: a group of {g} does not suit {ranks} ranks; use a group from {least} to {ranks}")
-    return _in_groups("gis-g", ranks, microbatches, chunks, costs, g)
+    return _in_groups("gis-g", _problem(ranks, microbatches, chunks, costs), g)
 
 
 def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
-    """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
+    """GIS-H: the smallest groups, ⌈p/2⌉ microbatches (more where the costs need it, see :func:`shortest_distance`)::
 
         rank 0 |F0- F1- F2- F0b F1b             B0b W0b F3- B1b W1b F2b B0- W0- F3b B1- W1- B2b W2b B3b B2- W3b B3- W2- W3-
         rank 1 |    F0- F1- F2- F0b F1b     B0b W0b B1b B0- F3- W1b W0- F2b B1- W1- F3b B2b W2b B3b B2- W3b B3- W2- W3-
@@ -89,16 +89,34 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     require_sizes("gis-h", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis-h", ranks, microbatches, chunks, costs, smallest_group(ranks))
+    problem = _problem(ranks, microbatches, chunks, costs)
+    return _in_groups("gis-h", problem, shortest_distance(problem))
 
 
 def smallest_group(ranks: int) -> int:
-    """The fewest microbatches in turn through one chunk for which rounds don't wait for each other: ⌈p/2⌉.
+    """The fewest microbatches that may go through a chunk in turn: ⌈p/2⌉.
 
-    F and B of a chunk take p − 1 steps each through the ranks, 3(p − 1) cells together, and two rounds of a group, one of F and
-    one of B, last 6 cells per microbatch: 6g >= 3p − 1.
+    F and B of a chunk take p − 1 steps each through the ranks, 3(p − 1) cells together; the group's turns of the two chunks
+    they lie between last 6g cells, which must cover that and an F and a B: 6g >= 3p − 1.
     """
     return -(-ranks // 2)
+
+
+def shortest_distance(problem: Problem) -> int:
+    """The fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real costs.
+
+    ⌈p/2⌉, or more (up to p) where F or B is so large a part of F + B + W that p of them take longer than that many turns of
+    the busiest rank. Seconds are averages over the chunks; transfers are left out, so memory does not depend on them.
+    """
+    p = problem.num_ranks
+    turn_s = [0.0] * p
+    for r, f, b, w in zip(problem.rank, problem.f_s, problem.b_s, problem.w_s, strict=True):
+        turn_s[r] += f + b + w
+    distance = smallest_group(p)
+    round_s = max(sum(problem.f_s), sum(problem.b_s)) * (1 - 1e-9)
+    while distance < p and distance * max(turn_s) < round_s:
+        distance += 1
+    return distance
 
 
 def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> BuildingBlock:
@@ -143,10 +161,11 @@ def gaps_filled(problem: Problem, orders: Sequence[CodeRows]) -> CodeRows:
     return best.rows
 
 
-def _in_groups(
-    name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, group: int
-) -> Schedule:
-    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+def _problem(ranks: int, microbatches: int, chunks: int, costs: CostProfile | None) -> Problem:
+    return Problem.of(circular(ranks, chunks), microbatches, costs)
+
+
+def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
     return problem.schedule(name, gaps_filled(problem, [*_orders(problem, group)]))
 
 

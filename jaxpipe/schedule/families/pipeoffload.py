@@ -1,8 +1,8 @@
 """PipeOffload's order of work, without its offloads: GIS-H's building block repeated uniformly.
 
 Source: `pipeoffload.txt` sections 2 and 3.2. Each microbatch comes v turns (of F, B, W) after the one before, where GIS runs a
-group chunk by chunk. Its chunks are ⌈p/2⌉ turns apart on a rank, as in GIS-H, and one turn more where two chunks would
-otherwise want the same turn (be equal modulo v): the paper's "minor modifications to prevent collisions".
+group chunk by chunk. Its chunks are ⌈p/2⌉ turns apart on a rank, as in GIS-H (more where the costs need it), and one turn more
+where two chunks would otherwise want the same turn, modulo v: the paper's "minor modifications to prevent collisions".
 
 What a chunk adds to the peak is then proportional to its lifespan: chunk c lives about (v − 1 − c)p + p turns. The longer-lived
 half holds three quarters of the peak when v is large, so offloading it leaves a quarter;
@@ -11,11 +11,13 @@ half holds three quarters of the peak when v is large, so offloading it leaves a
 
 from __future__ import annotations
 
+from math import gcd
+
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, smallest_group
+from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, shortest_distance, smallest_group
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
@@ -42,18 +44,24 @@ def po_rows(problem: Problem) -> list[list[int]]:
     ``problem``: on :func:`~jaxpipe.schedule.placement.circular`. Filling gaps makes activations live longer, which is free at
     the peak of this order but not at the peak that is left after offloading.
     """
-    return repeat(po_block(problem.num_ranks, problem.num_replicas // problem.num_ranks), problem)
+    chunks = problem.num_replicas // problem.num_ranks
+    return repeat(po_block(problem.num_ranks, chunks, shortest_distance(problem)), problem)
 
 
-def po_block(ranks: int, chunks: int) -> BuildingBlock:
-    """The building block of one microbatch."""
+def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBlock:
+    """The building block of one microbatch, whose chunks are ``distance`` turns apart or a few more (default: ⌈p/2⌉)."""
     turns = [0]
     while len(turns) < chunks:
-        turn = turns[-1] + smallest_group(ranks)
+        turn = turns[-1] + (smallest_group(ranks) if distance is None else distance)
         while any((turn - other) % chunks == 0 for other in turns):
             turn += 1
         turns.append(turn)
     return interleaved_block(ranks, turns)
+
+
+def _peak(p: int, m: int, v: int) -> float | None:
+    half = smallest_group(p)
+    return ((v - 1) * half + gcd(v, half) - 1 + p) / v if m >= 2 * p else None
 
 
 PO = Family(
@@ -64,5 +72,6 @@ PO = Family(
     options=("chunks", "costs"),
     placement=circular,
     default_chunks=2,
+    peak_activations=_peak,
     picture={"ranks": 3, "microbatches": 4, "chunks": 2},
 )

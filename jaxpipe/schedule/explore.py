@@ -195,7 +195,7 @@ def make(setting: Setting, task: Task) -> Candidate:
     """Generate and simulate one setting. Its peak may be above the task's limit.
 
     Raises:
-        ScheduleError: the sizes or costs don't suit the family, or it offloads and the task says nothing of that.
+        ScheduleError: the sizes or costs don't suit the family.
     """
     family = FAMILIES[setting.family]
     costs = task.costs_for(family.placement(task.ranks, setting.chunks))
@@ -208,8 +208,6 @@ def make(setting: Setting, task: Task) -> Candidate:
         memory_limit=setting.memory_limit,
         group=setting.group,
     )
-    if not task.may_offload(costs) and offloaded_share(schedule, costs) > 0:
-        raise ScheduleError(f"{setting.family} offloads, and the costs don't say how long that takes")
     return Candidate(setting, schedule, costs, simulate(schedule, costs))
 
 
@@ -227,6 +225,7 @@ class _Search:
         self.best: Candidate | None = None
         self.reasons: list[str] = []
         self._too_large: list[Candidate] = []
+        self._offloads: set[str] = set()
         self._full: set[tuple[str, int, float | None]] = set()
         self._bounds: dict[Placement, tuple[float, float]] = {}
 
@@ -279,6 +278,10 @@ class _Search:
         except ScheduleError as error:
             self.reasons.append(str(error))
             return
+        if not self.task.may_offload(candidate.costs) and offloaded_share(candidate.schedule, candidate.costs) > 0:
+            self.reasons.append(f"{setting.family} offloads, and the costs don't say how long that takes")
+            self._offloads.add(setting.family)
+            return
         limit = self.task.memory_limit
         if candidate.peak <= limit * _SLACK:
             self._keep(candidate)
@@ -294,9 +297,9 @@ class _Search:
             self.best = candidate
 
     def _hopeless(self, setting: Setting) -> bool:
-        """Whether a smaller group of the same family needs too much memory already, or no schedule of the setting's placement
-        is shorter than the best so far."""
-        if (setting.family, setting.chunks, setting.memory_limit) in self._full:
+        """Whether the family offloads and must not, a smaller group of it needs too much memory already, or no schedule of the
+        setting's placement is shorter than the best so far."""
+        if setting.family in self._offloads or (setting.family, setting.chunks, setting.memory_limit) in self._full:
             return True
         if self.best is None:
             return False
@@ -386,13 +389,12 @@ def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
     small = replace(task, memory_limit=1.0)
     tried = [make_or_none(setting, task) for family in families for setting in settings_of(family, small)]
-    made = [candidate for candidate in tried if candidate is not None]
+    made = [c for c in tried if c and (task.may_offload(c.costs) or not offloaded_share(c.schedule, c.costs))]
     if not made:
         return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
-    least = min(made, key=lambda c: c.peak)
-    peaks = [least.peak]
-    if task.may_offload(least.costs):
-        peaks += [max(offload_pass(c.schedule, c.costs).peak_after) for c in made if c.peak <= 2 * least.peak]
+    peaks = [c.peak for c in made]
+    lowest = {c.setting.chunks: c for c in sorted(made, key=lambda c: -c.peak)}
+    peaks += [max(offload_pass(c.schedule, c.costs).peak_after) for c in lowest.values() if task.may_offload(c.costs)]
     return (
         f"no schedule of {task.ranks} ranks and {task.microbatches} microbatches keeps a memory limit of "
         f"{task.memory_limit:g}; the smallest found to work is {min(peaks):g}"

@@ -30,12 +30,12 @@ def unit_rows(problem: Problem, skipped: int = 0) -> list[list[int]]:
     """Each rank's F and BW in the order of their columns. The first unit lacks its first ``skipped`` microbatches."""
     stages, flows, p = problem.placement.num_stages, problem.placement.num_flows, problem.num_ranks
     period = 2 * p * problem.placement.num_chunks
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(p)]
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(p)]
     for replica, rank in enumerate(problem.rank):
         stage = replica % stages
         for i in problem.microbatches(replica):
             unit, within = divmod(i + skipped, p)
             start = unit * period + 2 * (within // flows)
-            rows[rank].append((start + stage, problem.code(F, replica, i)))
-            rows[rank].append((start + 2 * stages - 1 - stage, problem.code(BW, replica, i)))
-    return [[code for _, code in sorted(row)] for row in rows]
+            rows[rank].append((start + stage, i, problem.code(F, replica, i)))
+            rows[rank].append((start + 2 * stages - 1 - stage, i, problem.code(BW, replica, i)))
+    return [[code for _, _, code in sorted(row)] for row in rows]

@@ -29,9 +29,9 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
         rank 1 |    F0- F0b F1- F1b F2- BW0b--- F2b BW0---- F3- BW1b--- F3b BW1---- BW2b--- BW2---- B3b B3- W3b W3-
 
     With m >= 2p, equal stages, no transfer time and W <= B <= F <= B + W it idles (p − 1)(F + B − W)/2 in shares of a rank and,
-    for p > 1, holds p + 1/2 activations. The published (PP/2 − 1)(F&B + B − 3W), for PP = 2p stages and B the full backward,
-    is (p − 1)(F + 2B − W)/2 in our letters: it counts a pair as one action whose results leave at its end (tested with
-    braided pairs); PP + 1 chunks of activations is the same.
+    for p > 1, holds p + 1/2 activations. Published: (PP/2 − 1)(F&B + B − 3W) with PP = 2p stages and B the full backward,
+    here (p − 1)(F + 2B − W)/2. That counts a pair as one action whose results leave at its end, and is exact for braided
+    pairs with F = B (tested). The published PP + 1 chunks of activations are the same.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.

@@ -178,8 +178,13 @@ def _queues(problem: Problem, row: Iterable[int]) -> list[list[int]]:
 
 
 def _accumulation(problem: Problem, rows: CodeRows) -> list[list[int]]:
-    """Per replica, its W and BW in the order of the rows, next one last: the order in which gradients add up."""
-    turn: list[list[int]] = [[] for _ in range(problem.num_replicas)]
+    """Per replica, its W and BW in the order of the rows, next one last: the order in which gradients add up.
+
+    Replicas of a stage on the same rank (the middle one of two opposite chains) share an accumulator, and so the list.
+    """
+    stages = problem.placement.num_stages
+    lists: dict[tuple[int, int], list[int]] = {}
+    turn = [lists.setdefault((rank, k % stages), []) for k, rank in enumerate(problem.rank)]
     for row in rows:
         for code in reversed(row):
             op, replica, _ = problem.decode(code)

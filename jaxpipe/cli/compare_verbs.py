@@ -64,7 +64,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
         if any(r.offloaded_share for r in records) and costs.profile is None and costs.offload_time is None:
             print("offloads take no time here; --offload-time says how long a share's round trip is")
     if arguments.plot:
-        _plot(arguments, ordered)
+        _plot(arguments, costs, ordered)
         if not arguments.json:
             print(f"wrote {arguments.plot}")
 
@@ -136,7 +136,7 @@ def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective
     )
 
 
-def _plot(arguments: argparse.Namespace, entries: list[Record | Failure]) -> None:
+def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record | Failure]) -> None:
     from jaxpipe.plot.pareto import Point, plot_pareto
 
     points = [
@@ -147,7 +147,7 @@ def _plot(arguments: argparse.Namespace, entries: list[Record | Failure]) -> Non
     ]
     if not points:
         raise ConfigError(f"nothing to draw to {arguments.plot!r}: no family makes a schedule of these sizes")
-    title = f"{arguments.ranks} ranks, {arguments.microbatches} microbatches"
+    title = f"{arguments.ranks} ranks, {arguments.microbatches} microbatches, {costs.describe()}"
     plot_pareto(points, arguments.plot, title=title, limit=arguments.memory_limit)
 
 

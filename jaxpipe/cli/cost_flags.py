@@ -112,6 +112,15 @@ class CostChoice:
         """A profile from a file is in seconds and bytes; costs given as flags are in whatever unit their user means."""
         return "si" if self.profile is not None else "plain"
 
+    def describe(self) -> str:
+        """The costs in a few words, for a heading."""
+        if self.path is not None:
+            return f"costs of {Path(self.path).name}"
+        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.cost)]
+        parts += [f"transfers {self.comm:g}"] if self.comm else []
+        parts += [f"offload {self.offload_time:g}"] if self.offload_time else []
+        return ", ".join(parts)
+
     def for_placement(self, placement: Placement, name: str) -> CostProfile:
         """The profile for a schedule called ``name``.
 

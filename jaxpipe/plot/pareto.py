@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, 
 def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) -> None:
     """Axes with room around the points; memory on a logarithmic axis where it ranges over more than a factor of 4."""
     axes.set_title(title, fontsize=12, weight="bold", loc="left", parse_math=False)
+    key = "blue: Pareto front" + ("   hollow: above the limit" if any(not p.feasible for p in points) else "")
+    axes.text(1.0, 1.012, key, transform=axes.transAxes, ha="right", va="bottom", fontsize=8.5, color=_POINT)
     axes.set_xlabel("peak activations on the fullest rank (1 = a rank's share of one microbatch)", fontsize=9)
     axes.set_ylabel("bubble (% of all ranks' time)", fontsize=9)
     for side in ("top", "right"):
@@ -122,9 +125,9 @@ def _draw(axes: Any, points: Sequence[Point], limit: float | None) -> None:
     front = front_of(points)
     line = {"color": _FRONT, "linewidth": 1.4, "alpha": 0.75, "zorder": 2}
     axes.step([p.peak for p in front], [100 * p.bubble for p in front], where="post", **line)
-    best = {id(p) for p in front}
+    best = {_place(p) for p in front}
     for point in points:
-        colour = _FRONT if id(point) in best else _POINT if point.feasible else _OUT
+        colour = _FRONT if point.feasible and _place(point) in best else _POINT if point.feasible else _OUT
         fill = colour if point.feasible else "white"
         axes.plot(point.peak, 100 * point.bubble, "o", ms=_DOT_PT, mec=colour, mfc=fill, mew=1.1, zorder=3)
     if limit is not None:
@@ -149,12 +152,19 @@ class _Labels:
         if limit is not None:
             x = self._at(limit, 0.0)[0]
             self.taken += [(x - 1, self.frame[1], x + 1, self.frame[3]), (x, self.frame[3] - 14, x + 70, self.frame[3])]
-        self.front = {p.name for p in front_of(points)}
+        front = front_of(points)
+        self.taken += [box for a, b in pairwise(front) for box in self._step(a, b)]
+        self.front = {p.name for p in front}
         self.groups = _same_place(points)
 
     def _at(self, peak: float, bubble: float) -> tuple[float, float]:
         x, y = self.axes.transData.transform((peak, 100 * bubble))
         return x * self.to_points, y * self.to_points
+
+    def _step(self, a: Point, b: Point) -> list[Box]:
+        """The front's line from one of its points to the next: across, then down."""
+        (x0, y0), (x1, y1) = self._at(a.peak, a.bubble), self._at(b.peak, b.bubble)
+        return [(x0, y0 - 1, x1, y0 + 1), (x1 - 1, y1, x1 + 1, y0)]
 
     def place(self) -> None:
         """The front's labels first, then the rest from the top."""
@@ -216,8 +226,12 @@ class _Labels:
 def _same_place(points: Sequence[Point]) -> list[list[Point]]:
     groups: dict[tuple[float, float, bool], list[Point]] = {}
     for point in points:
-        groups.setdefault((_rounded(point.peak), _rounded(point.bubble), point.feasible), []).append(point)
+        groups.setdefault((*_place(point), point.feasible), []).append(point)
     return list(groups.values())
+
+
+def _place(point: Point) -> tuple[float, float]:
+    return _rounded(point.peak), _rounded(point.bubble)
 
 
 def _rounded(x: float) -> float:
@@ -240,11 +254,11 @@ def _outside(box: Box, frame: Box) -> float:
 
 def _page(points: Sequence[Point], title: str, limit: float | None, svg: bytes) -> str:
     """A page with the picture and the points as a table."""
-    best = {id(p) for p in front_of(points)}
+    best = {_place(p) for p in front_of(points)}
     ordered = sorted(points, key=lambda p: (not p.feasible, p.bubble, p.peak))
     rows = "\n".join(
         f"<tr{' class=out' if not p.feasible else ''}><td>{html.escape(p.name)}</td><td>{number(p.peak)}</td>"
-        f"<td>{p.bubble:.1%}</td><td>{'front' if id(p) in best else '' if p.feasible else 'above the limit'}</td></tr>"
+        f"<td>{p.bubble:.1%}</td><td>{'above the limit' if not p.feasible else 'front' if _place(p) in best else ''}</td></tr>"
         for p in ordered
     )
     picture = svg.decode("utf-8")

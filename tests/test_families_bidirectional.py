@@ -28,7 +28,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.schedule.families.basic_units import unit_rows
+from jaxpipe.schedule.families.basic_units import unit_rows, unit_sizes
 from jaxpipe.schedule.families.reordered import RULES, improved, reorder
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
@@ -228,7 +228,7 @@ def test_looped_bfs_finishes_a_chunk_before_the_next() -> None:
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 3, 2), (4, 4, 2), (4, 6, 3), (4, 9, 2), (8, 12, 2), (8, 16, 2)])
 def test_looped_dfs_is_no_worse_than_interleaved(p: int, m: int, v: int) -> None:
     for profile in (CostProfile.uniform(p * v, chunks=v, comm=0.1), uneven(p + m, p * v, v)):
-        fixed = simulate(generate("interleaved-1f1b", p, m, chunks=v), profile)
+        fixed = simulate(generate("interleaved-1f1b", p, m, chunks=v, costs=profile), profile)
         free = simulate(generate("looped-dfs", p, m, chunks=v, costs=profile), profile)
         assert free.makespan <= fixed.makespan * (1 + 1e-9)
         assert free.max_span <= fixed.max_span * (1 + 1e-9)
@@ -246,7 +246,7 @@ def test_looped_dfs_gains_where_groups_do_not_fit() -> None:
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32))
 def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int) -> None:
     problem = Problem.of(bidirectional(p), m, uneven(seed, p, 1))
-    rows = unit_rows(problem)
+    rows = unit_rows(problem, unit_sizes(problem)[0])
     known = Retimer(problem).draft(rows)
     assert known is not None
     assert improved(problem, rows).no_worse_than(known)
@@ -259,7 +259,7 @@ def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int)
 def test_loose_rules_close_gaps_between_units() -> None:
     profile = CostProfile.uniform(8, f=1, b=1, w=1)
     problem = Problem.of(bidirectional(8), 16, profile)
-    rows = unit_rows(problem)
+    rows = unit_rows(problem, unit_sizes(problem)[0])
     known = Retimer(problem).draft(rows)
     assert known is not None
     assert improved(problem, rows).makespan < known.makespan

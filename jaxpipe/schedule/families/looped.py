@@ -54,7 +54,7 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
     """
     require_sizes("looped-dfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks))
+    known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
     return problem.schedule("looped-dfs", improved(problem, known).rows)
 
 

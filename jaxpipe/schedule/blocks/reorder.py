@@ -31,7 +31,9 @@ class Rule:
     ``forward``, ``backward``: F, B (or BW) from later in the row may move up. ``pull_gap``: but only if the wait is at least
     this fraction of it. ``w_gap``: a waiting W runs if the wait is at least this fraction of it (0: always).
     ``lazy``: W loses its place in the row and runs only in waits, when memory needs it, and at the end.
-    ``backlog``: with ``lazy``, the most Ws that may wait per rank.
+    ``backlog``: with ``lazy``, the most Ws that may wait per rank. ``reserve``: before its first B a rank that moves up an F
+    leaves room for those of its last chunk that can reach it until then, one for itself and one for each later stage, as far
+    as half of the memory goes.
     """
 
     forward: bool = True
@@ -40,6 +42,7 @@ class Rule:
     w_gap: float = 1.0
     lazy: bool = True
     backlog: float = _NEVER
+    reserve: bool = False
 
 
 AS_GIVEN = Rule(forward=False, backward=False, w_gap=_NEVER, lazy=False)
@@ -173,6 +176,8 @@ class _Rank:
     """
 
     __slots__ = (
+        "backward_begun",
+        "deepest",
         "done",
         "free",
         "head",
@@ -204,6 +209,8 @@ class _Rank:
                 live += tables._hold[kind] if kind < n else -tables._hold[kind % n]
             self.profile.append(live)
         self.next = dict.fromkeys(self.queues, 0)
+        self.deepest = max((kind for kind in self.queues if kind < n), default=0)
+        self.backward_begun = False
         self.done = bytearray(len(self.row))
         self.waiting: list[int] = []
         self.out: list[int] = []
@@ -220,10 +227,13 @@ class _Rank:
                 continue
             code = queue[k]
             at = self.position[code]
-            if at >= best_at or gap < rule.pull_gap * seconds[kind]:
+            if at >= best_at or gap < rule.pull_gap * seconds[kind] - tiny:
                 continue
             if kind < n:
-                if not rule.forward or ready[code] > now + tiny or not self._fits(at, tables._hold[kind], room):
+                if not rule.forward or ready[code] > now + tiny:
+                    continue
+                reserved = self._reserved(kind, tables, room) if rule.reserve else 0.0
+                if not self._fits(at, tables._hold[kind], room, reserved):
                     continue
             elif not rule.backward or ready[code if kind < W * n else code - (BW - B) * n * m] > now + tiny:
                 continue
@@ -232,9 +242,18 @@ class _Rank:
             return self.waiting[0]
         return best
 
-    def _fits(self, at: int, hold: float, room: float) -> bool:
+    def _reserved(self, kind: int, tables: Reorderer, room: float) -> float:
+        """Memory that an F of ``kind`` must leave to the last chunk."""
+        if self.backward_begun or kind >= self.deepest:
+            return 0.0
+        hold = tables._hold[self.deepest]
+        stages = tables.problem.placement.num_stages
+        most = min(stages - self.deepest % stages, int(room / hold) // 2 if hold > 0 else 0)
+        return max(0, most - self.next[self.deepest]) * hold
+
+    def _fits(self, at: int, hold: float, room: float, reserved: float) -> bool:
         """Whether the F at position ``at`` may run now: memory stays within ``room`` until it would have run."""
-        if self.live + hold > room:
+        if self.live + hold + reserved > room:
             return False
         profile = self.profile
         return all(profile[k] + hold <= room for k in range(self.head, at))
@@ -258,7 +277,9 @@ class _Rank:
             self.profile[k] += change
         if kind < n:
             self.live += change
-        elif kind < W * n:
+            return
+        self.backward_begun = True
+        if kind < W * n:
             self.live += kept[replica] - hold[replica]
             self.waiting.append(code + (W - B) * n * self.m)
         else:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
-from jaxpipe.schedule.blocks.finish import Finisher, affordable
+from jaxpipe.schedule.blocks.compact import compact
+from jaxpipe.schedule.blocks.finish import Finisher, affordable, merit
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
@@ -107,9 +108,10 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     finisher = Finisher(problem)
     squeezed = finisher.squeezed(rows)
     assert squeezed is not None, "a repeated block deadlocks"
-    draft = finisher.best(rows, squeezed.peak, affordable(problem, _ACTIONS))
-    assert draft is not None, "a squeezed block is above its own peak"
-    return problem.schedule(name, draft.rows)
+    tries = affordable(problem, _ACTIONS)
+    starts = (rows, compact(block, problem)) if block.fused else (rows,)
+    drafts = [finisher.best(start, squeezed.peak, tries // len(starts)) for start in starts]
+    return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)
 
 
 def _v(ranks: int, chunks: int) -> Placement:

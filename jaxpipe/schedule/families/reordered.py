@@ -17,6 +17,7 @@ from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
 from jaxpipe.schedule.retime import Draft, Retimer, best_of
 
 _NEVER = float("inf")
+_LATER = 1 << 60
 _ROUNDING = 1e-9
 
 
@@ -51,49 +52,100 @@ def improved(problem: Problem, rows: CodeRows, rules: Iterable[Rule] = RULES) ->
     retimer = Retimer(problem)
     known = retimer.draft(rows)
     assert known is not None, "the known order deadlocks"
-    best = best_of((retimer.draft(found) for rule in rules if (found := reorder(problem, known, rule))), known)
+    tables = _Tables(problem, known)
+    best = best_of((retimer.draft(found) for rule in rules if (found := _reordered(tables, rule))), known)
     assert best is not None
     return best
 
 
 def reorder(problem: Problem, known: Draft, rule: Rule) -> list[list[int]] | None:
     """The order that ``rule`` makes of a known one; None if it runs into a deadlock."""
-    run = _Run(problem, known, rule)
+    return _reordered(_Tables(problem, known), rule)
+
+
+def _reordered(tables: _Tables, rule: Rule) -> list[list[int]] | None:
+    run = _Run(tables, rule)
     return run.rows if run.finished() else None
 
 
-class _Run:
-    """One pass of list scheduling. Times are seconds, events are ``(time, rank)``: a rank is free or something arrives."""
+class _Tables:
+    """What all rules look up. A kind is ``op * number of replicas + replica``; a code divided by m."""
 
-    def __init__(self, problem: Problem, known: Draft, rule: Rule) -> None:
-        n, m = problem.num_replicas, problem.num_microbatches
-        self.problem, self.rule, self.limit = problem, rule, known.peak + _ROUNDING
+    def __init__(self, problem: Problem, known: Draft) -> None:
+        n, stages = problem.num_replicas, problem.placement.num_stages
+        self.problem, self.known = problem, known
         self.seconds = (*problem.f_s, *problem.b_s, *problem.w_s, *problem.bw_s)
         self.queues = [_queues(problem, row) for row in known.rows]
         self.place = {code: k for row in known.rows for k, code in enumerate(row)}
-        self.turn = _accumulation(problem, known.rows)
-        self.cap = [m] * n if rule.loose else _in_flight(problem, known.rows)
-        self.in_flight = [0] * n
-        self.live = [0.0] * problem.num_ranks
-        self.free = [0.0] * problem.num_ranks
+        self.turn = _turns(problem, known.rows)
+        self.cap = _in_flight(problem, known.rows)
+        held, kept = problem.held, problem.kept
+        left = (k - h for h, k in zip(held, kept, strict=True))
+        self.change = (*held, *left, *(-k for k in kept), *(-h for h in held))
+        # per kind: the kind that its result makes ready, on which rank, and the seconds of the transfer
+        self.feeds: list[tuple[int, int, float] | None] = [None] * (4 * n)
+        for k, rank in enumerate(problem.rank):
+            if k % stages < stages - 1:
+                self.feeds[F * n + k] = k + 1, problem.rank[k + 1], problem.down_s[k]
+            else:
+                self.feeds[F * n + k] = B * n + k, rank, 0.0
+            if k % stages:
+                self.feeds[B * n + k] = self.feeds[BW * n + k] = B * n + k - 1, problem.rank[k - 1], problem.up_s[k]
+
+    def priorities(self, rule: Rule) -> dict[int, int]:
+        """Of every code; the smallest goes first."""
+        if not rule.backward_first:
+            return self.place
+        n, m, stages = self.problem.num_replicas, self.problem.num_microbatches, self.problem.placement.num_stages
+        later = max(self.place.values()) + stages + 1
+        group = [later] * n + [0] * n + [2 * later] * n + [0] * n
+        if not rule.deep_first:
+            return {code: group[code // m] + place for code, place in self.place.items()}
+        return {
+            code: later + stages - code // m % stages if code < n * m else group[code // m] + place
+            for code, place in self.place.items()
+        }
+
+
+class _Run:
+    """One pass of list scheduling. Times are seconds, events are ``(time, rank)``: a rank is free or something arrives.
+
+    ``ready[code]``: when what it waits for is there; a BW uses the entry of its B.
+    """
+
+    def __init__(self, tables: _Tables, rule: Rule) -> None:
+        problem = tables.problem
+        n, m, p, stages = (
+            problem.num_replicas,
+            problem.num_microbatches,
+            problem.num_ranks,
+            problem.placement.num_stages,
+        )
+        self.tables, self.patient, self.n, self.m = tables, rule.patient, n, m
+        self.priority = tables.priorities(rule)
+        self.limit = tables.known.peak + _ROUNDING
+        self.cap = [m] * n if rule.loose else tables.cap
+        self.queues = [[queue.copy() for queue in queues] for queues in tables.queues]
+        self.added = [0] * (p * stages)
+        self.in_flight, self.live, self.free = [0] * n, [0.0] * p, [0.0] * p
         self.link_free: dict[tuple[int, int], float] = {}
-        first = problem.placement.num_stages
         self.ready = [_NEVER] * (3 * n * m)
-        for k in range(0, n, first):
+        for k in range(0, n, stages):
             self.ready[k * m : (k + 1) * m] = [0.0] * m
-        self.rows: list[list[int]] = [[] for _ in known.rows]
-        self.events = [(0.0, r) for r in range(problem.num_ranks)]
+        self.rows: list[list[int]] = [[] for _ in range(p)]
+        self.events = [(0.0, rank) for rank in range(p)]
         while self.events:
             now, rank = heapq.heappop(self.events)
-            if now >= self.free[rank] and (code := self._pick(rank, now)) is not None:
-                self._start(rank, code, now)
+            if now >= self.free[rank] and (queue := self._pick(rank, now)) is not None:
+                self._start(rank, queue.pop(), now)
 
     def finished(self) -> bool:
         return all(not queue for queues in self.queues for queue in queues)
 
-    def _pick(self, rank: int, now: float) -> int | None:
-        m, n = self.problem.num_microbatches, self.problem.num_replicas
-        best, best_key, patience = None, (9, 0), _NEVER
+    def _pick(self, rank: int, now: float) -> list[int] | None:
+        """The queue whose next action starts now."""
+        m, n, turns, added = self.m, self.n, self.tables.turn, self.added
+        best, best_priority, awaited = None, _LATER, _NEVER
         for queue in self.queues[rank]:
             if not queue:
                 continue
@@ -101,71 +153,45 @@ class _Run:
             kind = code // m
             ready = self.ready[code - 2 * n * m if kind >= BW * n else code]
             if ready > now:
-                if kind >= BW * n or B * n <= kind < W * n:
-                    patience = min(patience, ready)
-            elif self._fits(rank, kind) if kind < n else kind < W * n or self.turn[kind % n][-1] == code:
-                key = self._key(code, kind)
-                if key < best_key:
-                    best, best_key = code, key
-        if best is not None and self.rule.patient and best // m < n and now + self.seconds[best // m] > patience:
-            return None
+                if kind >= n and not W * n <= kind < BW * n:
+                    awaited = min(awaited, ready)
+            elif self.priority[code] < best_priority:
+                in_turn = kind < W * n or turns[code][1] == added[turns[code][0]]
+                if self._fits(rank, kind) if kind < n else in_turn:
+                    best, best_priority = queue, self.priority[code]
+        if self.patient and best is not None:
+            kind = best[-1] // m
+            if kind < n and now + self.tables.seconds[kind] > awaited:
+                return None
         return best
 
     def _fits(self, rank: int, replica: int) -> bool:
-        room = self.live[rank] + self.problem.held[replica] <= self.limit
+        room = self.live[rank] + self.tables.problem.held[replica] <= self.limit
         return room and self.in_flight[replica] < self.cap[replica]
 
-    def _key(self, code: int, kind: int) -> tuple[int, int]:
-        n = self.problem.num_replicas
-        if not self.rule.backward_first:
-            return 0, self.place[code]
-        if kind < n:
-            return 1, -(kind % self.problem.placement.num_stages) if self.rule.deep_first else self.place[code]
-        return 2 if W * n <= kind < BW * n else 0, self.place[code]
-
     def _start(self, rank: int, code: int, now: float) -> None:
-        problem = self.problem
-        m, n, last = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages - 1
-        op, replica, i = problem.decode(code)
-        for queue in self.queues[rank]:
-            if queue and queue[-1] == code:
-                queue.pop()
-                break
+        tables, n, m = self.tables, self.n, self.m
+        kind, i = divmod(code, m)
         self.rows[rank].append(code)
-        end = self.free[rank] = now + self.seconds[code // m]
+        end = self.free[rank] = now + tables.seconds[kind]
         heapq.heappush(self.events, (end, rank))
-        stage = replica % (last + 1)
-        if op == F:
-            self.in_flight[replica] += 1
-            self.live[rank] += problem.held[replica]
-            if stage < last:
-                self._send(rank, (F * n + replica + 1) * m + i, end, problem.down_s[replica])
-            else:
-                self.ready[(B * n + replica) * m + i] = end
-        elif op == W:
-            self.turn[replica].pop()
-            self.live[rank] -= problem.kept[replica]
-        else:
-            if op == BW:
-                self.turn[replica].pop()
-            self.in_flight[replica] -= 1
-            self.live[rank] -= problem.held[replica]
-            if op == B:
-                self.live[rank] += problem.kept[replica]
-                self.ready[(W * n + replica) * m + i] = end
-            if stage > 0:
-                self._send(rank, (B * n + replica - 1) * m + i, end, problem.up_s[replica])
-
-    def _send(self, rank: int, code: int, now: float, seconds: float) -> None:
-        """What ``code`` waits for leaves ``rank``; a backward's own forward has long ended when its cotangent arrives."""
-        there = self.problem.rank[code // self.problem.num_microbatches % self.problem.num_replicas]
-        if there == rank:
-            self.ready[code] = now
-            return
-        link = rank, there
-        arrival = self.link_free[link] = max(now, self.link_free.get(link, 0.0)) + seconds
-        self.ready[code] = arrival
-        heapq.heappush(self.events, (arrival, there))
+        self.live[rank] += tables.change[kind]
+        if kind < n:
+            self.in_flight[kind] += 1
+        elif not W * n <= kind < BW * n:
+            self.in_flight[kind % n] -= 1
+        if kind >= W * n:
+            self.added[tables.turn[code][0]] += 1
+        elif kind >= B * n:
+            self.ready[code + n * m] = end
+        feeds = tables.feeds[kind]
+        if feeds is not None:
+            made, there, seconds = feeds
+            if there != rank:
+                link = rank, there
+                end = self.link_free[link] = max(end, self.link_free.get(link, 0.0)) + seconds
+                heapq.heappush(self.events, (end, there))
+            self.ready[made * m + i] = end
 
 
 def _queues(problem: Problem, row: Iterable[int]) -> list[list[int]]:
@@ -177,20 +203,22 @@ def _queues(problem: Problem, row: Iterable[int]) -> list[list[int]]:
     return [queue[::-1] for queue in queues.values()]
 
 
-def _accumulation(problem: Problem, rows: CodeRows) -> list[list[int]]:
-    """Per replica, its W and BW in the order of the rows, next one last: the order in which gradients add up.
+def _turns(problem: Problem, rows: CodeRows) -> dict[int, tuple[int, int]]:
+    """Of every W and BW: its accumulator and which of that accumulator's additions it is, as in the rows.
 
-    Replicas of a stage on the same rank (the middle one of two opposite chains) share an accumulator, and so the list.
+    Replicas of a stage on the same rank (the middle one of two opposite chains) share an accumulator.
     """
     stages = problem.placement.num_stages
-    lists: dict[tuple[int, int], list[int]] = {}
-    turn = [lists.setdefault((rank, k % stages), []) for k, rank in enumerate(problem.rank)]
-    for row in rows:
-        for code in reversed(row):
+    turns: dict[int, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        count = [0] * stages
+        for code in row:
             op, replica, _ = problem.decode(code)
             if op in (W, BW):
-                turn[replica].append(code)
-    return turn
+                stage = replica % stages
+                turns[code] = rank * stages + stage, count[stage]
+                count[stage] += 1
+    return turns
 
 
 def _in_flight(problem: Problem, rows: CodeRows) -> list[int]:

@@ -16,8 +16,8 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, simulate
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import Link
-from jaxpipe.schedule.families.gis import group_block, interleaved_block, shortest_distance, smallest_group
-from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
+from jaxpipe.schedule.families.gis import group_block, interleaved_block, smallest_group
+from jaxpipe.schedule.families.pipeoffload import po_block, po_rows, shortest_distance
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import F, Problem, W
 from jaxpipe.schedule.retime import Draft, Retimer, drafted
@@ -215,12 +215,11 @@ def test_any_size_and_costs(name: str) -> None:
     rng = random.Random(name)
     for _ in range(40):
         p, m, v = rng.randint(1, 9), rng.randint(1, 20), rng.randint(1, 4)
-        group = {"gis": p, "gis-g": rng.randint(smallest_group(p), p)}.get(name)
+        group = {"gis": p, "gis-h": smallest_group(p)}.get(name, rng.randint(smallest_group(p), p))
         costs = uneven(rng, p * v)
         schedule = generate(name, p, m, chunks=v, costs=costs, group=group if name == "gis-g" else None)
         check_schedule(schedule)
         problem = Problem.of(circular(p, v), m, costs)
-        group = shortest_distance(problem) if group is None else group
         assert draft(schedule, costs).no_worse_than(paper_order(name, problem, group)), (p, m, v, group)
         for rank in range(p):
             for stage in schedule.placement.stages_of(rank):
@@ -266,13 +265,13 @@ def test_groups_trade_memory_for_time() -> None:
     assert generate("gis-g", 8, 32, costs=costs).rows == generate("gis", 8, 32, costs=costs).rows
 
 
-def test_costs_decide_the_smallest_group() -> None:
-    """Where p Bs take longer than ⌈p/2⌉ turns, chunks stand further apart, and rounds don't wait for each other."""
-    for p, m in [(4, 16), (8, 32)]:
-        costs = profile(p, 2, 1, 2, 0.5)
-        problem = Problem.of(circular(p, 2), m, costs)
-        assert shortest_distance(problem) == {4: 3, 8: 5}[p]
-        close = draft(generate("gis-g", p, m, group=p // 2, costs=costs), costs)
-        ours = draft(generate("gis-h", p, m, costs=costs), costs)
-        assert ours.makespan < close.makespan
+def test_costs_decide_how_far_apart_chunks_are() -> None:
+    """Where p Bs take longer than ⌈p/2⌉ turns, PO's chunks stand further apart, and rounds don't wait for each other."""
+    for p, m in [(4, 16), (9, 27)]:
+        costs = profile(p, 3, 1, 2, 0.25)
+        problem = Problem.of(circular(p, 3), m, costs)
+        assert shortest_distance(problem) == {4: 3, 9: 6}[p]
+        close = Retimer(problem).draft(repeat(po_block(p, 3), problem))
+        assert close is not None
+        assert paper_order("po", problem, 0).makespan < 0.97 * close.makespan
     assert shortest_distance(Problem.of(circular(8, 2), 8, profile(8, 2, 12.96, 13.22, 9.76))) == 4

@@ -4,7 +4,8 @@ Source: `pipeoffload.txt` section 3 (GIS, G(T), GIS-H), figures 5 and 6. A rank'
 microbatches of a *group* go through a rank's chunks in turn, as in interleaved 1F1B; the smaller the group, the sooner its B
 follow its F and the less a rank holds. Rank r runs (v − 1)g + p − r F before its first B, so rank 0 holds (v − 1)g + p chunks
 of activations, 1/v of its share each. A group needs ⌈p/2⌉ microbatches: with fewer, F and B have not come round all ranks
-when the next chunk of the group is due, and every round waits.
+when the next chunk of the group is due, and every round waits. That is counted with F = B = W; where B alone takes more than
+half of F + B + W, rounds wait in groups of ⌈p/2⌉ too, and a larger group is faster.
 
 The paper runs each W right after its B and leaves the gaps. Here gaps are filled with real costs, at no more memory, and the
 result is kept if it beats the paper's order in makespan, longest span and peak at once. On equal stages that takes GIS's idle
@@ -79,7 +80,7 @@ def gis_g(
 
 
 def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
-    """GIS-H: the smallest groups, ⌈p/2⌉ microbatches (more where the costs need it, see :func:`shortest_distance`)::
+    """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
 
         rank 0 |F0- F1- F2- F0b F1b             B0b W0b F3- B1b W1b F2b B0- W0- F3b B1- W1- B2b W2b B3b B2- W3b B3- W2- W3-
         rank 1 |    F0- F1- F2- F0b F1b     B0b W0b B1b B0- F3- W1b W0- F2b B1- W1- F3b B2b W2b B3b B2- W3b B3- W2- W3-
@@ -89,34 +90,16 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     require_sizes("gis-h", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    problem = _problem(ranks, microbatches, chunks, costs)
-    return _in_groups("gis-h", problem, shortest_distance(problem))
+    return _in_groups("gis-h", _problem(ranks, microbatches, chunks, costs), smallest_group(ranks))
 
 
 def smallest_group(ranks: int) -> int:
     """The fewest microbatches that may go through a chunk in turn: ⌈p/2⌉.
 
-    F and B of a chunk take p − 1 steps each through the ranks, 3(p − 1) cells together; the group's turns of the two chunks
-    they lie between last 6g cells, which must cover that and an F and a B: 6g >= 3p − 1.
+    From F of a chunk to F of the next are 3g cells on rank 0, and as many from B to B. These 6g must hold a trip of F and one
+    of B through the ranks: p − 1 steps of 3 cells, one F step and one B step, and the last F and B. So 6g >= 3p − 1.
     """
     return -(-ranks // 2)
-
-
-def shortest_distance(problem: Problem) -> int:
-    """The fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real costs.
-
-    ⌈p/2⌉, or more (up to p) where F or B is so large a part of F + B + W that p of them take longer than that many turns of
-    the busiest rank. Seconds are averages over the chunks; transfers are left out, so memory does not depend on them.
-    """
-    p = problem.num_ranks
-    turn_s = [0.0] * p
-    for r, f, b, w in zip(problem.rank, problem.f_s, problem.b_s, problem.w_s, strict=True):
-        turn_s[r] += f + b + w
-    distance = smallest_group(p)
-    round_s = max(sum(problem.f_s), sum(problem.b_s)) * (1 - 1e-9)
-    while distance < p and distance * max(turn_s) < round_s:
-        distance += 1
-    return distance
 
 
 def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> BuildingBlock:

@@ -11,13 +11,11 @@ half holds three quarters of the peak when v is large, so offloading it leaves a
 
 from __future__ import annotations
 
-from math import gcd
-
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, shortest_distance, smallest_group
+from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, smallest_group
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
@@ -59,9 +57,21 @@ def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBl
     return interleaved_block(ranks, turns)
 
 
-def _peak(p: int, m: int, v: int) -> float | None:
-    half = smallest_group(p)
-    return ((v - 1) * half + gcd(v, half) - 1 + p) / v if m >= 2 * p else None
+def shortest_distance(problem: Problem) -> int:
+    """The fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real costs.
+
+    ⌈p/2⌉, or more (up to p) where F or B is so large a part of F + B + W that p of them take longer than that many turns of
+    the busiest rank: then a shorter distance costs more time than 1F1B takes. Transfers are left out.
+    """
+    p = problem.num_ranks
+    turn_s = [0.0] * p
+    for r, f, b, w in zip(problem.rank, problem.f_s, problem.b_s, problem.w_s, strict=True):
+        turn_s[r] += f + b + w
+    distance = smallest_group(p)
+    round_s = max(sum(problem.f_s), sum(problem.b_s)) * (1 - 1e-9)
+    while distance < p and distance * max(turn_s) < round_s:
+        distance += 1
+    return distance
 
 
 PO = Family(
@@ -72,6 +82,5 @@ PO = Family(
     options=("chunks", "costs"),
     placement=circular,
     default_chunks=2,
-    peak_activations=_peak,
     picture={"ranks": 3, "microbatches": 4, "chunks": 2},
 )

@@ -42,6 +42,7 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
         [{"chunks": 1}, {"chunks": 2}, {"chunks": 3}],
         lambda p, m, o: min((o["chunks"] + 1) * p - 1, m * o["chunks"]) / o["chunks"],
     ),
+    "interleaved-low-memory": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: min(p, m)),
     "looped-bfs": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: m),
     "looped-dfs": (
         [{"chunks": 1}, {"chunks": 2}, {"chunks": 3}],
@@ -52,6 +53,7 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
     "zb-1p": ([{}], lambda p, m, o: p),
     "zb-2p": ([{}], lambda p, m, o: 2 * p),
     "zb": ([{"memory_limit": 1}, {"memory_limit": 2.5}, {"memory_limit": 1e9}], lambda p, m, o: o["memory_limit"]),
+    "zb-two-thirds": ([{}], lambda p, m, o: min(p, m, p // 3 * 2 + 2)),
     "v-zb": ([{}], lambda p, m, o: min(p, m)),
     "gis": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: min(p, m)),
     "gis-g": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),

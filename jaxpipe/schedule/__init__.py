@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.bounds import lower_bound, rank_lower_bounds, span_lower_bound
 from jaxpipe.schedule.check import check_schedule, find_problems
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
 from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
@@ -124,6 +124,7 @@ __all__ = [
     "one_to_one",
     "op_spec",
     "parse_schedule",
+    "rank_lower_bounds",
     "read_costs",
     "read_schedule",
     "read_timeline",

@@ -7,6 +7,7 @@ from jaxpipe.schedule.families.gis import gis, gis_g, gis_h
 from jaxpipe.schedule.families.gpipe import gpipe
 from jaxpipe.schedule.families.hanayo import hanayo
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
+from jaxpipe.schedule.families.interleaved_low_memory import interleaved_low_memory
 from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
@@ -14,6 +15,7 @@ from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
 from jaxpipe.schedule.families.v_zb import v_zb
 from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
 from jaxpipe.schedule.families.zb_heuristic import zb_1p, zb_2p, zero_bubble
+from jaxpipe.schedule.families.zb_two_thirds import zb_two_thirds
 
 __all__ = [
     "FAMILIES",
@@ -28,6 +30,7 @@ __all__ = [
     "gis_h",
     "gpipe",
     "hanayo",
+    "interleaved_low_memory",
     "interleaved_one_f_one_b",
     "looped_bfs",
     "looped_dfs",
@@ -38,5 +41,6 @@ __all__ = [
     "zb_2p",
     "zb_h1",
     "zb_h2",
+    "zb_two_thirds",
     "zero_bubble",
 ]

@@ -39,7 +39,7 @@ def interleaved_one_f_one_b(
     require_sizes("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     orders = [
-        [list(_row(problem, r, chunks, slots)) for r in range(ranks)] for slots in _slots(microbatches, ranks, chunks)
+        [list(_row(problem, r, chunks, places)) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)
     ]
     if len(orders) == 1:
         return problem.schedule("interleaved-1f1b", orders[0])
@@ -49,8 +49,8 @@ def interleaved_one_f_one_b(
     return problem.schedule("interleaved-1f1b", best.rows)
 
 
-def _slots(m: int, p: int, v: int) -> Iterator[list[int]]:
-    """Ways to number the places of whole groups of p with m microbatches; −1 where there is none."""
+def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
+    """Ways to number the places of whole groups of p with m microbatches; −1 where there is none. One chunk: one way."""
     groups, missing = -(-m // p), -m % p
     yield _numbered(groups * p, range(missing))
     if missing and groups > 1 and v > 1:
@@ -66,19 +66,19 @@ def _numbered(places: int, empty: range | list[int]) -> list[int]:
     return [-1 if place in empty else next(numbers) for place in range(places)]
 
 
-def _row(problem: Problem, rank: int, v: int, slots: list[int]) -> Iterator[int]:
+def _row(problem: Problem, rank: int, v: int, places: list[int]) -> Iterator[int]:
     p = problem.num_ranks
-    total = len(slots) * v
+    total = len(places) * v
     warm_up = min(2 * (p - rank - 1) + (v - 1) * p, total)
     for k in range(total + warm_up):
         if k < total:
             chunk, place = _unit(k, p, v)
-            if slots[place] >= 0:
-                yield problem.code(F, chunk * p + rank, slots[place])
+            if places[place] >= 0:
+                yield problem.code(F, chunk * p + rank, places[place])
         if k >= warm_up:
             chunk, place = _unit(k - warm_up, p, v)
-            if slots[place] >= 0:
-                yield problem.code(BW, (v - 1 - chunk) * p + rank, slots[place])
+            if places[place] >= 0:
+                yield problem.code(BW, (v - 1 - chunk) * p + rank, places[place])
 
 
 def _unit(k: int, p: int, v: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from jaxpipe.schedule.families.gis import GIS, GIS_G, GIS_H
 from jaxpipe.schedule.families.gpipe import GPIPE
 from jaxpipe.schedule.families.hanayo import HANAYO
 from jaxpipe.schedule.families.interleaved import INTERLEAVED_ONE_F_ONE_B
+from jaxpipe.schedule.families.interleaved_low_memory import INTERLEAVED_LOW_MEMORY
 from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
@@ -26,6 +27,7 @@ from jaxpipe.schedule.families.pipeoffload_offloaded import PO_F, PO_H
 from jaxpipe.schedule.families.v_zb import V_ZB
 from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
+from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -36,6 +38,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ONE_F_ONE_B,
             EAGER_ONE_F_ONE_B,
             INTERLEAVED_ONE_F_ONE_B,
+            INTERLEAVED_LOW_MEMORY,
             LOOPED_BFS,
             LOOPED_DFS,
             ZB_H1,
@@ -43,6 +46,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ZB_1P,
             ZB_2P,
             ZB,
+            ZB_TWO_THIRDS,
             V_ZB,
             GIS,
             GIS_G,

@@ -96,12 +96,13 @@ def _zero_bubble(name: str, ranks: int, m: int, costs: CostProfile | None, limit
         costs = CostProfile.uniform(ranks)
     if costs.num_stages != ranks:
         raise ScheduleError(f"{name}: costs are for {costs.num_stages} stages; {ranks} ranks need {ranks}, one each")
-    bounded = Bounded(Problem.of(one_to_one(ranks), m, costs), ranks if limit is None else limit)
-    need = max(bounded.reserved)
+    problem = Problem.of(one_to_one(ranks), m, costs)
+    need = max(*problem.held, *problem.kept)
     if limit is not None and (isnan(limit) or limit < need):
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
+    bounded = Bounded(problem, max(ranks, need) if limit is None else limit)
     bounds = [
         find(bounded.problem.placement, m, costs, memory_limit=bounded.limit)
         for find in (lower_bound, span_lower_bound)

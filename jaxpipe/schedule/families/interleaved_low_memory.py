@@ -1,0 +1,93 @@
+"""Interleaved 1F1B at 1F1B's memory: the same bubble as interleaved 1F1B with p − 1 chunks less.
+
+Source: `controllable-memory.txt` appendix I, figure 16c ("a variation of interleaved 1F1B with the same bubble rate but lower
+memory"). The figure is lost in the text that this was made from; the block here is reconstructed from that sentence and may
+differ from the drawn one. Time goes in turns of three cells, F then BW. F of chunk c runs in turn cp of rank 0 and moves on
+one cell per rank, so it comes round just before the next chunk's turn. BW of the last chunk follows its F on the last rank
+at once and comes up two cells per rank, that is, one turn per rank later and one cell earlier within the turn, as F moves:
+F keeps the first cell of a rank's turns, BW the other two, and nothing ever meets. Chunks of B are p turns apart as well.
+
+A rank holds vp chunks at most, p shares, where interleaved 1F1B holds (v + 1)p − 1 chunks. Less is not possible at this
+makespan: with one chunk less every schedule is 3 cells longer (:func:`~jaxpipe.schedule.bounds.lower_bound`; a test).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpipe.schedule.blocks import BuildingBlock, repeat
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.interleaved import slots
+from jaxpipe.schedule.families.reordered import improved
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import circular
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import Retimer, best_of
+
+
+def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
+    """The block of one microbatch; groups of p, one turn apart within a group."""
+    turns = range(0, chunks * ranks, ranks)
+    forward = tuple(3 * turn + r for turn in turns for r in range(ranks))
+    backward = tuple(3 * (turns[-1] + turn + ranks - 1 - r) + r + 1 for turn in reversed(turns) for r in range(ranks))
+    return BuildingBlock(
+        circular(ranks, chunks),
+        interval=3,
+        forward=(forward,),
+        backward=(backward,),
+        group=ranks,
+        group_interval=3 * chunks * ranks,
+    )
+
+
+def interleaved_low_memory(
+    ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None
+) -> Schedule:
+    """Interleaved 1F1B with less memory for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F0b F1b         BW0b--- F2- BW1b--- F3- BW0---- F2b BW1---- F3b BW2b---     BW3b--- BW2---- BW3----
+        rank 1 |    F0- F1- F0b BW0b--- F1b BW1b--- F2- BW0---- F3- BW1---- F2b BW2b--- F3b BW3b--- BW2---- BW3----
+
+    (``b`` marks the second chunk of a rank.) With m a multiple of p, equal stages and no transfer time the makespan is
+    m(F + B + W) + (p − 1)(F + B + W)/v, that of interleaved 1F1B, and a rank holds min(vp, vm) chunks, 1/v of its share each.
+    Otherwise whole microbatches are left out of the next multiple of p; which, and small changes of order, is decided with the
+    real ``costs`` (one entry per stage, p·v).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    require_sizes("interleaved-low-memory", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    block = low_memory_block(ranks, chunks)
+    orders = [_order(block, problem, places) for places in slots(microbatches, ranks, chunks)]
+    retimer = Retimer(problem)
+    best = best_of(map(retimer.draft, orders[1:]), anchor=retimer.draft(orders[0]))
+    assert best is not None
+    return problem.schedule("interleaved-low-memory", improved(problem, best.rows).rows)
+
+
+def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> list[list[int]]:
+    """The repeated block for all of ``places``, of which only those with a number stay."""
+    whole = Problem.of(block.placement, len(places))
+    return [list(_renumbered(whole, problem, row, places)) for row in repeat(block, whole)]
+
+
+def _renumbered(whole: Problem, problem: Problem, row: list[int], places: list[int]) -> Iterator[int]:
+    for op, replica, place in map(whole.decode, row):
+        if places[place] >= 0:
+            yield problem.code(op, replica, places[place])
+
+
+INTERLEAVED_LOW_MEMORY = Family(
+    name="interleaved-low-memory",
+    function=interleaved_low_memory,
+    description="interleaved 1F1B's bubble at 1F1B's memory, v chunks per rank (--chunks, default 2)",
+    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16c (reconstructed)",
+    options=("chunks", "costs"),
+    placement=circular,
+    default_chunks=2,
+    peak_activations=lambda p, m, v: min(p, m) if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)

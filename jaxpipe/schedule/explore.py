@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import floor
 from typing import Literal
 
 from jaxpipe.errors import ScheduleError
@@ -31,8 +32,7 @@ Objective = Literal["makespan", "span"]
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks per rank that are tried when costs don't fix the number of stages."""
 LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
-"""Memory limits that are tried beside the one asked for, in units of p: a search with less room may find more, and one with
-more room leaves something to offload."""
+"""Memory limits that are tried beside the one asked for, in units of p."""
 _MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
 _FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
 _SLACK = 1 + 1e-9
@@ -148,7 +148,7 @@ def settings_of(family: Family, task: Task) -> Iterator[Setting]:
     """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
     for chunks in _chunks(family, task):
         for group in _groups(family, task, chunks):
-            for limit in _limits(family, task):
+            for limit in _limits(family, task, chunks):
                 yield Setting(family.name, chunks, group, limit)
 
 
@@ -183,12 +183,19 @@ def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
     return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})]
 
 
-def _limits(family: Family, task: Task) -> Iterable[float | None]:
+def _limits(family: Family, task: Task, chunks: int) -> Iterable[float | None]:
+    """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
+    one with more room leaves something to offload."""
     if "memory_limit" not in family.options:
         return (None,)
     asked = task.memory_limit
+    tried: list[float | None] = [None if asked == float("inf") else asked]
     others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
-    return [None if asked == float("inf") else asked, *(x for x in reversed(others) if x != asked)]
+    if asked < float("inf"):
+        whole = floor(asked * chunks * _SLACK)
+        others += [x / chunks for x in (whole, whole - 1) if x > 0]
+    tried += [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
+    return tried
 
 
 def make(setting: Setting, task: Task) -> Candidate:

@@ -8,8 +8,8 @@ when the next chunk of the group is due, and every round waits. That is counted 
 half of F + B + W, rounds wait in groups of ⌈p/2⌉ too, and a larger group is faster.
 
 The paper runs each W right after its B and leaves the gaps. Here gaps are filled with real costs, at no more memory, and the
-result is kept if it beats the paper's order in makespan, longest span and peak at once. On equal stages that takes GIS's idle
-time from (p − 1)(F + B) to (p − 1)(B + max(0, F − W)), in chunks.
+result is kept if it is no worse than the paper's order in makespan, longest span and peak at once. With F = B = W that
+halves GIS's idle time of p − 1 F and p − 1 B of a chunk.
 
 The authors leave the last group short when m is not a multiple of it. Here the first or the second may be short instead, or
 all groups smaller and even; real costs decide.
@@ -188,8 +188,8 @@ def _group_peak(p: int, m: int, v: int, group: int) -> float | None:
 
 
 def _gis_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    """Where F > W, filling gaps beats (p − 1)(F + B − W) at some sizes."""
-    return m * (f + b + w) + (p - 1) * b / v if m % p == 0 and f <= w else None
+    """For F = B = W; otherwise it depends on how well W fits the gaps, and is at most the paper's (p − 1)(F + B)/v idle."""
+    return m * (f + b + w) + (p - 1) * f / v if m % p == 0 and f == b == w else None
 
 
 GIS = Family(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from jaxpipe.schedule import CostProfile, Link, Timeline, check_schedule, genera
 from jaxpipe.schedule.families.family import in_order
 from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
 from jaxpipe.schedule.families.policies import policies
-from jaxpipe.schedule.families.polish import move_weight_gradients
+from jaxpipe.schedule.families.polish import fuse_backwards, move_weight_gradients
 from jaxpipe.schedule.families.zb_heuristic import best_draft
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.placement import one_to_one
@@ -54,13 +55,14 @@ def chains(draw_from: st.DrawFn) -> tuple[int, CostProfile, float]:
     residual = draw_from(st.tuples(*[st.floats(0.5, 4)] * p))
     kept = draw_from(st.tuples(*[st.floats(0, 1)] * p))
     f, b, w = draw_from(per_stage), draw_from(per_stage), draw_from(per_stage)
+    fused = draw_from(st.sampled_from([1.0, 1.0, 0.8, 1.2]))
 
     links = tuple(((r, r + 1), Link(latency_s=draw_from(seconds))) for r in range(p - 1) if draw_from(st.booleans()))
     costs = CostProfile(
         f_s=f,
         b_s=b,
         w_s=w,
-        bw_s=tuple(x + y for x, y in zip(b, w, strict=True)),
+        bw_s=tuple(fused * (x + y) for x, y in zip(b, w, strict=True)),
         residual_bytes=residual,
         w_residual_bytes=tuple(x * y for x, y in zip(residual, kept, strict=True)),
         link=Link(latency_s=draw_from(st.sampled_from([0.0, 0.5, 5.0]))),
@@ -149,6 +151,22 @@ def test_polish_shortens_or_leaves_alone() -> None:
             assert retimer.draft(after.rows) == after
             shorter += after.makespan < before.makespan
     assert shorter > 0
+
+
+def test_a_cheap_fused_backward_is_used() -> None:
+    split = CostProfile.uniform(4, f=1, b=1, w=1)
+    cheap = replace(split, bw_s=(1.5,) * 4)
+    schedule = generate("zb", 4, 12, costs=cheap, memory_limit=2)
+    check_schedule(schedule)
+    assert any(action.op == "BW" for rank in range(4) for action in schedule.actions(rank))
+    assert (
+        simulate(schedule, cheap).makespan
+        < simulate(generate("zb", 4, 12, costs=split, memory_limit=2), split).makespan
+    )
+    problem = Problem.of(one_to_one(4), 12, split)
+    draft = Retimer(problem).draft(problem.codes(generate("zb", 4, 12, costs=split)))
+    assert draft is not None
+    assert fuse_backwards(Retimer(problem), draft, 4) is draft
 
 
 AUTHORS = [tuple(row) for row in json.loads(Path(__file__).with_name("golden").joinpath("authors_zb.json").read_text())]

@@ -5,8 +5,8 @@ memory ZB-1P and at twice that ZB-2P. The heuristic as the paper has it (:mod:`~
 shortest span, is the answer to beat wherever it fits in memory. Many more drafts are made, and the best of those that are no
 worse in makespan, span *and* peak is kept: list schedules over a grid of policies
 (:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders split 1F1B, ZB-H1 and ZB-H2. The best of a small
-problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Nothing more is tried once the lower bounds are reached. A
-fused BW that is cheaper than B + W is not considered.
+problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Where a fused BW costs less than B + W, neighbours are fused.
+Nothing more is tried once the lower bounds are reached.
 
 For limits below p some policies set the warm-up depth by the round trip of a microbatch (`controllable-memory.txt`, appendix I
 reaches 2p/3 with a building block instead). At unit costs and limits p/4 to p the longest span equals or beats the best that
@@ -26,7 +26,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
 from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
 from jaxpipe.schedule.families.policies import policies
-from jaxpipe.schedule.families.polish import move_weight_gradients
+from jaxpipe.schedule.families.polish import fuse_backwards, move_weight_gradients
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
@@ -114,6 +114,7 @@ def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Dr
     """The best of all drafts, polished if small; stops early at one that takes no more than ``makespan`` and ``span``."""
     retimer = Retimer(bounded.problem)
     anchor = _paper_draft(retimer, bounded.limit)
+    limit = (bounded.limit if anchor is None else anchor.peak) + 1e-9
     best = anchor
     for draft in _drafts(retimer, bounded):
         if best is not None and best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
@@ -121,9 +122,9 @@ def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Dr
         if anchor is None or draft.no_worse_than(anchor):
             best = best_of([draft] if best is None else [best, draft])
     assert best is not None
-    small = 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL
-    limit = bounded.limit if anchor is None else anchor.peak
-    return move_weight_gradients(retimer, best, limit + 1e-9, _SWAPS) if small else best
+    if 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL:
+        best = move_weight_gradients(retimer, best, limit, _SWAPS)
+    return fuse_backwards(retimer, best, limit)
 
 
 def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:

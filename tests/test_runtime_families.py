@@ -61,6 +61,13 @@ def test_family_runs_two_steps_bit_equal_to_sequential(name: str, p: int, m: int
         params = jax.tree.map(lambda x, g: x - LEARNING_RATE * g, _arrays(params), _arrays(grads))
 
 
+def test_offloads_are_among_what_runs() -> None:
+    offloading = {
+        name for name in FAMILIES if any(a.op == "O" for rank in range(4) for a in _generated(name, 4, 8).actions(rank))
+    }
+    assert offloading >= {"po-h", "po-f"}
+
+
 def _of_primaries(pipe: Pipeline, acc: Mapping[tuple[int, int], Any]) -> list[list[Any]]:
     return [list(acc[pipe.primary(stage)]) for stage in pipe.instances]
 

@@ -66,12 +66,16 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
         lambda p, m, o: min((o["chunks"] - 1) * (-(-p // 2) + 1) + p, m * o["chunks"]) / o["chunks"],
     ),
     "po-h": (
-        [{"chunks": 2}, {"chunks": 3}, {"chunks": 4}],
+        [{"chunks": 2}, {"chunks": 3}],
         lambda p, m, o: min((o["chunks"] // 2) * (-(-p // 2) + 1) + p, m * o["chunks"]) / o["chunks"],
     ),
-    "po-f": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: 1 / o["chunks"]),
+    "po-f": ([{"chunks": 1}, {"chunks": 2}], lambda p, m, o: 1 / o["chunks"]),
+    "ada-offload": (
+        [{"memory_limit": 2.5}, {"chunks": 2, "memory_limit": 1}],
+        lambda p, m, o: o["memory_limit"],
+    ),
     "chimera": ([{}], lambda p, m, o: min(p, m)),
-    "hanayo": ([{}, {"chunks": 1}, {"chunks": 4}], lambda p, m, o: min(p, m)),
+    "hanayo": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "dualpipe-v": ([{}], lambda p, m, o: min(p + 0.5, m)),
 }
 PROFILES = [

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.ada_offload import ADA_OFFLOAD
 from jaxpipe.schedule.families.chimera import CHIMERA
 from jaxpipe.schedule.families.dualpipe_v import DUALPIPE_V
 from jaxpipe.schedule.families.family import Family, require_sizes
@@ -54,6 +55,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             PO,
             PO_H,
             PO_F,
+            ADA_OFFLOAD,
             CHIMERA,
             HANAYO,
             DUALPIPE_V,

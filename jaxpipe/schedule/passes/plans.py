@@ -135,13 +135,13 @@ class Plans:
             schedule, after = self.free(plan)
             if peak_of(after) <= limit * _SLACK:
                 return schedule, after
-        return self._delayed(limit) or (schedule, after)
+        return self.delayed(limit) or (schedule, after)
 
     def aimed(self, limit: float, stretch: float) -> list[Move]:
         """For every lane, the plan that offloads just what stands above ``limit``."""
         return [m for ranks in self.lanes for m in self.plan(ranks, [limit * GRID] * len(ranks), stretch)]
 
-    def _delayed(self, limit: float) -> tuple[Schedule, Timeline] | None:
+    def delayed(self, limit: float) -> tuple[Schedule, Timeline] | None:
         """The shortest schedule found that meets the limit: planned for a host link faster than it is, so that B's wait."""
         best: tuple[Schedule, Timeline] | None = None
         failed, met = 1.0, 0.0

@@ -9,7 +9,8 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import FAMILIES, CostProfile, Placement, best_schedule, check_schedule, generate, simulate
-from jaxpipe.schedule.explore import Setting, Task, best_of_family, make, offloaded_share, settings_of
+from jaxpipe.schedule.explore import best_of_family, make, offloaded_share
+from jaxpipe.schedule.settings import Setting, Task, settings_of
 
 UNEVEN = CostProfile(
     f_s=(1, 2, 1, 1, 2, 1, 1, 1),

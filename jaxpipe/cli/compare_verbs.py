@@ -23,7 +23,8 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import Family
-    from jaxpipe.schedule.explore import Candidate, Objective, Task
+    from jaxpipe.schedule.explore import Candidate
+    from jaxpipe.schedule.settings import Objective, Task
 
 _PLOTS = (".svg", ".png", ".html")
 _LONGEST_REASON = 100
@@ -121,7 +122,7 @@ def _record(candidate: Candidate, limit: float | None) -> Record:
 
 
 def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective = "makespan") -> Task:
-    from jaxpipe.schedule.explore import Task
+    from jaxpipe.schedule.settings import Task
 
     check_size(arguments.ranks, arguments.microbatches, arguments.chunks or 1)
     return Task(

@@ -1,19 +1,17 @@
 """The best schedule of all families and their parameters, under a memory limit: what ``jaxpipe best`` and ``compare`` ask.
 
-A :class:`Setting` is a family with its parameters; a :class:`Task` says for which sizes, costs and limit. Every setting that a
-task allows is generated and simulated; nothing here trusts what a family claims. Settings are taken from the cheap families
-to the expensive ones, and one whose placement has a lower bound above what was already found is left out, so the answer is
-the same as if all had been tried. No clock decides anything: the same task gives the same schedule.
+Every setting (:mod:`~jaxpipe.schedule.settings`) that a task allows is generated and simulated. Settings are taken from the
+cheap families to the expensive ones. Left out without loss: one whose placement has a lower bound no better than what was
+found, one that a closed form says is above the limit, and larger groups than one that was. What needs too much memory goes
+through the offload pass, if the costs say how long that takes. No clock decides anything: the same task, the same schedule.
 
 Not explored: mixtures of families, placements that no family uses, more than eight chunks per rank unless asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from math import floor
-from typing import Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
@@ -22,91 +20,13 @@ from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import offload as offload_pass
-from jaxpipe.schedule.placement import Placement, one_to_one
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
-Costs = CostProfile | Callable[[Placement], CostProfile] | None
-Objective = Literal["makespan", "span"]
-
-CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Chunks per rank that are tried when costs don't fix the number of stages."""
-LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
-"""Memory limits that are tried beside the one asked for, in units of p."""
-_MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
 _FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
 _SLACK = 1 + 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A family and its parameters. ``memory_limit`` is what the family is told, at most the task's.
-
-    ``offload``: whether the offload pass brings the schedule below the task's limit.
-    """
-
-    family: str
-    chunks: int
-    group: int | None = None
-    memory_limit: float | None = None
-    offload: bool = False
-
-    def __str__(self) -> str:
-        family = FAMILIES[self.family]
-        parts = [self.family]
-        if "chunks" in family.options:
-            parts.append(f"--chunks {self.chunks}")
-        if self.group is not None:
-            parts.append(f"--group {self.group}")
-        if self.memory_limit is not None:
-            parts.append(f"--memory-limit {self.memory_limit:g}")
-        return " ".join(parts) + (" and the offload pass" if self.offload else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is wanted.
-
-    ``costs``: a profile, which fixes the number of stages; a function from placement to profile, which leaves it free; or
-    None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
-    ``chunks``, ``group``: for the families that take them; free if None. ``offload``: whether schedules may copy activations
-    to the host; by default they may if the costs say that it takes time (a host link that takes none would hide it all).
-    """
-
-    ranks: int
-    microbatches: int
-    costs: Costs = None
-    memory_limit: float = float("inf")
-    chunks: int | None = None
-    group: int | None = None
-    offload: bool | None = None
-    objective: Objective = "makespan"
-
-    def costs_for(self, placement: Placement) -> CostProfile:
-        """The profile for schedules of ``placement``.
-
-        Raises:
-            ScheduleError: the task's profile has another number of stages.
-        """
-        if self.costs is None:
-            return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
-        if not isinstance(self.costs, CostProfile):
-            return self.costs(placement)
-        if self.costs.num_stages != placement.num_stages:
-            raise ScheduleError(
-                f"the costs are for {self.costs.num_stages} stages; this takes {placement.num_stages} "
-                f"({placement.num_chunks} per rank)"
-            )
-        return self.costs
-
-    def offloads_somewhere(self) -> bool:
-        """Whether schedules on one stage per rank (or of the given profile) may use the host's memory."""
-        costs = self.costs if isinstance(self.costs, CostProfile) else self.costs_for(one_to_one(self.ranks))
-        return self.may_offload(costs)
-
-    def may_offload(self, costs: CostProfile) -> bool:
-        """Whether schedules may use the host's memory."""
-        return any(costs.offload_s) or any(costs.load_s) if self.offload is None else self.offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,60 +62,6 @@ def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
             elif action.op == "F":
                 total += costs.residual_bytes[action.stage]
     return moved / total if total > 0 else 0.0
-
-
-def settings_of(family: Family, task: Task) -> Iterator[Setting]:
-    """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
-    for chunks in _chunks(family, task):
-        for group in _groups(family, task, chunks):
-            for limit in _limits(family, task, chunks):
-                yield Setting(family.name, chunks, group, limit)
-
-
-def _chunks(family: Family, task: Task) -> Iterable[int]:
-    p, m, v = task.ranks, task.microbatches, family.default_chunks
-    if isinstance(task.costs, CostProfile):
-        stages = task.costs.num_stages
-        candidates = {v, stages // p} if "chunks" in family.options else {v}
-        return [x for x in sorted(candidates) if x >= 1 and _stages(family, p, x) == stages]
-    if "chunks" not in family.options:
-        return (v,)
-    if task.chunks is not None:
-        return (task.chunks,)
-    return [x for x in sorted({*CHUNKS, v}) if x == v or p * m * x <= _MOST_PAIRS]
-
-
-def _stages(family: Family, ranks: int, chunks: int) -> int | None:
-    """Number of stages of the placement, or None where the family has none of these sizes."""
-    try:
-        return family.placement(ranks, chunks).num_stages
-    except ScheduleError:
-        return None
-
-
-def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
-    """Groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises with them."""
-    if "group" not in family.options:
-        return (None,)
-    if task.group is not None:
-        return (task.group,)
-    p = task.ranks
-    return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})]
-
-
-def _limits(family: Family, task: Task, chunks: int) -> Iterable[float | None]:
-    """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
-    one with more room leaves something to offload."""
-    if "memory_limit" not in family.options:
-        return (None,)
-    asked = task.memory_limit
-    tried: list[float | None] = [None if asked == float("inf") else asked]
-    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
-    if asked < float("inf"):
-        whole = floor(asked * chunks * _SLACK)
-        others += [x / chunks for x in (whole, whole - 1) if x > 0]
-    tried += [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
-    return tried
 
 
 def make(setting: Setting, task: Task) -> Candidate:
@@ -289,15 +155,30 @@ class _Search:
             self.reasons.append(f"{setting.family} offloads, and the costs don't say how long that takes")
             self._offloads.add(setting.family)
             return
-        limit = self.task.memory_limit
-        if candidate.peak <= limit * _SLACK:
+        if candidate.peak <= self.task.memory_limit * _SLACK:
             self._keep(candidate)
             return
-        self.reasons.append(f"{setting.family} needs {candidate.peak:g} activations, limit {limit:g}")
+        self._refuse(setting, candidate.peak)
         if self.task.may_offload(candidate.costs):
             self._too_large.append(candidate)
         else:
             self._full.add((setting.family, setting.chunks, setting.memory_limit))
+
+    def _known_too_large(self, setting: Setting, costs: CostProfile) -> bool:
+        """Whether the family's closed form says that it needs more than the limit, and nothing may be offloaded."""
+        known = FAMILIES[setting.family].peak_activations
+        if known is None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
+            return False
+        if setting.group is not None:
+            return False  # closed forms are for the family's own group
+        peak = known(self.task.ranks, self.task.microbatches, setting.chunks)
+        if peak is None or peak <= self.task.memory_limit * _SLACK:
+            return False
+        self._refuse(setting, peak)
+        return True
+
+    def _refuse(self, setting: Setting, peak: float) -> None:
+        self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
@@ -308,12 +189,14 @@ class _Search:
         setting's placement is shorter than the best so far."""
         if setting.family in self._offloads or (setting.family, setting.chunks, setting.memory_limit) in self._full:
             return True
-        if self.best is None:
-            return False
         try:
             placement = FAMILIES[setting.family].placement(self.task.ranks, setting.chunks)
+            costs = self.task.costs_for(placement)
+            if self._known_too_large(setting, costs):
+                return True
+            if self.best is None:
+                return False
             if placement not in self._bounds:
-                costs = self.task.costs_for(placement)
                 self._bounds[placement] = bounds_within(
                     placement,
                     self.task.microbatches,

@@ -1,0 +1,152 @@
+"""Which families with which parameters are worth a try for given sizes, costs and memory limit.
+
+A :class:`Task` says what is wanted, a :class:`Setting` is a family with its parameters; :func:`settings_of` lists a family's
+settings for a task. It reads the family's options only, so a new family is explored without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import floor
+from typing import Literal
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families import FAMILIES, Family
+from jaxpipe.schedule.placement import Placement, one_to_one
+
+Costs = CostProfile | Callable[[Placement], CostProfile] | None
+Objective = Literal["makespan", "span"]
+
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Chunks per rank that are tried when costs don't fix the number of stages."""
+LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
+"""Memory limits that are tried beside the one asked for, in units of p."""
+_MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
+_SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A family and its parameters. ``memory_limit`` is what the family is told, at most the task's.
+
+    ``offload``: whether the offload pass brings the schedule below the task's limit.
+    """
+
+    family: str
+    chunks: int
+    group: int | None = None
+    memory_limit: float | None = None
+    offload: bool = False
+
+    def __str__(self) -> str:
+        family = FAMILIES[self.family]
+        parts = [self.family]
+        if "chunks" in family.options:
+            parts.append(f"--chunks {self.chunks}")
+        if self.group is not None:
+            parts.append(f"--group {self.group}")
+        if self.memory_limit is not None:
+            parts.append(f"--memory-limit {self.memory_limit:g}")
+        return " ".join(parts) + (" and the offload pass" if self.offload else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is wanted.
+
+    ``costs``: a profile, which fixes the number of stages; a function from placement to profile, which leaves it free; or
+    None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
+    ``chunks``, ``group``: for the families that take them; free if None. ``offload``: whether schedules may copy activations
+    to the host; by default they may if the costs say that it takes time (a host link that takes none would hide it all).
+    """
+
+    ranks: int
+    microbatches: int
+    costs: Costs = None
+    memory_limit: float = float("inf")
+    chunks: int | None = None
+    group: int | None = None
+    offload: bool | None = None
+    objective: Objective = "makespan"
+
+    def costs_for(self, placement: Placement) -> CostProfile:
+        """The profile for schedules of ``placement``.
+
+        Raises:
+            ScheduleError: the task's profile has another number of stages.
+        """
+        if self.costs is None:
+            return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+        if not isinstance(self.costs, CostProfile):
+            return self.costs(placement)
+        if self.costs.num_stages != placement.num_stages:
+            raise ScheduleError(
+                f"the costs are for {self.costs.num_stages} stages; this takes {placement.num_stages} "
+                f"({placement.num_chunks} per rank)"
+            )
+        return self.costs
+
+    def offloads_somewhere(self) -> bool:
+        """Whether schedules on one stage per rank (or of the given profile) may use the host's memory."""
+        costs = self.costs if isinstance(self.costs, CostProfile) else self.costs_for(one_to_one(self.ranks))
+        return self.may_offload(costs)
+
+    def may_offload(self, costs: CostProfile) -> bool:
+        """Whether schedules may use the host's memory."""
+        return any(costs.offload_s) or any(costs.load_s) if self.offload is None else self.offload
+
+
+def settings_of(family: Family, task: Task) -> Iterator[Setting]:
+    """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
+    for chunks in _chunks(family, task):
+        for group in _groups(family, task, chunks):
+            for limit in _limits(family, task, chunks):
+                yield Setting(family.name, chunks, group, limit)
+
+
+def _chunks(family: Family, task: Task) -> Iterable[int]:
+    p, m, v = task.ranks, task.microbatches, family.default_chunks
+    if isinstance(task.costs, CostProfile):
+        stages = task.costs.num_stages
+        candidates = {v, stages // p} if "chunks" in family.options else {v}
+        return [x for x in sorted(candidates) if x >= 1 and _stages(family, p, x) == stages]
+    if "chunks" not in family.options:
+        return (v,)
+    if task.chunks is not None:
+        return (task.chunks,)
+    return [x for x in sorted({*CHUNKS, v}) if x == v or p * m * x <= _MOST_PAIRS]
+
+
+def _stages(family: Family, ranks: int, chunks: int) -> int | None:
+    """Number of stages of the placement, or None where the family has none of these sizes."""
+    try:
+        return family.placement(ranks, chunks).num_stages
+    except ScheduleError:
+        return None
+
+
+def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
+    """Groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises with them."""
+    if "group" not in family.options:
+        return (None,)
+    if task.group is not None:
+        return (task.group,)
+    p = task.ranks
+    return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})]
+
+
+def _limits(family: Family, task: Task, chunks: int) -> Iterable[float | None]:
+    """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
+    one with more room leaves something to offload."""
+    if "memory_limit" not in family.options:
+        return (None,)
+    asked = task.memory_limit
+    tried: list[float | None] = [None if asked == float("inf") else asked]
+    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
+    if asked < float("inf"):
+        whole = floor(asked * chunks * _SLACK)
+        others += [x / chunks for x in (whole, whole - 1) if x > 0]
+    tried += [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
+    return tried

@@ -8,9 +8,10 @@ worse in makespan, span *and* peak is kept: list schedules over a grid of polici
 problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Where a fused BW costs less than B + W, neighbours are fused.
 Nothing more is tried once the lower bounds are reached.
 
-For limits below p some policies set the warm-up depth by the round trip of a microbatch (`controllable-memory.txt`, appendix I
-reaches 2p/3 with a building block instead). At unit costs and limits p/4 to p the longest span equals or beats the best that
-CP-SAT found in FACTS.md's table (a test). How many drafts are made depends on sizes only, never on a clock.
+For limits below p some policies set the warm-up depth by the round trip of a microbatch, and the building block of
+`controllable-memory.txt`, appendix I is tried from 2p/3 on (:mod:`~jaxpipe.schedule.families.two_thirds_block`; up to 4%).
+At unit costs and limits p/4 to p the longest span equals or beats the best that CP-SAT found in FACTS.md's table (a test).
+How many drafts are made depends on sizes only, never on a clock.
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
 """
 
@@ -27,6 +28,7 @@ from jaxpipe.schedule.families.family import Family, in_order, require_sizes
 from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
 from jaxpipe.schedule.families.policies import policies
 from jaxpipe.schedule.families.polish import fuse_backwards, move_weight_gradients
+from jaxpipe.schedule.families.two_thirds_block import block_drafts
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
@@ -116,7 +118,7 @@ def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Dr
     anchor = _paper_draft(retimer, bounded.limit)
     limit = (bounded.limit if anchor is None else anchor.peak) + 1e-9
     best = anchor
-    for draft in _drafts(retimer, bounded):
+    for draft in _drafts(retimer, bounded, limit):
         if best is not None and best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
             return best
         if anchor is None or draft.no_worse_than(anchor):
@@ -133,8 +135,8 @@ def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
     return min(drafts, key=lambda d: float(f"{d.span:.9g}"), default=None)
 
 
-def _drafts(retimer: Retimer, bounded: Bounded) -> Iterator[Draft]:
-    """Drafts within the limit; one always exists."""
+def _drafts(retimer: Retimer, bounded: Bounded, peak: float) -> Iterator[Draft]:
+    """Drafts within the limit, of which one always exists; building blocks only within ``peak``."""
     problem, limit = bounded.problem, bounded.limit + 1e-9
     p, m = problem.num_ranks, problem.num_microbatches
     in_flight = bounded.fit([p - r for r in range(p)])
@@ -147,6 +149,8 @@ def _drafts(retimer: Retimer, bounded: Bounded) -> Iterator[Draft]:
         draft = list_schedule(bounded, policy)
         if draft is not None:
             yield draft
+    if bounded.limit < p:
+        yield from block_drafts(problem, peak)
 
 
 def _split_1f1b(in_flight: int, m: int) -> list[str]:

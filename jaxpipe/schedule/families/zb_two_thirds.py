@@ -1,38 +1,22 @@
-"""Zero bubble with two thirds of 1F1B's memory: a building block of two microbatches, so that F and B never meet.
+"""Zero bubble with two thirds of 1F1B's memory: ``zb`` at the memory of a building block, and no worse than the block.
 
-Source: `controllable-memory.txt` appendix I, figure 16b. The figure is lost in the text that this was made from; the block here
-is reconstructed from what is said of it (two microbatches in a block, 2/3 of the memory, B and W apart) and may differ from
-the drawn one. F goes down and B comes up one cell per rank, without a wait, so an activation lives about 2p cells; two of
-them start every T = 6 cells, hence 2p/3 in memory. On rank r, F of the first takes residue r and its B 2p − 1 − r modulo 6:
-one is even, the other odd. The second microbatch starts 2 (or 4) cells later, which keeps both parities, so its F and B take
-free residues too, and one residue of each parity is left for the two W.
-
-``zb`` at the same limit finds its own warm-up and is usually as good or better with few ranks; at p = 7 and 16 (unit costs,
-m = 4p) the reordered block is a unit shorter. So both are tried here.
+Source: `controllable-memory.txt` appendix I, figure 16b; the block, reconstructed, is in
+:mod:`~jaxpipe.schedule.families.two_thirds_block`. ``zb`` at the same limit tries the block too, and often finds a better
+warm-up; here it is made sure that the block itself, repeated and squeezed, is not better in anything.
 """
 
 from __future__ import annotations
 
-from jaxpipe.schedule.blocks import BuildingBlock, repeat, with_weight_gradients
-from jaxpipe.schedule.blocks.finish import Finisher, affordable
+from jaxpipe.schedule.blocks import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.list_scheduler import Bounded
+from jaxpipe.schedule.families.two_thirds_block import block_drafts, two_thirds_block
 from jaxpipe.schedule.families.zb_heuristic import best_draft
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import best_of
-
-_ACTIONS = 60_000
-
-
-def two_thirds_block(ranks: int, apart: int = 2) -> BuildingBlock:
-    """The block: two microbatches ``apart`` (2 or 4) cells from each other, every 6 cells."""
-    forward = tuple(tuple(start + r for r in range(ranks)) for start in (0, apart))
-    backward = tuple(tuple(start + 2 * ranks - 1 - r for r in range(ranks)) for start in (0, apart))
-    after = tuple(tuple(cell + 1 for cell in row) for row in backward)
-    return with_weight_gradients(BuildingBlock(one_to_one(ranks), 6, forward, backward, after))
+from jaxpipe.schedule.retime import Retimer, best_of
 
 
 def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
@@ -53,15 +37,16 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
     """
     require_sizes("zb-two-thirds", ranks=ranks, microbatches=microbatches)
     problem = Problem.of(one_to_one(ranks), microbatches, costs)
-    finisher = Finisher(problem)
-    squeezed = finisher.squeezed(repeat(two_thirds_block(ranks), problem))
+    retimer = Retimer(problem)
+    squeezed = retimer.draft(repeat(two_thirds_block(ranks), problem))
     assert squeezed is not None, "a repeated block deadlocks"
     if squeezed.peak > ranks * (1 + 1e-9):
         bounded = Bounded(problem, max(ranks, *problem.held, *problem.kept))
         return problem.schedule("zb-two-thirds", best_draft(bounded).rows)
-    tries = affordable(problem, _ACTIONS) // 2
-    drafts = [finisher.best(repeat(two_thirds_block(ranks, d), problem), squeezed.peak, tries) for d in (2, 4)]
-    best = best_of([best_draft(Bounded(problem, squeezed.peak)), *drafts], anchor=squeezed)
+    drafts = [best_draft(Bounded(problem, squeezed.peak))]
+    if not drafts[0].no_worse_than(squeezed):
+        drafts += block_drafts(problem, squeezed.peak)
+    best = best_of(drafts, anchor=squeezed)
     assert best is not None
     return problem.schedule("zb-two-thirds", best.rows)
 

@@ -3,31 +3,37 @@
 Source: `controllable-memory.txt` section 3.2 and Table 4. The paper's V-ZB block is one thing, the V-ZB of its Table 4
 another: a heuristic, which is far better than any block at few microbatches. Here it is made of parts:
 
-1. an order of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`), or list schedules under the limit;
+1. orders of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`) and the (4, 2) block of figure 3d; for limits below
+   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.families.chunk_list_scheduler`);
 2. W filled in with real costs (:mod:`~jaxpipe.schedule.families.weight_filling`). The rounds with the *even* rule are the
-   *anchor*: what the authors' heuristic finds. Every later draft must be at least as good in makespan *and* in longest span;
-3. passes toward targets a little below the best so far;
-4. many microbatches: all of this is done for few, and the steady phase is repeated
-   (:mod:`~jaxpipe.schedule.families.steady_phase`).
+   *anchor*, equal to what the authors' heuristic finds up to ties; from p on, every later draft must be at least as good in
+   makespan *and* in longest span;
+3. passes of the *profile* rule toward targets a little below the best so far;
+4. many microbatches: the search is done for few, and the steady phase is repeated
+   (:mod:`~jaxpipe.schedule.families.steady_phase`); the anchor is made for all of them.
 
 The number of drafts depends on sizes only, never on a clock. Not modelled: workspace of a running function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.blocks.v_shape import VOffsets
 from jaxpipe.schedule.families.chunk_list_scheduler import chunk_drafts
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_rounds import rounds_order
-from jaxpipe.schedule.families.weight_filling import Filled, Rule, WeightFilling, balanced
+from jaxpipe.schedule.families.weight_filling import Filled, Rule, WeightFilling, balanced, order_of
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, best_of
 
+_NEVER = float("inf")
 _ROUNDING = 1e-9
-_STEPS = (0.1, 0.03, 0.3, 0.01)
-_PASSES = 16
+_STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
+_ACTIONS, _MOST_PASSES = 1_000_000, 60
+_LONGER = 3
 
 
 def best_v_draft(problem: Problem, limit: float) -> Draft | None:
@@ -36,75 +42,88 @@ def best_v_draft(problem: Problem, limit: float) -> Draft | None:
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
     At a limit of p its makespan and its longest span are both at most those of the authors' heuristic.
     """
-    p, m = problem.num_ranks, problem.num_microbatches
-    few = 2 * p + 4
-    if m <= few + 2:
-        return _search(problem, limit)
-    found = _search(replace(problem, num_microbatches=few), limit)
-    if found is None:
-        return None
-    rows = repeated(replace(problem, num_microbatches=few), found.rows, m)
+    few = 2 * problem.num_ranks + 4
+    short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
+    if limit < problem.num_ranks - _ROUNDING:
+        return _below(problem, short, limit)
+    filling = WeightFilling(short, limit)
+    found = _improved_orders(filling, _anchor(filling))
+    if short is problem:
+        return filling.draft(found.rows)
     filling = WeightFilling(problem, limit)
-    anchors = [filling.draft(a.rows) for a in _anchors(filling, limit)]
-    longer = filling.draft(rows) if rows else None
-    return best_of([longer, *anchors], anchors[0] if anchors else None)
+    rows = repeated(short, found.rows, problem.num_microbatches)
+    return best_of([filling.draft(rows)] if rows else [], filling.draft(_anchor(filling).rows))
 
 
-def _search(problem: Problem, limit: float) -> Draft | None:
-    filling = WeightFilling(problem, limit)
-    anchors = _anchors(filling, limit)
-    drafts: list[Draft | None] = [filling.draft(a.rows) for a in anchors]
-    anchor = drafts[0] if drafts else None
-    listed = chunk_drafts(problem, limit)
-    return best_of([*drafts, *listed], anchor)
-
-
-def _anchors(filling: WeightFilling, limit: float) -> list[Filled]:
-    """The rounds with W by the even rule, in the variant with the shortest span first; then their improvements."""
+def _anchor(filling: WeightFilling) -> Filled:
+    """The rounds, W filled in by the *even* rule before all kinds, all but B of the second chunk, all but F, or neither; the
+    first of those with the shortest span."""
     problem = filling.problem
-    found: list[Filled] = []
-    for keep_room in (False, True):
-        order = rounds_order(problem, limit, keep_room)
-        if order is None:
-            continue
-        variants = [balanced(filling, order, before) for before in _variants(problem)]
-        starts = [v for v in variants if v is not None]
-        if not starts:
-            continue
-        anchor = found[0] if found else min(starts, key=lambda f: round(f.span, 9))
-        if not found:
-            found.append(anchor)
-        for start in (starts[0], filling.fill(order, Rule((0.0,) * problem.num_ranks, [0.0] * len(order)))):
-            if start is not None:
-                found += _improved(filling, order, start, found[-1])
-    return found
-
-
-def _variants(problem: Problem) -> Iterator[Sequence[bool]]:
-    """Which kinds a W may delay: all; all but the second B of a rank; no F; neither."""
-    p = problem.num_ranks
-    for second_b in (True, False):
+    p, order = problem.num_ranks, rounds_order(problem, filling.limit)
+    assert order is not None, "rounds get stuck above p activations"
+    best: Filled | None = None
+    for b in (True, False):
         for f in (True, False):
-            yield [f] * (2 * p) + [True] * p + [second_b] * p
+            filled = balanced(filling, order, (f,) * (2 * p) + (True,) * p + (b,) * p, "as computed")
+            if best is None or (filled is not None and max(filled.idle_s) < max(best.idle_s)):
+                best = filled
+    assert best is not None, "rounds exceed the limit that they were made for"
+    return best
 
 
-def _improved(filling: WeightFilling, order: Sequence[int], start: Filled, best: Filled) -> Iterator[Filled]:
-    """Ever better fillings than ``best``, by passes toward targets between it and what no order can beat."""
+def _improved_orders(filling: WeightFilling, anchor: Filled) -> Filled:
+    """The anchor, or what dominates it: on the (4, 2) block, on rounds that keep room, and on the rounds themselves."""
+    problem = filling.problem
+    rounds = rounds_order(problem, filling.limit)
+    starts = [
+        (_block_order(filling), None),
+        (rounds_order(problem, filling.limit, keep_room=True), None),
+        (rounds, None),
+        (rounds, anchor),
+    ]
+    passes = min(_MOST_PASSES, _ACTIONS // len(starts) // (3 * problem.num_replicas * problem.num_microbatches))
+    best = anchor
+    for order, start in starts:
+        if order is not None and _beatable(problem, best):
+            best = improved(filling, order, best, passes, start)
+    return best
+
+
+def _block_order(filling: WeightFilling) -> list[int] | None:
+    """F and B of the paper's V-ZB block, repeated and squeezed; W are laid anew."""
+    problem = filling.problem
+    block = VOffsets((0, 1, 2, 3), ((4, 2),) * (problem.num_ranks - 1)).block()
+    return order_of(problem, repeat(block, problem), filling.retimer)
+
+
+def improved(
+    filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
+) -> Filled:
+    """``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
+
+    ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
+    """
     least_span, least_makespan = _least(filling.problem)
-    now, step = start, 0
-    for _ in range(_PASSES):
+    now = start or filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    step = 0
+    for _ in range(passes):
+        if now is None:
+            break
+        if now.dominates(best):
+            best = now
         share = _STEPS[step % len(_STEPS)]
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)
         filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
-        if filled is None:
-            return
-        if filled.dominates(best):
-            best = filled
-            yield best
-        if filled.rows == now.rows:
+        if filled is not None and filled.rows == now.rows:
             step += 1
         now = filled
+    return best
+
+
+def _beatable(problem: Problem, best: Filled) -> bool:
+    span, makespan = _least(problem)
+    return best.span > span * (1 + _ROUNDING) or best.makespan > makespan * (1 + _ROUNDING)
 
 
 def _least(problem: Problem) -> tuple[float, float]:
@@ -117,3 +136,21 @@ def _least(problem: Problem) -> tuple[float, float]:
         work[r] += m * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
         reach += problem.f_s[q] + problem.down_s[q]
     return max(work), max(starts[r] + w for r, w in enumerate(work))
+
+
+def _below(problem: Problem, short: Problem, limit: float) -> Draft | None:
+    """The best list schedule for a limit below p, or rounds under that limit; few microbatches first, then all."""
+    drafts: list[Draft | None] = [*chunk_drafts(short, limit)]
+    if not drafts:
+        return None
+    filling = WeightFilling(short, limit)
+    order = rounds_order(short, limit)
+    rounds = order and balanced(filling, order)
+    drafts.append(filling.draft(rounds.rows) if rounds else None)
+    if short is problem:
+        return best_of(drafts)
+    found = sorted((d for d in drafts if d), key=lambda d: (d.makespan, d.span))[:_LONGER]
+    filling = WeightFilling(problem, limit)
+    rows = [repeated(short, d.rows, problem.num_microbatches) for d in found]
+    longer = best_of(filling.draft(r) for r in rows if r)
+    return longer or best_of(chunk_drafts(problem, limit))

@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
+Ties = Literal["idle", "run", "as computed"]
 _NEVER = float("inf")
 _ROUNDING = 1e-9
 
@@ -33,17 +35,23 @@ class Rule:
 
     ``spare_s[r]``: seconds. With ``profile_s`` (one entry an action of the order) the rank may idle
     ``profile_s[k] + spare_s[r]`` up to action k; without, as long as the idlest rank so far, or ``spare_s[r]`` if more.
-    ``before``: per kind (F of each stage, then B), whether a W may delay it at all.
+    ``before``: per kind (F of each stage, then B), whether a W may delay it at all. ``ties``: what a rank does at exactly
+    what it may: ``idle``, ``run`` the W, or whatever rounding makes of it (``as computed``; then W that fit exactly are as
+    open, and equal ranks don't all do the same).
     """
 
     spare_s: Sequence[float]
     profile_s: Sequence[float] = ()
     before: Sequence[bool] = ()
+    ties: Ties = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Rows with W, and per action of the order the seconds its rank had idled when it started; times per rank."""
+    """Rows with W, and per action of the order the seconds its rank had idled when it started; times per rank.
+
+    ``idle_s``: seconds a rank idled, less what it works less than the rank with most work: the largest makes the span.
+    """
 
     rows: list[list[int]]
     profile_s: list[float]
@@ -70,20 +78,20 @@ class Filled:
 class WeightFilling:
     """The tables of one problem and memory limit (units of one rank's share); :meth:`fill` for each order and rule."""
 
-    __slots__ = ("_held", "_kind", "_tiny", "limit", "problem", "retimer")
+    __slots__ = ("_held", "_kind", "_less_work", "_tiny", "limit", "problem", "retimer")
 
     def __init__(self, problem: Problem, limit: float, retimer: Retimer | None = None) -> None:
         self.problem, self.limit = problem, limit
         self.retimer = retimer or Retimer(problem)
         self._held = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
         self._tiny = _ROUNDING * max((*problem.f_s, *problem.b_s, *problem.w_s), default=0.0)
+        work = [0.0] * problem.num_ranks
+        for q, r in enumerate(problem.rank):
+            work[r] += problem.num_microbatches * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
+        self._less_work = [w - max(work) for w in work]
         links: dict[tuple[int, int], int] = {}
         # per kind (F of each replica, then B): rank, seconds, memory taken, code made ready less its own, link, its seconds
         self._kind = [_kind(problem, self._held, kind, links) for kind in range(2 * problem.num_replicas)]
-
-    def even(self, before: Sequence[bool] = ()) -> Rule:
-        """The rule of a first pass: no rank becomes the idlest on purpose."""
-        return Rule((0.0,) * self.problem.num_ranks, before=before)
 
     def spare(self, filled: Filled, span: float, makespan: float) -> list[float]:
         """Per rank, the idle seconds that ``filled`` leaves under a target for the span and for the makespan."""
@@ -98,16 +106,16 @@ class WeightFilling:
         pr = self.problem
         n, m, p = pr.num_replicas, pr.num_microbatches, pr.num_ranks
         kinds, kept, w_s, nm = self._kind, pr.kept, pr.w_s, pr.num_replicas * pr.num_microbatches
-        room, tiny = self.limit + _ROUNDING, self._tiny
+        room, tiny = self.limit + _ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
         spare, earlier = rule.spare_s, rule.profile_s
         before = rule.before or (True,) * (2 * n)
         ready = [0.0] * (2 * nm)
         link_free = [0.0] * (2 * n)
-        free, first, idle, memory = [0.0] * p, [_NEVER] * p, [0.0] * p, [0.0] * p
+        free, first, idle, memory = [0.0] * p, [_NEVER] * p, self._less_work.copy(), [0.0] * p
         rows: list[list[int]] = [[] for _ in range(p)]
         pending: list[deque[int]] = [deque() for _ in range(p)]
         profile: list[float] = []
-        most = 0.0
+        most, tie = 0.0, -tiny if rule.ties == "run" else tiny
         for at, code in enumerate(order):
             kind = code // m
             r, seconds, taken, makes, link, link_s = kinds[kind]
@@ -132,9 +140,10 @@ class WeightFilling:
                     while waiting[0] != code + nm:
                         w = waiting[0]
                         stage = w // m - n - n
-                        gap = arrival - now
-                        if gap + tiny < w_s[stage] and not (before[kind] and gap > tiny and idle[r] + gap > may + tiny):
-                            break
+                        if arrival + tiny < now + w_s[stage]:
+                            gap = arrival - now
+                            if gap <= tiny or gap <= may - idle[r] + tie or not before[kind]:
+                                break
                         waiting.popleft()
                         row.append(w)
                         memory[r] -= kept[stage]
@@ -142,7 +151,7 @@ class WeightFilling:
                         if now + tiny >= arrival or not waiting:
                             break
                 if arrival > now:
-                    idle[r] += arrival - now
+                    idle[r] += (arrival + seconds) - (now + seconds)
                     if idle[r] > most:
                         most = idle[r]
                     now = arrival
@@ -186,16 +195,19 @@ def _kind(
 
 
 def balanced(
-    filling: WeightFilling, order: Sequence[int], before: Sequence[bool] = (), passes: int = 8
+    filling: WeightFilling,
+    order: Sequence[int],
+    before: Sequence[bool] = (),
+    ties: Ties = "idle",
+    passes: int = 8,
 ) -> Filled | None:
     """Passes of the *even* rule, each knowing what the ranks had to spare in the one before, while the span gets shorter."""
-    best = filling.fill(order, filling.even(before))
+    best = filling.fill(order, Rule((0.0,) * filling.problem.num_ranks, (), before, ties))
     for _ in range(passes if best else 0):
         assert best is not None
-        span = best.span
-        spare = [span - (last - first) for first, last in zip(best.first_s, best.last_s, strict=True)]
-        filled = filling.fill(order, Rule(spare, before=before))
-        if filled is None or filled.span >= span * (1 - _ROUNDING):
+        idlest = max(best.idle_s)
+        filled = filling.fill(order, Rule([idlest - idle for idle in best.idle_s], (), before, ties))
+        if filled is None or max(filled.idle_s) >= idlest:
             break
         best = filled
     return best

@@ -252,6 +252,7 @@ def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int)
     assert improved(problem, rows).no_worse_than(known)
     for rule in RULES:
         found = reorder(problem, known, rule)
+        assert found is not None or not rule.reserve or p == 1  # one rank holds both directions of one stage
         if found is not None:
             assert [sorted(row) for row in found] == [sorted(row) for row in rows]
 

@@ -27,24 +27,28 @@ class Rule:
 
     ``backward_first``: a backward before any forward; otherwise the known order decides. ``deep_first``: among forwards, the
     furthest stage, not the known order. ``patient``: rather than start a forward, wait for a backward that arrives before
-    that forward would end. ``loose``: a stage may have more microbatches in flight than in the known order.
+    that forward would end. ``loose``: a stage may have more microbatches in flight than in the known order. ``reserve``: a
+    forward leaves room on its rank for one microbatch of every later stage there that has none; then (if the limit is that
+    large) what has gone furthest can always go on, and there is no deadlock.
     """
 
     backward_first: bool = False
     deep_first: bool = False
     patient: bool = False
     loose: bool = False
+    reserve: bool = False
 
 
 RULES = (
     Rule(),
     Rule(loose=True),
-    Rule(patient=True, loose=True),
-    Rule(backward_first=True, patient=True),
-    Rule(backward_first=True, deep_first=True),
-    Rule(backward_first=True, deep_first=True, loose=True),
+    Rule(loose=True, reserve=True),
+    Rule(loose=True, patient=True),
+    Rule(loose=True, patient=True, reserve=True),
+    Rule(loose=True, backward_first=True, reserve=True),
+    Rule(loose=True, backward_first=True, deep_first=True, reserve=True),
 )
-"""The rules worth trying: on 400 random problems, all but 0.01 of the 2.1% that all combinations together gain on average."""
+"""The rules worth trying: on 240 random problems all 24 combinations together gain 4.477% on average, these 4.475%."""
 
 
 def improved(problem: Problem, rows: CodeRows, rules: Iterable[Rule] = RULES) -> Draft:
@@ -79,6 +83,10 @@ class _Tables:
         self.place = {code: k for row in known.rows for k, code in enumerate(row)}
         self.turn = _turns(problem, known.rows)
         self.cap = _in_flight(problem, known.rows)
+        self.deeper = [
+            [j for j in problem.replicas_of(rank) if (j % stages, j) > (k % stages, k) and problem.microbatches(j)]
+            for k, rank in enumerate(problem.rank)
+        ]
         held, kept = problem.held, problem.kept
         left = (k - h for h, k in zip(held, kept, strict=True))
         self.change = (*held, *left, *(-k for k in kept), *(-h for h in held))
@@ -121,7 +129,7 @@ class _Run:
             problem.num_ranks,
             problem.placement.num_stages,
         )
-        self.tables, self.patient, self.n, self.m = tables, rule.patient, n, m
+        self.tables, self.patient, self.reserve, self.n, self.m = tables, rule.patient, rule.reserve, n, m
         self.priority = tables.priorities(rule)
         self.limit = tables.known.peak + _ROUNDING
         self.cap = [m] * n if rule.loose else tables.cap
@@ -166,8 +174,13 @@ class _Run:
         return best
 
     def _fits(self, rank: int, replica: int) -> bool:
-        room = self.live[rank] + self.tables.problem.held[replica] <= self.limit
-        return room and self.in_flight[replica] < self.cap[replica]
+        if self.in_flight[replica] >= self.cap[replica]:
+            return False
+        held = self.tables.problem.held
+        taken = self.live[rank] + held[replica]
+        if self.reserve:
+            taken += sum(held[k] for k in self.tables.deeper[replica] if not self.in_flight[k])
+        return taken <= self.limit
 
     def _start(self, rank: int, code: int, now: float) -> None:
         tables, n, m = self.tables, self.n, self.m

@@ -54,7 +54,11 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
     "zb-2p": ([{}], lambda p, m, o: 2 * p),
     "zb": ([{"memory_limit": 1}, {"memory_limit": 2.5}, {"memory_limit": 1e9}], lambda p, m, o: o["memory_limit"]),
     "zb-two-thirds": ([{}], lambda p, m, o: min(p, m, p // 3 * 2 + 2)),
+    "v-min": ([{}], lambda p, m, o: min(p / 3 + 1.5, m)),
+    "v-half": ([{}], lambda p, m, o: min((p + 3) / 2, m)),
     "v-zb": ([{}], lambda p, m, o: min(p, m)),
+    "v-adaptive": ([{"memory_limit": 1}, {"memory_limit": 2}], lambda p, m, o: min(o["memory_limit"], m)),
+    "1f1b-v": ([{}], lambda p, m, o: min(2 * p / 3 + 1, m)),
     "gis": ([{"chunks": 1}, {"chunks": 2}, {"chunks": 3}], lambda p, m, o: min(p, m)),
     "gis-g": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "gis-h": (
@@ -126,6 +130,8 @@ def test_properties(name: str, options: Options) -> None:
 @pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 2, 2), (3, 5, 2), (2, 3, 4), (18.5, 18.1, 9.3)])
 def test_closed_forms(name: str, fbw: tuple[float, float, float]) -> None:
     family = FAMILIES[name]
+    if family.peak_activations is None and family.makespan is None:
+        return
     f, b, w = fbw
     for p, m in CASES:
         for chunks in (1, 2, 3) if "chunks" in family.options else (family.default_chunks,):

@@ -1,9 +1,9 @@
 """Reordering on the grid of cells: every pass moves to the earliest vacant cells that its inputs and the memory allow.
 
-Source: `controllable-memory.txt` appendix C, here over the whole schedule and for fused BW too. One walk over the repeated
-block in order of cells. Backward passes move as early as they can; an F moves up only through cells where the rank holds less
-than the block's peak over all ranks. Looking at cells, not seconds, it keeps the rhythm of the block where costs are near one another; use it
-as another start for :class:`~jaxpipe.schedule.blocks.finish.Finisher`.
+Source: `controllable-memory.txt` appendix C, here over the whole schedule, and for fused BW too. One walk over the repeated
+block, in order of cells. Backward passes move as early as they can; an F moves up only through cells where the rank holds
+less than the block's peak over all ranks. Looking at cells, not seconds, it keeps the rhythm of the block where costs are near
+one another; use it as another start for :class:`~jaxpipe.schedule.blocks.finish.Finisher`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft
 
 _ROUNDING = 1e-9
-_STARTS, _FEWEST = 3, 10
+_STARTS, _FEWEST = 2, 10
 View = Literal["real", "free transfers", "cells"]
 
 

@@ -61,7 +61,7 @@ def _turn(cells: int) -> int:
 def searched(ranks: int, most: float) -> Iterator[VOffsets]:
     """All blocks of the search that don't collide and whose first rank may live with ``most`` chunks by lifespans.
 
-    Every pattern of the first rank, every two of ``PAIRS`` and every rank K where the second takes over. Uniform ones come once.
+    Every pattern of the first rank, every two of ``PAIRS``, every rank K where the second takes over; uniform ones once.
     """
     patterns = [(0, *rest) for rest in permutations(range(1, T), 3)]
     for f0, f1, b1, b0 in patterns:

@@ -12,6 +12,8 @@ from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
 from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
+from jaxpipe.schedule.families.v_adaptive import v_adaptive
+from jaxpipe.schedule.families.v_blocks import one_f_one_b_v, v_half, v_min
 from jaxpipe.schedule.families.v_zb import v_zb
 from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
 from jaxpipe.schedule.families.zb_heuristic import zb_1p, zb_2p, zero_bubble
@@ -35,7 +37,11 @@ __all__ = [
     "looped_bfs",
     "looped_dfs",
     "one_f_one_b",
+    "one_f_one_b_v",
     "pipeoffload",
+    "v_adaptive",
+    "v_half",
+    "v_min",
     "v_zb",
     "zb_1p",
     "zb_2p",

@@ -25,6 +25,8 @@ from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
 from jaxpipe.schedule.families.pipeoffload_offloaded import PO_F, PO_H
+from jaxpipe.schedule.families.v_adaptive import V_ADAPTIVE
+from jaxpipe.schedule.families.v_blocks import ONE_F_ONE_B_V, V_HALF, V_MIN
 from jaxpipe.schedule.families.v_zb import V_ZB
 from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
@@ -48,7 +50,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ZB_2P,
             ZB,
             ZB_TWO_THIRDS,
+            V_MIN,
+            V_HALF,
             V_ZB,
+            V_ADAPTIVE,
+            ONE_F_ONE_B_V,
             GIS,
             GIS_G,
             GIS_H,

@@ -43,7 +43,7 @@ def v_half_block(ranks: int) -> BuildingBlock:
 def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
     """δ = 1 for F, and each BW at the first cell where it fits: every three ranks take 2, 2 and 5 cells.
 
-    On each rank the two F leave four residues modulo 6, which part into two pairs of neighbours in one way: the slots of its BW.
+    On each rank the two F leave four residues modulo 6, which make two pairs of neighbours in one way: the slots of its BW.
     """
     p = ranks
     cell, backward = 2 * p, []
@@ -67,13 +67,16 @@ def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
 
 def _slots(*forward: int) -> set[int]:
     """Residues at which a BW may start so that both BW of the rank fit between its F."""
-    free = {c for c in range(6)} - {c % 6 for c in forward}
+    free = set(range(6)) - {c % 6 for c in forward}
     first = min(c for c in free if (c - 1) % 6 not in free)
     return {first, next(c for c in sorted(free - {first, (first + 1) % 6}) if (c + 1) % 6 in free)}
 
 
 def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
-    """V-Min: the least memory of the V family, about a third of 1F1B's, for any p >= 1 and m >= 1.
+    """V-Min: the least memory of the V family, about a third of 1F1B's, for any p >= 1 and m >= 1::
+
+        rank 0 |F0- F1- F2- F0b B0b W0b F1b B0- B1b W0- F3- B1- W1b F2b B2b W1- W2b B2- W2- F3b B3b W3b     B3- W3-
+        rank 1 |    F0- F0b F1- F1b B0b B0- W0b F2- B1b B1- W0- F2b W1b F3- B2b B2- W1- F3b W2b W2- B3b B3- W3b W3-
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
@@ -83,7 +86,10 @@ def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
 
 
 def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
-    """V-Half: half of 1F1B's memory and less bubble, for any p >= 1 and m >= 1.
+    """V-Half: half of 1F1B's memory and less bubble, for any p >= 1 and m >= 1::
+
+        rank 0 |F0- F1- F2- F0b B0b W0b F1b B0- B1b W0- F3- W1b F2b B1- B2b W1- W2b F3b B3b B2- W3b B3- W2- W3-
+        rank 1 |    F0- F0b F1- F1b B0b B0- W0b F2- W0- F2b B1b B1- W1b F3- W1- F3b B2b B2- B3b B3- W2b W2- W3b W3-
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
@@ -93,7 +99,10 @@ def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> S
 
 
 def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
-    """1F1B on the V placement, B and W fused: two thirds of 1F1B's memory, for any p >= 1 and m >= 1.
+    """1F1B on the V placement, B and W fused: two thirds of 1F1B's memory, for any p >= 1 and m >= 1::
+
+        rank 0 |F0- F1- F2- F0b BW0b--- F1b BW1b--- F3- BW0---- F2b BW2b---     BW1---- F3b BW3b---     BW2----         BW3----
+        rank 1 |    F0- F0b F1- F1b     BW0b--- BW0---- F2- F2b BW1b--- BW1---- F3- F3b BW2b--- BW2---- BW3b--- BW3----
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
@@ -126,6 +135,7 @@ V_MIN = Family(
     options=("costs",),
     placement=_v,
     default_chunks=2,
+    picture={"ranks": 2, "microbatches": 4},
 )
 V_HALF = Family(
     name="v-half",
@@ -135,6 +145,7 @@ V_HALF = Family(
     options=("costs",),
     placement=_v,
     default_chunks=2,
+    picture={"ranks": 2, "microbatches": 4},
 )
 ONE_F_ONE_B_V = Family(
     name="1f1b-v",
@@ -144,4 +155,5 @@ ONE_F_ONE_B_V = Family(
     options=("costs",),
     placement=_v,
     default_chunks=2,
+    picture={"ranks": 2, "microbatches": 4},
 )

@@ -1,0 +1,238 @@
+"""The adaptive V scheduler: a search over building blocks under any memory limit, with real costs.
+
+Source: `controllable-memory.txt` appendix A. The blocks are those of :func:`~jaxpipe.schedule.blocks.v_shape.searched`, which
+is wider than the authors' search (δ¹ is not fixed to 1). Thousands fit a limit, and few are worth a full evaluation:
+
+1. a block is scored by its period and its lifespans. Periods come from small copies (few ranks, mean costs) of the two uniform
+   blocks it is made of, so a few hundred serve all of them; a longer lifespan within the limit shortens warm-up and cool-down;
+2. the best blocks by score are repeated for few microbatches, squeezed with the real costs and reordered by a few recipes;
+3. the best of those get all recipes, and their steady phase is repeated up to the microbatches asked for.
+
+The V-ZB heuristic at the same limit competes, since it is better at few microbatches and near 1F1B's memory. Below the memory
+of the least block, V-Min's is repeated at longer intervals, down to one microbatch at a time. All work is bounded by sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import nsmallest
+from itertools import pairwise
+from math import isnan
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
+from jaxpipe.schedule.blocks.finish import Finisher, merit
+from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.blocks.v_shape import T, VOffsets, searched
+from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.steady_phase import repeated
+from jaxpipe.schedule.families.v_blocks import v_min_block
+from jaxpipe.schedule.families.v_heuristic import best_v_draft
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import Placement, v_shape
+from jaxpipe.schedule.problem import B, Problem
+from jaxpipe.schedule.retime import Draft, Retimer
+
+_ROUNDING = 1e-9
+_SCREENED, _FINISHED, _A_FEW, _ALL = 64, 4, 3, 40
+_PER_CLASS = 2
+
+
+def v_adaptive(
+    ranks: int, microbatches: int, costs: CostProfile | None = None, memory_limit: float | None = None
+) -> Schedule:
+    """The best V schedule found under ``memory_limit`` (default p, 1F1B's), in units of one rank's share of a microbatch::
+
+        rank 0 |F0- F1- F2-         F0b B0b W0b         F1b B0- B1b W0- W1b F2b B2b B1- W2b W1-     B2- W2-
+        rank 1 |    F0- F1- F2- F0b         B0b W0b F1b B0- W0-     B1b F2b W1b B1- B2b W1- W2b B2- W2-
+        rank 2 |        F0- F0b F1- F1b         B0b B0- W0b W0- F2- F2b B1b B1- W1b W1- B2b B2- W2b W2-
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, ``costs`` is for another number of stages, or the limit is
+            below what one microbatch needs.
+    """
+    require_sizes("v-adaptive", ranks=ranks, microbatches=microbatches)
+    placement = v_shape(ranks)
+    problem = Problem.of(placement, microbatches, costs)
+    limit = float(ranks) if memory_limit is None else memory_limit
+    need = _one_microbatch(problem)
+    if isnan(limit) or limit < need * (1 - _ROUNDING):
+        raise ScheduleError(
+            f"v-adaptive: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
+        )
+    profile = CostProfile.uniform(2 * ranks, chunks=2) if costs is None else costs
+    enough = (
+        lower_bound(placement, microbatches, profile, memory_limit=limit),
+        span_lower_bound(placement, microbatches, profile, memory_limit=limit),
+    )
+    return problem.schedule("v-adaptive", best_adaptive_draft(problem, limit, enough).rows)
+
+
+def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, float] = (0.0, 0.0)) -> Draft:
+    """The best order for a V placement with a peak of at most ``limit`` (at least what one microbatch needs).
+
+    ``enough``: makespan and span that can't be beaten; the search stops at both.
+    """
+    anchor = best_v_draft(problem, limit)
+    if anchor is not None and _beats(anchor, enough):
+        return anchor
+    found = [] if anchor is None else [anchor]
+    few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
+    short = Finisher(replace(problem, num_microbatches=few))
+    full = short if few == problem.num_microbatches else Finisher(problem)
+    screened = [
+        (d, rows)
+        for rows in _starts(short.problem, full.problem.num_microbatches, limit)
+        for d in _screened(rows, short, full, limit)
+    ]
+    finalists = nsmallest(_FINISHED, screened, key=lambda pair: merit(pair[0]))
+    found += [d for d, _ in finalists]
+    for _, start in finalists:
+        for draft in _longer(short.drafts(start, limit, _ALL), short, full, limit):
+            found.append(draft)
+            if _beats(draft, enough):
+                return draft
+    assert found, "one microbatch at a time is always within the limit"
+    return min(found, key=merit)
+
+
+def _one_microbatch(problem: Problem) -> float:
+    held = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
+    return max(sum(held[k] for k in problem.replicas_of(r)) for r in range(problem.num_ranks))
+
+
+def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
+    return draft.makespan <= enough[0] * (1 + _ROUNDING) and draft.span <= enough[1] * (1 + _ROUNDING)
+
+
+def _screened(rows: list[list[int]], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
+    """The best of a few recipes on the rows of a repeated block, for all microbatches."""
+    squeezed = short.squeezed(rows)
+    drafts = [d for d in (squeezed,) if d is not None and d.peak <= limit * (1 + _ROUNDING)]
+    drafts += short.drafts(rows, limit, _A_FEW)
+    longer = list(_longer(nsmallest(2, drafts, key=merit), short, full, limit))
+    if longer:
+        yield min(longer, key=merit)
+
+
+def _longer(drafts: Iterable[Draft], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
+    """Drafts for few microbatches as drafts for all of them; those that keep within the limit."""
+    if full is short:
+        yield from drafts
+        return
+    for draft in drafts:
+        rows = repeated(short.problem, draft.rows, full.problem.num_microbatches)
+        longer = None if rows is None else full.squeezed(rows)
+        if longer is not None and longer.peak <= limit * (1 + _ROUNDING):
+            yield longer
+
+
+def _starts(short: Problem, microbatches: int, limit: float) -> list[list[list[int]]]:
+    """Rows of the blocks worth an evaluation, best score first, each order once."""
+    weights = [max(h, k) for h, k in zip(short.held, short.kept, strict=True)]
+    seen: dict[int, None] = {}
+    starts = []
+    for offsets in _by_score(short, microbatches, limit, weights):
+        block = offsets.block()
+        if max(block.steady_peaks(weights)) > limit * (1 + _ROUNDING):
+            continue
+        rows = repeat(block, short)
+        key = hash(tuple(map(tuple, rows)))
+        if key not in seen:
+            seen[key] = None
+            starts.append(rows)
+            if len(starts) == _SCREENED:
+                break
+    return starts or [repeat(_stretched(short, limit, weights), short)]
+
+
+def _by_score(problem: Problem, microbatches: int, limit: float, weights: Sequence[float]) -> Iterator[VOffsets]:
+    """Blocks of the search by period and lifespan, a few of each pattern and pair of offsets."""
+    chunk = sum(weights) / len(weights)
+    most = limit / chunk if chunk > 0 else float("inf")
+    periods = _Periods(problem)
+    mean_s = sum(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))) / (3 * len(weights))
+    scored = []
+    for offsets in searched(problem.num_ranks, most):
+        pairs = offsets.pairs or ((1, 1),)
+        k = pairs.index(pairs[-1])
+        score = microbatches * periods.of(offsets, k) - sum(offsets.lifespans_on_rank_0) / 2 * mean_s
+        scored.append((score, offsets.pattern, pairs[0], pairs[-1], k, offsets))
+    scored.sort(key=lambda entry: entry[:5])
+    taken: dict[object, int] = {}
+    for _, pattern, first, last, _, offsets in scored:
+        taken[pattern, first, last] = taken.get((pattern, first, last), 0) + 1
+        if taken[pattern, first, last] <= _PER_CLASS:
+            yield offsets
+
+
+def _stretched(problem: Problem, limit: float, weights: Sequence[float]) -> BuildingBlock:
+    """V-Min's block at the shortest interval at which the limit holds; at its whole length it is one microbatch at a time."""
+    block = v_min_block(problem.num_ranks)
+    for interval in range(T, 12 * problem.num_ranks + T):
+        wider = with_weight_gradients(replace(block, interval=interval))
+        if not wider.collisions() and max(wider.steady_peaks(weights)) <= limit * (1 + _ROUNDING):
+            return wider
+    raise AssertionError("one microbatch at a time is within the limit")
+
+
+class _Periods:
+    """Seconds per microbatch of uniform blocks in their steady phase, on few ranks with the mean costs."""
+
+    _RANKS, _FEW, _MORE = 6, 8, 14
+
+    def __init__(self, problem: Problem) -> None:
+        n = problem.num_replicas
+        p = min(problem.num_ranks, self._RANKS)
+        mean = [sum(x) / n for x in (problem.f_s, problem.b_s, problem.w_s)]
+        hops = max(1, 2 * (problem.num_ranks - 1))
+        links = [sum(x) / hops for x in (problem.down_s, problem.up_s)]
+        costs = CostProfile.uniform(2 * p, chunks=2, f=2 * mean[0], b=2 * mean[1], w=2 * mean[2], comm=sum(links) / 2)
+        self.problems = [Problem.of(v_shape(p), m, costs) for m in (self._FEW, self._MORE)]
+        self.retimers = [Retimer(problem) for problem in self.problems]
+        self.known: dict[tuple[tuple[int, ...], tuple[int, int]], float] = {}
+
+    def of(self, offsets: VOffsets, k: int) -> float:
+        """The longer period of the two uniform blocks that ``offsets`` is made of; the second starts at rank ``k``."""
+        if not offsets.pairs:
+            return self._uniform(offsets.pattern, (1, 1))
+        (down, up), last = offsets.pairs[0], offsets.pairs[-1]
+        f0, f1, b1, b0 = offsets.pattern
+        drift = k * (down + up)
+        moved = (0, (f1 - f0 - drift) % T, (b1 - f0) % T, (b0 - f0 - drift) % T)
+        return max(self._uniform(offsets.pattern, (down, up)), self._uniform(moved, last))
+
+    def _uniform(self, pattern: tuple[int, ...], pair: tuple[int, int]) -> float:
+        key = pattern, pair
+        if key not in self.known:
+            self.known[key] = self._measured(pattern, pair)
+        return self.known[key]
+
+    def _measured(self, pattern: tuple[int, ...], pair: tuple[int, int]) -> float:
+        ranks = self.problems[0].num_ranks
+        f0, f1, b1, b0 = pattern
+        block = VOffsets((f0, f1, b1, b0), (pair,) * (ranks - 1)).block()
+        ends = []
+        for problem, retimer in zip(self.problems, self.retimers, strict=True):
+            times = retimer.times(repeat(block, problem))
+            ends.append(times.start_s[problem.code(B, 0, problem.num_microbatches - 1)])
+        return next((b - a) / (self._MORE - self._FEW) for a, b in pairwise(ends))
+
+
+def _v(ranks: int, chunks: int) -> Placement:
+    return v_shape(ranks)
+
+
+V_ADAPTIVE = Family(
+    name="v-adaptive",
+    function=v_adaptive,
+    description="V placement, blocks searched with real costs under any --memory-limit >= 1 (default p)",
+    source="Controllable Memory (Qi, Wan et al. 2024) appendix A",
+    options=("costs", "memory_limit"),
+    placement=_v,
+    default_chunks=2,
+    picture={"ranks": 3, "microbatches": 3, "memory_limit": 2},
+)

@@ -114,12 +114,20 @@ class _State:
         return arrival, there
 
 
+def least_limit(problem: Problem) -> float:
+    """What one microbatch needs on the rank where it needs most, in units of one rank's share: below it nothing fits."""
+    need = [0.0] * problem.num_ranks
+    for r, held, kept in zip(problem.rank, problem.held, problem.kept, strict=True):
+        need[r] += max(held, kept)
+    return max(need)
+
+
 def list_order(problem: Problem, limit: float, policy: Policy) -> list[list[int]] | None:
     """The rows that ``policy`` leads to; None if one microbatch does not fit the limit (units of one rank's share)."""
     ideal = _ideal(problem, policy.costs)
     s = _State(ideal)
     n, m, p = ideal.num_replicas, ideal.num_microbatches, ideal.num_ranks
-    if any(sum(s.held[k] for k in stages) > limit + _ROUNDING for stages in s.stages):
+    if least_limit(problem) > limit + _ROUNDING:
         return None
     needs = [sum(s.held[k] for k in s.stages[ideal.rank[q]] if k >= q) for q in range(n)]
     forwards = [stages[::-1] for stages in s.stages]

@@ -44,30 +44,34 @@ def best_v_draft(problem: Problem, limit: float) -> Draft | None:
     """
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
-    if limit < problem.num_ranks - _ROUNDING:
-        return _below(problem, short, limit)
     filling = WeightFilling(short, limit)
-    found = _improved_orders(filling, _anchor(filling))
+    anchor = _anchor(filling) if limit > problem.num_ranks - _ROUNDING else None
+    if anchor is None:
+        return _below(problem, short, limit)
+    found = _improved_orders(filling, anchor)
     if short is problem:
         return filling.draft(found.rows)
     filling = WeightFilling(problem, limit)
     rows = repeated(short, found.rows, problem.num_microbatches)
-    return best_of([filling.draft(rows)] if rows else [], filling.draft(_anchor(filling).rows))
+    longer = [filling.draft(rows)] if rows else []
+    anchor = _anchor(filling)
+    best = best_of(longer, filling.draft(anchor.rows) if anchor else None)
+    return best or _below(problem, short, limit)
 
 
-def _anchor(filling: WeightFilling) -> Filled:
+def _anchor(filling: WeightFilling) -> Filled | None:
     """The rounds, W filled in by the *even* rule before all kinds, all but B of the second chunk, all but F, or neither; the
-    first of those with the shortest span."""
+    first of those with the shortest span. None if the rounds get stuck: uneven memory."""
     problem = filling.problem
     p, order = problem.num_ranks, rounds_order(problem, filling.limit)
-    assert order is not None, "rounds get stuck above p activations"
+    if order is None:
+        return None
     best: Filled | None = None
     for b in (True, False):
         for f in (True, False):
             filled = balanced(filling, order, (f,) * (2 * p) + (True,) * p + (b,) * p, "as computed")
             if best is None or (filled is not None and max(filled.idle_s) < max(best.idle_s)):
                 best = filled
-    assert best is not None, "rounds exceed the limit that they were made for"
     return best
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.chunk_list_scheduler import least_limit
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.v_heuristic import best_v_draft
 from jaxpipe.schedule.ir import Schedule
@@ -24,7 +25,7 @@ def v_zb(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sch
     (``b`` marks the second chunk of a rank.)
     ``costs``: one entry per stage, two stages per rank; default F = B = W. With F = B = W and no transfer time, m >= p gives
     a makespan of m(F + B + W) + (p - 1)F/2, which no schedule on this placement beats, and m >= 2p ranks that are never idle
-    between their first and last action.
+    between their first and last action. The peak is above p only if one microbatch alone is (w-residuals above residuals).
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
@@ -35,8 +36,8 @@ def v_zb(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sch
             f"v-zb: the costs are for {costs.num_stages} stages; {ranks} ranks need {2 * ranks}, two per rank"
         )
     problem = Problem.of(v_shape(ranks), microbatches, costs)
-    draft = best_v_draft(problem, ranks)
-    assert draft is not None, "one microbatch fits p >= 1 activations"
+    draft = best_v_draft(problem, max(ranks, least_limit(problem)))
+    assert draft is not None, "one microbatch fits the least limit"
     return problem.schedule("v-zb", draft.rows)
 
 

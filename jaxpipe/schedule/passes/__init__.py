@@ -1,10 +1,12 @@
 """Passes: a valid schedule in, a valid schedule out.
 
-:mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory. Reading order: ``residency.py`` lives and levels of what
+:mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory, :mod:`~jaxpipe.schedule.passes.prompt_weights` runs each
+W behind its B. Reading order of the former: ``residency.py`` lives and levels of what
 is held, ``host_lane.py`` where O and L go, ``plans.py`` plans for all
 ranks, ``offload.py`` what leaves and the report.
 """
 
 from jaxpipe.schedule.passes.offload import Offloaded, StageOffload, offload
+from jaxpipe.schedule.passes.prompt_weights import prompt_weights
 
-__all__ = ["Offloaded", "StageOffload", "offload"]
+__all__ = ["Offloaded", "StageOffload", "offload", "prompt_weights"]

@@ -2,8 +2,9 @@
 
 Source: `pipeoffload.txt` section 2 (longest lifespan first: better than linear), section 4.2 (slots on one host lane, skip what
 does not fit) and appendix D (ranks of a PCIe group take turns). Where O and L go: :mod:`~jaxpipe.schedule.passes.host_lane`.
-The order of compute actions is never changed. Differs from the paper: slots come from the real times of the schedule and not
-from a fixed grid, what does not fit stays, and each rank stops offloading where more would not lower its peak.
+The order of compute actions changes only where a memory limit needs W's to run sooner. Differs from the paper: slots come from
+the real times of the schedule and not from a fixed grid, what does not fit stays, and each rank stops offloading where more
+would not lower its peak.
 
 Not modelled: host memory, and other traffic on the host link.
 """
@@ -20,7 +21,9 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.hardware import k_of
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.passes.plans import Plans, peak_of
+from jaxpipe.schedule.passes.prompt_weights import prompt_weights
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
+from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
 _SLACK = 1 + 1e-9
@@ -84,8 +87,9 @@ def offload(
 
     ``fraction``: at most this part of each rank's (stage, microbatch) pairs, whole stages of the longest lifespan first
     (default: all). ``stages``: only these. ``memory_limit``: peak activations per rank, in units of one rank's share of a
-    microbatch: offload no more than it needs, and where it can't be met for free, let B's wait for their L; without it,
-    every rank's peak is made as low as possible at no cost in time. Offloads that ``schedule`` already has are replaced.
+    microbatch: offload no more than it needs, and where it can't be met for free, let B's wait for their L, or run W's
+    right behind their B; without it, every rank's peak is made as low as possible at no cost in time. Offloads that
+    ``schedule`` already has are replaced.
 
     Raises:
         ScheduleError: the schedule is invalid, the costs are for another number of stages, ``fraction`` is outside 0..1,
@@ -100,7 +104,7 @@ def offload(
     if memory_limit is None:
         schedule, after = plans.free(plans.lowest)
     else:
-        schedule, after = plans.within(memory_limit)
+        schedule, after = _within(memory_limit, plans, fraction, stages)
     check_schedule(schedule)
     met = None if memory_limit is None else peak_of(after) <= memory_limit * _SLACK
     stages_report, share = _report(plans, schedule, after)
@@ -117,6 +121,25 @@ def offload(
         stages_report,
         met,
     )
+
+
+def _within(
+    limit: float, plans: Plans, fraction: float | None, stages: Iterable[int] | None
+) -> tuple[Schedule, Timeline]:
+    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shorter of
+    B's that wait for their L and W's right behind their B. If none does, what is free."""
+    for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
+        schedule, after = plans.free(plan)
+        if peak_of(after) <= limit * _SLACK:
+            return schedule, after
+    found = [plans.delayed(limit)]
+    prompt = prompt_weights(plans.schedule)
+    if prompt.rows != plans.schedule.rows:
+        earlier = Plans(prompt, plans.costs, fraction, stages)
+        low = earlier.free_within(limit)
+        found.append(earlier.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
+    met = [x for x in found if x is not None]
+    return min(met, key=lambda x: x[1].makespan) if met else (schedule, after)
 
 
 def without_offloads(schedule: Schedule) -> Schedule:

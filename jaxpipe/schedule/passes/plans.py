@@ -128,15 +128,6 @@ class Plans:
         after = simulate(schedule, self.costs)
         return schedule if self._no_slower(after) and peak_of(after) <= limit * _SLACK else None
 
-    def within(self, limit: float) -> tuple[Schedule, Timeline]:
-        """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; B's that
-        wait for their L. If none does, what is free."""
-        for plan in (lambda stretch: self.aimed(limit, stretch), self.lowest):
-            schedule, after = self.free(plan)
-            if peak_of(after) <= limit * _SLACK:
-                return schedule, after
-        return self.delayed(limit) or (schedule, after)
-
     def aimed(self, limit: float, stretch: float) -> list[Move]:
         """For every lane, the plan that offloads just what stands above ``limit``."""
         return [m for ranks in self.lanes for m in self.plan(ranks, [limit * GRID] * len(ranks), stretch)]

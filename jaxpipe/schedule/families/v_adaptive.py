@@ -37,7 +37,7 @@ from jaxpipe.schedule.problem import B, Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
-_SCREENED, _FINISHED, _A_FEW, _ALL = 64, 4, 3, 40
+_SCREENED, _FINISHED, _A_FEW, _ALL = 48, 3, 3, 20
 _PER_CLASS = 2
 
 

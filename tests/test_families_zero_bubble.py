@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import CostProfile, Link, Timeline, check_schedule, generate, lower_bound, simulate
+from jaxpipe.schedule import (
+    CostProfile,
+    Link,
+    Timeline,
+    check_schedule,
+    generate,
+    lower_bound,
+    simulate,
+    span_lower_bound,
+)
 from jaxpipe.schedule.families.family import in_order
 from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
 from jaxpipe.schedule.families.policies import policies
@@ -38,6 +47,14 @@ CP_SAT = [
     (8, 16, 2, 145),
     (8, 32, 4, 151),
 ]
+
+
+@pytest.mark.parametrize(("p", "m", "limit", "best"), CP_SAT)
+def test_small_cells_are_optimal(p: int, m: int, limit: float, best: float) -> None:
+    """The lower bound under the limit equals what is found, also where CP-SAT proved nothing within its minute."""
+    assert run(p, m, limit=limit).max_span == best
+    if limit != 2 or p != 8:
+        assert span_lower_bound(one_to_one(p), m, CostProfile.uniform(p), memory_limit=limit) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(("p", "m", "limit", "best"), [*CP_SAT, (16, 64, 8, 293), (32, 128, 16, 575)])

@@ -225,9 +225,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
 PLACEMENTS = [one_to_one, one_to_one, v_shape, lambda p: circular(p, 2), lambda p: wave(p, 3), bidirectional]
 
 
-@settings(max_examples=150)
-@given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6), st.data())
-def test_no_order_within_its_memory_is_below(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
+def check_orders_within_their_memory(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
     """The peaks of an order as the limit: neither a random order is below the bound, nor what local search makes of it."""
     placement: Placement = make(p)  # type: ignore[operator]
     costs = data.draw(memory_costs(placement.num_stages))
@@ -237,6 +235,13 @@ def test_no_order_within_its_memory_is_below(make: object, p: int, m: int, seed:
     assert_not_below(problem, costs, Retimer(problem).times(rows), peaks(problem, rows))
     rows = improved(problem, rows, rng, memory_weight=rng.choice([0.0, 1.0, 5.0]))
     assert_not_below(problem, costs, Retimer(problem).times(rows), peaks(problem, rows))
+
+
+ORDERS = given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6), st.data())
+test_no_order_within_its_memory_is_below = settings(max_examples=150)(ORDERS(check_orders_within_their_memory))
+test_no_order_is_below_at_length = pytest.mark.soak(
+    settings(max_examples=3000, deadline=None)(ORDERS(check_orders_within_their_memory))
+)
 
 
 @settings(max_examples=150)

@@ -4,7 +4,7 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3.1; `control
 memory ZB-1P and at twice that ZB-2P. The heuristic as the paper has it (:mod:`~jaxpipe.schedule.families.zb_rounds`), with its
 shortest span, is the answer to beat wherever it fits in memory. Many more drafts are made, and the best of those that are no
 worse in makespan, span *and* peak is kept: list schedules over a grid of policies
-(:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders split 1F1B, ZB-H1 and ZB-H2. The best of a small
+(:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders 1F1B, ZB-H1 and ZB-H2. The best of a small
 problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Where a fused BW costs less than B + W, neighbours are fused.
 Nothing more is tried once the lower bounds are reached.
 
@@ -140,7 +140,10 @@ def _drafts(retimer: Retimer, bounded: Bounded, peak: float) -> Iterator[Draft]:
     problem, limit = bounded.problem, bounded.limit + 1e-9
     p, m = problem.num_ranks, problem.num_microbatches
     in_flight = bounded.fit([p - r for r in range(p)])
-    for rows in ([_split_1f1b(k, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)):
+    fixed = [[_one_f_one_b(k, m, ["B", "W"]) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
+    if any(bw < b + w for bw, b, w in zip(problem.bw_s, problem.b_s, problem.w_s, strict=True)):
+        fixed.append([_one_f_one_b(k, m, ["BW"]) for k in in_flight])
+    for rows in fixed:
         draft = retimer.draft(problem.codes(in_order("fixed", m, rows)))
         if draft is not None and draft.peak <= limit:
             yield draft
@@ -153,9 +156,9 @@ def _drafts(retimer: Retimer, bounded: Bounded, peak: float) -> Iterator[Draft]:
         yield from block_drafts(problem, peak)
 
 
-def _split_1f1b(in_flight: int, m: int) -> list[str]:
+def _one_f_one_b(in_flight: int, m: int, backward: list[str]) -> list[str]:
     lead = min(in_flight, m)
-    return ["F"] * lead + ["B", "W", "F"] * (m - lead) + ["B", "W"] * lead
+    return ["F"] * lead + [*backward, "F"] * (m - lead) + backward * lead
 
 
 ZB_1P = Family(

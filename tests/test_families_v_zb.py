@@ -223,3 +223,16 @@ def test_bad_requests() -> None:
         v_zb(4, 8, CostProfile.uniform(4))
     with pytest.raises(ScheduleError, match="microbatches is 0"):
         v_zb(4, 0)
+
+
+def test_more_memory_than_p_is_never_worse() -> None:
+    for chunk, comm in (((1, 1, 1), 0.0), ((12.96, 13.22, 9.76), 1.34)):
+        for p, m in ((4, 8), (8, 16), (8, 40)):
+            at_p = best_v_draft(v_problem(p, m, chunk, comm), p)
+            assert at_p is not None
+            for limit in (1.25 * p, 2 * p):
+                draft = best_v_draft(v_problem(p, m, chunk, comm), limit)
+                assert draft is not None
+                assert draft.peak <= limit
+                assert draft.makespan <= at_p.makespan * (1 + 1e-9)
+                assert draft.span <= at_p.span * (1 + 1e-9)

@@ -40,23 +40,32 @@ def best_v_draft(problem: Problem, limit: float) -> Draft | None:
     """The best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
 
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
-    At a limit of p its makespan and its longest span are both at most those of the authors' heuristic.
+    From a limit of p on, its makespan and its longest span are both at most those of the authors' heuristic.
     """
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
-    filling = WeightFilling(short, limit)
-    anchor = _anchor(filling) if limit > problem.num_ranks - _ROUNDING else None
-    if anchor is None:
+    at_p = _from_anchor(short, min(limit, problem.num_ranks)) if limit > problem.num_ranks - _ROUNDING else None
+    if at_p is None:
         return _below(problem, short, limit)
-    found = _improved_orders(filling, anchor)
-    if short is problem:
-        return filling.draft(found.rows)
+    found = [at_p]
+    if limit > problem.num_ranks + _ROUNDING:
+        filling = WeightFilling(short, limit)
+        found.append(_improved_orders(filling, at_p, _anchor(filling)))
     filling = WeightFilling(problem, limit)
-    rows = repeated(short, found.rows, problem.num_microbatches)
-    longer = [filling.draft(rows)] if rows else []
-    anchor = _anchor(filling)
-    best = best_of(longer, filling.draft(anchor.rows) if anchor else None)
+    if short is problem:
+        return filling.draft(found[-1].rows)
+    anchor = _anchor(WeightFilling(problem, min(limit, problem.num_ranks)))
+    best = filling.draft(anchor.rows) if anchor else None
+    for few_rows in (filled.rows for filled in found):
+        rows = repeated(short, few_rows, problem.num_microbatches)
+        best = best_of([filling.draft(rows)] if rows else [], best)
     return best or _below(problem, short, limit)
+
+
+def _from_anchor(problem: Problem, limit: float) -> Filled | None:
+    filling = WeightFilling(problem, limit)
+    anchor = _anchor(filling)
+    return anchor and _improved_orders(filling, anchor, anchor)
 
 
 def _anchor(filling: WeightFilling) -> Filled | None:
@@ -75,8 +84,8 @@ def _anchor(filling: WeightFilling) -> Filled | None:
     return best
 
 
-def _improved_orders(filling: WeightFilling, anchor: Filled) -> Filled:
-    """The anchor, or what dominates it: on the (4, 2) block, on rounds that keep room, and on the rounds themselves."""
+def _improved_orders(filling: WeightFilling, best: Filled, anchor: Filled | None) -> Filled:
+    """``best``, or what dominates it: on the (4, 2) block, on rounds that keep room, on the rounds, and from the ``anchor``."""
     problem = filling.problem
     rounds = rounds_order(problem, filling.limit)
     starts = [
@@ -86,7 +95,6 @@ def _improved_orders(filling: WeightFilling, anchor: Filled) -> Filled:
         (rounds, anchor),
     ]
     passes = min(_MOST_PASSES, _ACTIONS // len(starts) // (3 * problem.num_replicas * problem.num_microbatches))
-    best = anchor
     for order, start in starts:
         if order is not None and _beatable(problem, best):
             best = improved(filling, order, best, passes, start)

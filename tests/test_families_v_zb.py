@@ -120,7 +120,7 @@ def test_closed_forms_at_equal_costs(p: int) -> None:
 
 def test_uneven_costs_any_limit() -> None:
     rng = random.Random(7)
-    for _ in range(60):
+    for _ in range(40):
         p, m = rng.randint(1, 7), rng.randint(1, 20)
         costs = uneven(rng, v_shape(p))
         problem = Problem.of(v_shape(p), m, costs)

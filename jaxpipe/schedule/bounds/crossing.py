@@ -112,14 +112,18 @@ def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, apart
         if i < 2 * lanes:
             begin = [max(starts[i] + legs.down + legs.from_turn[x], starts[k] + legs.down_to[x]) for x in legs.cuts]
             bound = bound.or_longer(Confined(_plus(begin, own), _plus(begin, through)))
-        before = legs.earlier(legs.earlier(own)), legs.earlier(legs.earlier(through))
         cycles = (i - 2 * lanes) // lanes
-        if cycles > 1 and all(_steady(old, new) for old, new in zip((own, through), before, strict=True)):
-            own, through = (_repeat(old, new, cycles) for old, new in zip((own, through), before, strict=True))
-            i, k = i - cycles * lanes, k - cycles * lanes
-        else:
+        if cycles < 1:
             own, through = legs.earlier(own), legs.earlier(through)
             i, k = k - lanes, i
+            continue
+        before = [legs.earlier(legs.earlier(after)) for after in (own, through)]
+        if all(_steady(old, new) for old, new in zip((own, through), before, strict=True)):
+            own, through = (_repeat(old, new, cycles) for old, new in zip((own, through), before, strict=True))
+        else:
+            own, through = before
+            cycles = 1
+        i, k = i - cycles * lanes, k - cycles * lanes
     return bound
 
 

@@ -116,7 +116,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     time only F's run, and nothing is given back, so what they take fits in the limit. So the rank idles for at least
     ``least out_s − most F time that fits``. (With offload, what the lane can move out in that time makes room.)
 
-    Up to the last B: when it starts, its own activation is held and what waits for W fits in the rest, so all other work is done.
+    Up to the last B: when it starts, its own activation is held and what waits for W fits in the rest; other work is done.
 
     Cool-down: let F of microbatch i be the last F here, starting at t. It is the last stage that i has here, so i holds all
     its stages here; the rest that is held fits in what is left, and only it still needs B and W. So ``remaining`` work is

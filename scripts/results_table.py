@@ -15,16 +15,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- results: scripts/results_table.py --write -->", "<!-- end of results -->"
+PAPERS_BEGIN, PAPERS_END = "<!-- papers: scripts/results_table.py --write -->", "<!-- end of papers -->"
 
 
 def table() -> str:
-    """Markdown of everything between the markers: measured runs, the papers' tables, all families beside each other."""
-    report = json.loads((RESULTS / "paper-tables.json").read_text(encoding="utf-8"))
-    return "\n".join([runtime_table(), "", "### The papers' tables", "", paper_tables(report), "", compared()])
-
-
-def runtime_table() -> str:
-    """A row per schedule and file of measured runs, and what each file was measured with."""
+    """Measured runs: a row per schedule and file, and what each file was measured with."""
     files = sorted(RESULTS.glob("runtime-*.json"))
     reports = [json.loads(f.read_text(encoding="utf-8")) for f in files]
     lines = [
@@ -60,6 +55,12 @@ def _origin(report: dict[str, Any]) -> str:
         f"jax {report['versions']['jax']}, Python {report['versions']['python']}; m={report['microbatches']}, microbatch "
         f"{report['microbatch_size']}, recompute {report['recompute']}; {model}."
     )
+
+
+def papers() -> str:
+    """All families beside each other, and the papers' tables beside ours."""
+    report = json.loads((RESULTS / "paper-tables.json").read_text(encoding="utf-8"))
+    return f"{compared()}\n\n{paper_tables(report)}"
 
 
 def paper_tables(report: dict[str, Any]) -> str:
@@ -137,13 +138,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     if not parser.parse_args().write:
-        print(table())
+        print(f"{table()}\n\n{papers()}")
         return 0
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
+    for begin, end, content in ((BEGIN, END, table()), (PAPERS_BEGIN, PAPERS_END, papers())):
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n{content}\n{end}{tail}"
+    readme.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,0 +1,80 @@
+"""The papers' tables: small columns computed again, and the saved results complete and no worse than the papers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import paper_tables
+
+    return paper_tables
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(
+        (ROOT / "scripts" / "results" / "paper-tables.json").read_text(encoding="utf-8")
+    )
+    return report
+
+
+def test_saved_table_4_has_all_cells_and_none_is_worse(saved: dict[str, Any], tables: ModuleType) -> None:
+    rows = saved["tables"]["controllable-memory table 4"]
+    cells = [cell for row in rows for cell in row["cells"]]
+    assert sum(cell["paper"] is not None for cell in cells) == 74
+    assert tables.missed(saved) == []
+    assert set(saved["tables"]) == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("name", ["v-zb", "zb-1p", "v-half", "1f1b", "v-min"])
+def test_table_4_again(saved: dict[str, Any], tables: ModuleType, name: str) -> None:
+    model = tables.MODELS[0]
+    cell = tables._cell_of_table_4(name, model, 16, tables.TABLE_4[name][0][0])
+    assert cell["difference"] <= tables.TOLERANCE
+
+
+def test_closed_forms_of_pipeoffload(tables: ModuleType) -> None:
+    for row in tables.table_1_offload(True):
+        for key in ("peak", "bubble"):
+            if row[key]["paper"] is not None:
+                assert row[key]["difference"] <= 1e-9, row
+
+
+def test_offloading_half_leaves_about_a_quarter(tables: ModuleType) -> None:
+    for row in tables.figure_3(True):
+        left = {point["offloaded"]: point["ours"] for point in row["points"]}
+        assert left[0.0] == 1
+        assert left[0.5] < 0.4
+        assert sorted(left.values(), reverse=True) == list(left.values())
+
+
+def test_stp_bubbles_are_no_larger_than_the_formulas(tables: ModuleType) -> None:
+    for row in tables.table_1_stp(True):
+        assert row["bubble"]["difference"] <= 1e-6, row
+        assert row["peak"]["difference"] <= 1, row  # one chunk: a microbatch more in flight than the paper counts
+
+
+def test_script_imports_neither_jax_nor_numpy() -> None:
+    code = "import sys; sys.path.insert(0, 'scripts'); import paper_tables; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_readme_shows_the_saved_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import results_table
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = text.partition(results_table.PAPERS_BEGIN)[2].partition(results_table.PAPERS_END)[0]
+    assert shown.strip() == results_table.papers()

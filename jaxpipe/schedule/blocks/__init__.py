@@ -7,8 +7,10 @@
     draft = Retimer(problem).draft(rows)                # squeezed: makespan, span, peak
     draft = Reorderer(problem).best(rows, limit, anchor=draft)   # warm-up and cool-down filled
     draft = place_weight_gradients(problem, draft.rows, limit)   # or only W moved, for any order
+    draft = Finisher(problem).best(rows, limit, tries=40)        # or many recipes of reordering, the best kept
 
-Reading order: ``block.py``, ``repeat.py``, ``reorder.py``.
+Reading order: ``block.py``, ``repeat.py``, ``reorder.py``, ``finish.py``; ``compact.py`` reorders on the grid,
+``v_shape.py`` lists the blocks on the V placement that the adaptive search looks at.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients

@@ -1,5 +1,6 @@
 """Schedule families: one file each, listed in :mod:`~jaxpipe.schedule.families.registry`. Reading order: ../README.md."""
 
+from jaxpipe.schedule.families.ada_offload import ada_offload
 from jaxpipe.schedule.families.chimera import chimera
 from jaxpipe.schedule.families.dualpipe_v import dualpipe_v
 from jaxpipe.schedule.families.family import Family
@@ -11,6 +12,7 @@ from jaxpipe.schedule.families.interleaved_low_memory import interleaved_low_mem
 from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
+from jaxpipe.schedule.families.pipeoffload_offloaded import pipeoffload_full, pipeoffload_half
 from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
 from jaxpipe.schedule.families.v_adaptive import v_adaptive
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v, v_half, v_min
@@ -22,6 +24,7 @@ from jaxpipe.schedule.families.zb_two_thirds import zb_two_thirds
 __all__ = [
     "FAMILIES",
     "Family",
+    "ada_offload",
     "chimera",
     "dualpipe_v",
     "eager_one_f_one_b",
@@ -39,6 +42,8 @@ __all__ = [
     "one_f_one_b",
     "one_f_one_b_v",
     "pipeoffload",
+    "pipeoffload_full",
+    "pipeoffload_half",
     "v_adaptive",
     "v_half",
     "v_min",

@@ -88,7 +88,7 @@ class _Search:
     def schedule(self) -> Schedule:
         dense = sorted(self.dense(), key=_shortness)
         for draft in [d for d in dense if self.least(d.rows) <= self.limit * _SLACK][:_TRIES]:
-            found = self.plans(draft.rows).free_within(self.limit)
+            found = self.plans(draft.rows).free_within(self.limit, sparing=True)
             if found is not None:
                 return found
         return self.sparse()
@@ -116,7 +116,7 @@ class _Search:
         plain = po_rows(self.problem)
         for draft in (d for drafts in self.spread(plain) for d in sorted(drafts, key=_shortness)):
             if best is None or draft.makespan < best[0]:
-                found = self.plans(draft.rows).free_within(self.limit)
+                found = self.plans(draft.rows).free_within(self.limit, sparing=True)
                 best = best if found is None else (draft.makespan, found)
         if sum(map(len, plain)) <= _SMALL:
             delayed = self.plans(plain).delayed(self.limit)

@@ -116,13 +116,19 @@ class Plans:
                 return schedule, after
         return self.schedule, self.before
 
-    def free_within(self, limit: float) -> Schedule | None:
-        """The schedule offloaded at no cost in time, if every rank's peak gets down to ``limit`` so."""
+    def free_within(self, limit: float, *, sparing: bool = False) -> Schedule | None:
+        """The schedule offloaded at no cost in time, if every rank's peak gets down to ``limit`` so.
+
+        ``sparing``: with few offloads rather than all that fit.
+        """
+        top = limit * GRID
         moves: list[Move] = []
         for ranks in self.lanes:
-            found, peak = self._lowest(ranks, 1.0, enough=limit * GRID)
-            if peak > limit * GRID * _SLACK:
-                return None
+            found = self.plan(ranks, [top] * len(ranks), 1.0) if sparing else []
+            if not sparing or max(self._reached(r, found) for r in ranks) > top * _SLACK:
+                found, peak = self._lowest(ranks, 1.0, enough=top)
+                if peak > top * _SLACK:
+                    return None
             moves += found
         schedule = self.embed(moves)
         after = simulate(schedule, self.costs)

@@ -32,7 +32,7 @@ from jaxpipe.schedule.retime import Draft, best_of
 _NEVER = float("inf")
 _ROUNDING = 1e-9
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
-_ACTIONS, _MOST_PASSES = 1_000_000, 60
+_ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
 
 

@@ -1,7 +1,7 @@
 """V-ZB: almost no bubble at 1F1B's memory, by two chunks per rank down the ranks and back up.
 
-Source: `controllable-memory.txt` section 3.2 (figures 3d and 4d), Table 4. Two things go by that name in the paper: a block with
-offsets (4, 2), and the heuristic behind Table 4's numbers. :mod:`~jaxpipe.schedule.families.v_heuristic` starts from the
+Source: `controllable-memory.txt` section 3.2 (figures 3d and 4d), Table 4. Two things go by that name in the paper: a block
+with offsets (4, 2), and the heuristic behind Table 4's numbers. :mod:`~jaxpipe.schedule.families.v_heuristic` starts from the
 heuristic and takes the block's order, W laid anew, where that is better in makespan and in longest span.
 """
 

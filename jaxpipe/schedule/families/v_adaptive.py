@@ -30,15 +30,16 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_blocks import v_min_block
-from jaxpipe.schedule.families.v_heuristic import best_v_draft
+from jaxpipe.schedule.families.v_heuristic import best_v_draft, improved
+from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, order_of
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import B, Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
-_SCREENED, _FINISHED, _A_FEW, _ALL = 48, 3, 3, 20
-_PER_CLASS = 2
+_SCREENED, _FINISHED, _A_FEW, _ALL = 40, 3, 3, 20
+_PER_CLASS, _REFILLED, _PASSES = 2, 6, 16
 
 
 def v_adaptive(
@@ -91,7 +92,9 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
     finalists = nsmallest(_FINISHED, screened, key=lambda pair: merit(pair[0]))
     found += [d for d, _ in finalists]
     for _, start in finalists:
-        for draft in _longer(short.drafts(start, limit, _ALL), short, full, limit):
+        tried = list(short.drafts(start, limit, _ALL))
+        tried += _refilled(nsmallest(_REFILLED, tried, key=merit), short, limit)
+        for draft in _longer(tried, short, full, limit):
             found.append(draft)
             if _beats(draft, enough):
                 return draft
@@ -116,6 +119,19 @@ def _screened(rows: list[list[int]], short: Finisher, full: Finisher, limit: flo
     longer = list(_longer(nsmallest(2, drafts, key=merit), short, full, limit))
     if longer:
         yield min(longer, key=merit)
+
+
+def _refilled(drafts: Iterable[Draft], short: Finisher, limit: float) -> Iterator[Draft]:
+    """The same orders of F and B, W laid anew by passes of the profile rule."""
+    filling = WeightFilling(short.problem, limit, short.real.retimer)
+    greedy = Rule((-float("inf"),) * short.problem.num_ranks)
+    for draft in drafts:
+        order = order_of(short.problem, draft.rows, short.real.retimer)
+        start = None if order is None else filling.fill(order, replace(greedy, profile_s=(0.0,) * len(order)))
+        if order is not None and start is not None:
+            filled = filling.draft(improved(filling, order, start, _PASSES).rows)
+            if filled is not None:
+                yield filled
 
 
 def _longer(drafts: Iterable[Draft], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:

@@ -47,8 +47,8 @@ def v_adaptive(
 ) -> Schedule:
     """The best V schedule found under ``memory_limit`` (default p, 1F1B's), in units of one rank's share of a microbatch::
 
-        rank 0 |F0- F1- F2-         F0b B0b W0b         F1b B0- B1b W0- W1b F2b B2b B1- W2b W1-     B2- W2-
-        rank 1 |    F0- F1- F2- F0b         B0b W0b F1b B0- W0-     B1b F2b W1b B1- B2b W1- W2b B2- W2-
+        rank 0 |F0- F1- F2-         F0b B0b W0b         F1b B1b B0- W1b W0- F2b B2b B1- W2b W1-     B2- W2-
+        rank 1 |    F0- F1- F2- F0b         B0b W0b F1b B0- W0- B1b W1b F2b     B1- B2b W1- W2b B2- W2-
         rank 2 |        F0- F0b F1- F1b         B0b B0- W0b W0- F2- F2b B1b B1- W1b W1- B2b B2- W2b W2-
 
     Raises:

@@ -22,7 +22,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import Problem
 
-_ACTIONS = 130_000
+_ACTIONS = 80_000
 
 
 def v_min_block(ranks: int) -> BuildingBlock:
@@ -118,8 +118,7 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     squeezed = finisher.squeezed(rows)
     assert squeezed is not None, "a repeated block deadlocks"
     tries = affordable(problem, _ACTIONS)
-    starts = (rows, compact(block, problem)) if block.fused else (rows,)
-    drafts = [finisher.best(start, squeezed.peak, tries // len(starts)) for start in starts]
+    drafts = [finisher.best(start, squeezed.peak, tries) for start in (rows, compact(block, problem))]
     return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)
 
 

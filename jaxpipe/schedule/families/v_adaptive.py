@@ -14,16 +14,17 @@ of the least block, V-Min's is repeated at longer intervals, down to one microba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import isnan
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
 from jaxpipe.schedule.blocks.finish import Finisher, merit
 from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.blocks.v_ends import VEnds
 from jaxpipe.schedule.blocks.v_shape import T, VOffsets, searched
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
@@ -34,11 +35,12 @@ from jaxpipe.schedule.families.v_heuristic import best_v_draft, improved
 from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, order_of
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, v_shape
-from jaxpipe.schedule.problem import B, Problem
+from jaxpipe.schedule.problem import B, CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
-_SCREENED, _FINISHED, _A_FEW, _ALL = 40, 3, 3, 20
+_NARROW, _WIDE, _LONG = 90, 40, 16
+_SCREENED, _FINISHED, _A_FEW, _ALL = 12, 2, 3, 20
 _PER_CLASS, _REFILLED, _PASSES = 2, 6, 16
 
 
@@ -77,29 +79,26 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
 
     ``enough``: makespan and span that can't be beaten; the search stops at both.
     """
-    anchor = best_v_draft(problem, limit)
-    if anchor is not None and _beats(anchor, enough):
-        return anchor
-    found = [] if anchor is None else [anchor]
+    heuristic = best_v_draft(problem, limit)
+    if heuristic is not None and _beats(heuristic, enough):
+        return heuristic
+    found = [] if heuristic is None else [heuristic]
     few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
     short = Finisher(replace(problem, num_microbatches=few))
     full = short if few == problem.num_microbatches else Finisher(problem)
-    screened = [
-        (d, rows)
-        for rows in _starts(short.problem, full.problem.num_microbatches, limit)
-        for d in _screened(rows, short, full, limit)
-    ]
-    finalists = nsmallest(_FINISHED, screened, key=lambda pair: merit(pair[0]))
-    found += [d for d, _ in finalists]
-    for _, start in finalists:
-        tried = list(short.drafts(start, limit, _ALL))
-        tried += _refilled(nsmallest(_REFILLED, tried, key=merit), short, limit)
-        for draft in _longer(tried, short, full, limit):
+    blocks = _Blocks(short.problem, problem.num_microbatches, limit)
+    laid = _laid(blocks, short, full)
+    found += [x.draft for x in laid]
+    anchor = min((x.draft for x in laid if x.narrow), key=lambda d: (_nine(d.span), _nine(d.makespan)), default=None)
+    starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[:_FINISHED]]
+    starts += _screened(blocks, short, full)
+    for start in starts:
+        for draft in _finished(start, short, full, limit):
             found.append(draft)
             if _beats(draft, enough):
                 return draft
     assert found, "one microbatch at a time is always within the limit"
-    return min(found, key=merit)
+    return min((d for d in found if anchor is None or d.no_worse_than(anchor)), key=merit)
 
 
 def _one_microbatch(problem: Problem) -> float:
@@ -111,14 +110,121 @@ def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
     return draft.makespan <= enough[0] * (1 + _ROUNDING) and draft.span <= enough[1] * (1 + _ROUNDING)
 
 
-def _screened(rows: list[list[int]], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
-    """The best of a few recipes on the rows of a repeated block, for all microbatches."""
-    squeezed = short.squeezed(rows)
-    drafts = [d for d in (squeezed,) if d is not None and d.peak <= limit * (1 + _ROUNDING)]
-    drafts += short.drafts(rows, limit, _A_FEW)
-    longer = list(_longer(nsmallest(2, drafts, key=merit), short, full, limit))
-    if longer:
-        yield min(longer, key=merit)
+def _nine(x: float) -> float:
+    return float(f"{x:.9g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A block of the search. ``period_s``: seconds per microbatch in its steady phase. ``score_s``: about how long a schedule
+    of it takes. ``narrow``: within the space that the paper's own search looks at."""
+
+    offsets: VOffsets
+    period_s: float
+    score_s: float
+    narrow: bool
+
+
+class _Blocks:
+    """Blocks whose steady phase keeps the limit, best score first."""
+
+    def __init__(self, problem: Problem, microbatches: int, limit: float) -> None:
+        self.problem, self.limit = problem, limit
+        self.few = microbatches < 2 * problem.num_ranks
+        self.weights = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
+        chunk = sum(self.weights) / len(self.weights)
+        self.most = limit / chunk if chunk > 0 else float("inf")
+        mean_s = sum(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))) / (3 * len(self.weights))
+        periods = _Periods(problem)
+        scored = []
+        # fewer than 2p microbatches may never reach the peak of a block's steady phase
+        widest = max(self.most, 2.0 * problem.num_ranks) if self.few else self.most
+        for offsets in searched(problem.num_ranks, widest):
+            pairs = offsets.pairs or ((1, 1),)
+            narrow = pairs[0][0] >= pairs[-1][0] and all(up == 1 for _, up in pairs)
+            if not narrow and sum(-(-span // T) for span in offsets.lifespans_on_rank_0) - 1 > self.most:
+                continue
+            period = periods.of(offsets, pairs.index(pairs[-1]))
+            score = microbatches * period - sum(offsets.lifespans_on_rank_0) / 2 * mean_s
+            scored.append(_Scored(offsets, period, score, narrow))
+        self.scored = sorted(scored, key=lambda x: (x.score_s, x.offsets.pattern, x.offsets.pairs))
+
+    def fitting(self, wanted: Callable[[_Scored], bool]) -> Iterator[tuple[_Scored, BuildingBlock]]:
+        """The blocks that are ``wanted``, best first; narrow ones whose steady phase is too large come last, where few
+        microbatches may not reach it."""
+        large = []
+        for x in filter(wanted, self.scored):
+            block = x.offsets.block()
+            if max(block.steady_peaks(self.weights)) <= self.limit * (1 + _ROUNDING):
+                yield x, block
+            elif self.few and x.narrow:
+                large.append((x, block))
+        yield from reversed(large)
+
+    def varied(self) -> Iterator[tuple[_Scored, BuildingBlock]]:
+        """Best first, a few of each pattern and pair of offsets."""
+        taken: dict[object, int] = {}
+        for x, block in self.fitting(lambda x: True):
+            key = x.offsets.pattern, x.offsets.pairs[:1], x.offsets.pairs[-1:]
+            taken[key] = taken.get(key, 0) + 1
+            if taken[key] <= _PER_CLASS:
+                yield x, block
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """A block with its ends laid by rule: for all microbatches, and (``start``) for few."""
+
+    draft: Draft
+    start: CodeRows
+    narrow: bool
+
+
+def _laid(blocks: _Blocks, short: Finisher, full: Finisher) -> list[_Laid]:
+    """The best blocks with warm-up and cool-down by rule, those for all microbatches that look best with few."""
+    ends = VEnds(short.problem)
+    more = full.problem.num_microbatches - short.problem.num_microbatches
+    ranked: list[tuple[float, float, int, _Scored, BuildingBlock, Draft]] = []
+    chosen = [*islice(blocks.fitting(lambda x: x.narrow), _NARROW), *islice(blocks.varied(), _WIDE)]
+    for x, block in chosen:
+        rows = ends.rows(block, blocks.most)
+        draft = None if rows is None else short.squeezed(rows)
+        if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
+            ranked.append((_nine(draft.span + more * x.period_s), _nine(draft.makespan), len(ranked), x, block, draft))
+    ranked.sort()
+    if full is short:
+        return [_Laid(draft, draft.rows, x.narrow) for *_, x, _, draft in ranked]
+    ends = VEnds(full.problem)
+    found = []
+    for *_, x, block, start in ranked[:_LONG]:
+        rows = ends.rows(block, blocks.most)
+        draft = None if rows is None else full.squeezed(rows)
+        if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
+            found.append(_Laid(draft, start.rows, x.narrow))
+    return found
+
+
+def _screened(blocks: _Blocks, short: Finisher, full: Finisher) -> list[CodeRows]:
+    """Rows of the best few repeated blocks after a first look by a few recipes."""
+    starts = [repeat(block, short.problem) for _, block in islice(blocks.varied(), _SCREENED)]
+    starts = starts or [repeat(_stretched(short.problem, blocks.limit, blocks.weights), short.problem)]
+    looked: list[tuple[tuple[float, float], int, CodeRows]] = []
+    for rows in starts:
+        drafts = [d for d in (short.squeezed(rows),) if d is not None and d.peak <= blocks.limit * (1 + _ROUNDING)]
+        drafts += short.drafts(rows, blocks.limit, _A_FEW)
+        longer = list(_longer(nsmallest(2, drafts, key=merit), short, full, blocks.limit))
+        if longer:
+            looked.append((min(map(merit, longer)), len(looked), rows))
+    return [rows for *_, rows in sorted(looked)[:_FINISHED]]
+
+
+def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
+    """``rows`` by all recipes, W laid anew on the best, for all microbatches."""
+    given = short.squeezed(rows)
+    tried = [d for d in (given,) if d is not None and d.peak <= limit * (1 + _ROUNDING)]
+    tried += short.drafts(rows, limit, _ALL)
+    tried += _refilled(nsmallest(_REFILLED, tried, key=merit), short, limit)
+    return _longer(tried, short, full, limit)
 
 
 def _refilled(drafts: Iterable[Draft], short: Finisher, limit: float) -> Iterator[Draft]:
@@ -144,45 +250,6 @@ def _longer(drafts: Iterable[Draft], short: Finisher, full: Finisher, limit: flo
         longer = None if rows is None else full.squeezed(rows)
         if longer is not None and longer.peak <= limit * (1 + _ROUNDING):
             yield longer
-
-
-def _starts(short: Problem, microbatches: int, limit: float) -> list[list[list[int]]]:
-    """Rows of the blocks worth an evaluation, best score first, each order once."""
-    weights = [max(h, k) for h, k in zip(short.held, short.kept, strict=True)]
-    seen: dict[int, None] = {}
-    starts = []
-    for offsets in _by_score(short, microbatches, limit, weights):
-        block = offsets.block()
-        if max(block.steady_peaks(weights)) > limit * (1 + _ROUNDING):
-            continue
-        rows = repeat(block, short)
-        key = hash(tuple(map(tuple, rows)))
-        if key not in seen:
-            seen[key] = None
-            starts.append(rows)
-            if len(starts) == _SCREENED:
-                break
-    return starts or [repeat(_stretched(short, limit, weights), short)]
-
-
-def _by_score(problem: Problem, microbatches: int, limit: float, weights: Sequence[float]) -> Iterator[VOffsets]:
-    """Blocks of the search by period and lifespan, a few of each pattern and pair of offsets."""
-    chunk = sum(weights) / len(weights)
-    most = limit / chunk if chunk > 0 else float("inf")
-    periods = _Periods(problem)
-    mean_s = sum(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))) / (3 * len(weights))
-    scored = []
-    for offsets in searched(problem.num_ranks, most):
-        pairs = offsets.pairs or ((1, 1),)
-        k = pairs.index(pairs[-1])
-        score = microbatches * periods.of(offsets, k) - sum(offsets.lifespans_on_rank_0) / 2 * mean_s
-        scored.append((score, offsets.pattern, pairs[0], pairs[-1], k, offsets))
-    scored.sort(key=lambda entry: entry[:5])
-    taken: dict[object, int] = {}
-    for _, pattern, first, last, _, offsets in scored:
-        taken[pattern, first, last] = taken.get((pattern, first, last), 0) + 1
-        if taken[pattern, first, last] <= _PER_CLASS:
-            yield offsets
 
 
 def _stretched(problem: Problem, limit: float, weights: Sequence[float]) -> BuildingBlock:

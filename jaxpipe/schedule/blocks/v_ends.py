@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
-from jaxpipe.schedule.problem import B, F, Problem, W
+from jaxpipe.schedule.problem import B, CodeRows, F, Problem, W
 from jaxpipe.schedule.retime import Retimer
 
 _VACANT = -1
@@ -30,7 +30,7 @@ _F_DOWN, _F_UP, _B_DOWN, _B_UP, _W_DOWN, _W_UP = range(6)
 
 
 class VEnds:
-    """The rules for one problem on a V placement; :meth:`rows` for each block."""
+    """The rules for one problem on a V placement; :meth:`orders` for each block."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -40,37 +40,46 @@ class VEnds:
         same = longer == problem.num_microbatches
         self.long = self.wanted if same else _Grid(replace(problem, num_microbatches=longer))
 
-    def rows(self, block: BuildingBlock, limit: float) -> list[list[int]] | None:
-        """The order of all microbatches; None if the rules don't fit the block or it would hold more than ``limit`` chunks.
+    def orders(self, block: BuildingBlock, limit: float) -> Iterator[CodeRows]:
+        """Orders of all microbatches that hold at most ``limit`` chunks; none if the rules don't fit the block.
 
-        With fewer than 2p microbatches, the warm-up is that of 2p, and the rest is left out.
+        With fewer than 2p microbatches, the warm-up is that of 2p, and the rest is left out; with at most p, memory is left
+        over then, and the first W of each rank may wait: two orders.
         """
         p, m = self.num_ranks, self.problem.num_microbatches
         long, wanted = self.long, self.wanted
         rows = repeat(block, long.unit)
         held = max(map(long.peak, rows))
         if held > 2 * p or (long is wanted and held > limit):
-            return None
+            return
         cells = long.cells(rows)
         cells = long.cells(_warm_up(long, cells)) if cells else None
-        if cells is None or max(map(long.peak, cells)) > held:
-            return None
-        if long is not wanted:
-            kept = [long.renumbered(row, wanted) for row in cells]
-            if m <= p and 2 * m <= limit:
-                kept = _put_off(wanted, kept, min(2 * p, max(map(long.peak, cells))))
-            cells = wanted.cells(kept)
-            if cells is None:
-                return None
-            held = max(map(wanted.peak, cells))
-            if held > limit:
-                return None
-        cells = _cool_down(wanted, cells)
         if cells is None:
+            return
+        most = max(map(long.peak, cells))
+        if most > held:
+            return
+        if long is wanted:
+            starts = [cells]
+        else:
+            kept = [long.renumbered(row, wanted) for row in cells]
+            orders = [kept, _put_off(wanted, kept, min(2 * p, most))] if m <= p else [kept]
+            starts = [laid for laid in map(wanted.cells, orders) if laid is not None]
+        for start in starts:
+            found = self._ended(start)
+            if found is not None and max(map(wanted.peak, found)) <= limit:
+                yield found
+
+    def _ended(self, cells: list[list[int]]) -> list[list[int]] | None:
+        """``cells`` with the cool-down by the rule and vacant cells filled; None if it doesn't fit."""
+        wanted = self.wanted
+        held = max(map(wanted.peak, cells))
+        laid = _cool_down(wanted, cells)
+        if laid is None:
             return None
-        _fill(wanted, cells)
-        rows = [_weights_in_turn(wanted, r, row) for r, row in enumerate(cells)]
-        complete = all(len(row) == 6 * m for row in rows)
+        _fill(wanted, laid)
+        rows = [_weights_in_turn(wanted, r, row) for r, row in enumerate(laid)]
+        complete = all(len(row) == 6 * wanted.m for row in rows)
         return rows if complete and max(map(wanted.peak, rows)) <= held else None
 
 
@@ -169,9 +178,12 @@ def _put_off(grid: _Grid, rows: list[list[int]], held: int) -> list[list[int]]:
     """With few microbatches memory is left over: the first W of each rank go to its end, as many as ``held`` chunks allow."""
     found = []
     for row in rows:
-        spare = held - grid.peak(row)
-        late = [c for c in row if grid.of(c) >= _W_DOWN][:spare]
-        found.append([c for c in row if c not in late] + late)
+        weights = [c for c in row if grid.of(c) >= _W_DOWN]
+        late = weights[: held - grid.peak(row)]
+        order = [c for c in row if c not in late] + late
+        # W of each chunk in the order of their B again
+        queues = {kind: iter([c for c in weights if grid.of(c) == kind]) for kind in (_W_DOWN, _W_UP)}
+        found.append([next(queues[grid.of(c)]) if grid.of(c) >= _W_DOWN else c for c in order])
     return found
 
 
@@ -288,15 +300,16 @@ class _Row:
         self.live += (kind <= _F_UP) - (kind >= _W_DOWN)
 
     def _mover(self, cell: int) -> int:
-        """The kind of pass that moves to ``cell``; -1 for none."""
+        """The kind of pass that moves to ``cell``: of those that may, the one that stands nearest; -1 for none."""
         at, count = self.at, self.count
-        ready = sorted(
-            (at[k][count[k]], k) for k in range(6) if count[k] < len(at[k]) and self._ready(k, count[k], cell)
-        )
-        for place, kind in ready:
-            if kind >= _B_DOWN or self._fits(cell, place):
-                return kind
-        return -1
+        best, nearest = -1, self.length
+        for kind in range(_F_DOWN if self.live < self.most else _B_DOWN, 6):
+            i = count[kind]
+            if i < len(at[kind]):
+                place = at[kind][i]
+                if place < nearest and self._ready(kind, i, cell) and (kind >= _B_DOWN or self._fits(cell, place)):
+                    best, nearest = kind, place
+        return best
 
     def _ready(self, kind: int, i: int, cell: int) -> bool:
         """Whether what pass ``i`` of ``kind`` needs stands before ``cell``."""
@@ -311,8 +324,6 @@ class _Row:
     def _fits(self, cell: int, place: int) -> bool:
         """Whether an F from ``place`` may run in ``cell``: between them, less than the most is held."""
         live = self.live
-        if live >= self.most:
-            return False
         cells, of, size = self.cells, self.kind, self.size
         for c in range(cell + 1, place):
             code = cells[c]

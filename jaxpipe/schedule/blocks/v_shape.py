@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
@@ -44,6 +45,27 @@ class VOffsets:
         round_trip = sum(down + up for down, up in self.pairs)
         return 2 * round_trip + first + middle + last + 1, middle + 1
 
+    def steady_peaks(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """``self.block().steady_peaks(weights)`` without making the block; it must not collide."""
+        first, middle, last = self.turns
+        ranks = len(self.pairs) + 1
+        f0, b0 = 0, 2 * sum(map(sum, self.pairs)) + first + middle + last
+        f1 = first + sum(map(sum, self.pairs))
+        b1 = f1 + middle
+        found = []
+        for rank in range(ranks):
+            if rank:
+                down, up = self.pairs[rank - 1]
+                f0, f1, b1, b0 = f0 + down, f1 - up, b1 + down, b0 - up
+            late0, late1 = _weight_delays((f1 - f0) % T, (b1 - f0) % T, (b0 - f0) % T, b0 < b1)
+            x, y = weights[rank], weights[2 * ranks - 1 - rank]
+            full0, part0 = divmod(b0 + late0 + 1 - f0, T)
+            full1, part1 = divmod(b1 + late1 + 1 - f1, T)
+            apart = (f1 - f0) % T
+            live = (x * (c < part0) + y * ((c - apart) % T < part1) for c in range(T))
+            found.append(full0 * x + full1 * y + max(live))
+        return tuple(found)
+
     def block(self) -> BuildingBlock:
         """The block on the V placement of ``len(pairs) + 1`` ranks, W placed greedily."""
         first, middle, last = self.turns
@@ -56,6 +78,21 @@ class VOffsets:
 
 def _turn(cells: int) -> int:
     return (cells - 1) % T + 1
+
+
+@cache
+def _weight_delays(f1: int, b1: int, b0: int, first_chunk_first: bool) -> tuple[int, int]:
+    """Cells from B to W of the first and of the second chunk on a rank, by residues counted from F of the first chunk.
+
+    As :func:`~jaxpipe.schedule.blocks.block.with_weight_gradients` places them: in the order of the Bs, first free residue.
+    """
+    taken = {0, f1, b1, b0}
+    late = {}
+    for chunk in (0, 1) if first_chunk_first else (1, 0):
+        b = b1 if chunk else b0
+        late[chunk] = next(d for d in range(1, T + 1) if (b + d) % T not in taken)
+        taken.add((b + late[chunk]) % T)
+    return late[0], late[1]
 
 
 def searched(ranks: int, most: float) -> Iterator[VOffsets]:

@@ -14,6 +14,7 @@ of the least block, V-Min's is repeated at longer intervals, down to one microba
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -39,8 +40,8 @@ from jaxpipe.schedule.problem import B, CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
-_NARROW, _WIDE, _LONG = 90, 40, 16
-_SCREENED, _FINISHED, _A_FEW, _ALL = 12, 2, 3, 20
+_NARROW, _WIDE, _LONG = 45, 36, 16
+_SCREENED, _FINISHED, _FINISHED_FEW, _A_FEW, _ALL = 12, 2, 5, 3, 20
 _PER_CLASS, _REFILLED, _PASSES = 2, 6, 16
 
 
@@ -90,7 +91,7 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
     laid = _laid(blocks, short, full)
     found += [x.draft for x in laid]
     anchor = min((x.draft for x in laid if x.narrow), key=lambda d: (_nine(d.span), _nine(d.makespan)), default=None)
-    starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[:_FINISHED]]
+    starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[: _FINISHED_FEW if blocks.few else _FINISHED]]
     starts += _screened(blocks, short, full)
     for start in starts:
         for draft in _finished(start, short, full, limit):
@@ -137,38 +138,30 @@ class _Blocks:
         mean_s = sum(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))) / (3 * len(self.weights))
         periods = _Periods(problem)
         scored = []
-        # fewer than 2p microbatches may never reach the peak of a block's steady phase
-        widest = max(self.most, 2.0 * problem.num_ranks) if self.few else self.most
-        for offsets in searched(problem.num_ranks, widest):
+        for offsets in searched(problem.num_ranks, self.most):
             pairs = offsets.pairs or ((1, 1),)
             narrow = pairs[0][0] >= pairs[-1][0] and all(up == 1 for _, up in pairs)
-            if not narrow and sum(-(-span // T) for span in offsets.lifespans_on_rank_0) - 1 > self.most:
-                continue
             period = periods.of(offsets, pairs.index(pairs[-1]))
             score = microbatches * period - sum(offsets.lifespans_on_rank_0) / 2 * mean_s
             scored.append(_Scored(offsets, period, score, narrow))
         self.scored = sorted(scored, key=lambda x: (x.score_s, x.offsets.pattern, x.offsets.pairs))
 
     def fitting(self, wanted: Callable[[_Scored], bool]) -> Iterator[tuple[_Scored, BuildingBlock]]:
-        """The blocks that are ``wanted``, best first; narrow ones whose steady phase is too large come last, where few
-        microbatches may not reach it."""
-        large = []
+        """The blocks that are ``wanted``, best first."""
         for x in filter(wanted, self.scored):
-            block = x.offsets.block()
-            if max(block.steady_peaks(self.weights)) <= self.limit * (1 + _ROUNDING):
-                yield x, block
-            elif self.few and x.narrow:
-                large.append((x, block))
-        yield from reversed(large)
+            if max(x.offsets.steady_peaks(self.weights)) <= self.limit * (1 + _ROUNDING):
+                yield x, x.offsets.block()
 
     def varied(self) -> Iterator[tuple[_Scored, BuildingBlock]]:
         """Best first, a few of each pattern and pair of offsets."""
-        taken: dict[object, int] = {}
-        for x, block in self.fitting(lambda x: True):
-            key = x.offsets.pattern, x.offsets.pairs[:1], x.offsets.pairs[-1:]
-            taken[key] = taken.get(key, 0) + 1
-            if taken[key] <= _PER_CLASS:
-                yield x, block
+        taken: Counter[object] = Counter()
+
+        def key(x: _Scored) -> object:
+            return x.offsets.pattern, x.offsets.pairs[:1], x.offsets.pairs[-1:]
+
+        for x, block in self.fitting(lambda x: taken[key(x)] < _PER_CLASS):
+            taken[key(x)] += 1
+            yield x, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +177,21 @@ def _laid(blocks: _Blocks, short: Finisher, full: Finisher) -> list[_Laid]:
     """The best blocks with warm-up and cool-down by rule, those for all microbatches that look best with few."""
     ends = VEnds(short.problem)
     more = full.problem.num_microbatches - short.problem.num_microbatches
-    ranked: list[tuple[float, float, int, _Scored, BuildingBlock, Draft]] = []
-    chosen = [*islice(blocks.fitting(lambda x: x.narrow), _NARROW), *islice(blocks.varied(), _WIDE)]
+    ranked: list[tuple[float, float, int, bool, Draft]] = []
+    chosen = [
+        *islice(blocks.fitting(lambda x: x.narrow), _NARROW),
+        *islice(blocks.varied(), _WIDE),
+    ]
     for x, block in chosen:
-        rows = ends.rows(block, blocks.most)
-        draft = None if rows is None else short.squeezed(rows)
-        if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
-            ranked.append((_nine(draft.span + more * x.period_s), _nine(draft.makespan), len(ranked), x, block, draft))
+        for rows in ends.orders(block, blocks.most):
+            draft = short.squeezed(rows)
+            if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
+                about_s = _nine(draft.span + more * x.period_s)
+                ranked.append((about_s, _nine(draft.makespan), len(ranked), x.narrow, draft))
     ranked.sort()
-    if full is short:
-        return [_Laid(draft, draft.rows, x.narrow) for *_, x, _, draft in ranked]
-    ends = VEnds(full.problem)
     found = []
-    for *_, x, block, start in ranked[:_LONG]:
-        rows = ends.rows(block, blocks.most)
-        draft = None if rows is None else full.squeezed(rows)
-        if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
-            found.append(_Laid(draft, start.rows, x.narrow))
+    for *_, narrow, start in ranked if full is short else ranked[:_LONG]:
+        found += [_Laid(draft, start.rows, narrow) for draft in _longer([start], short, full, blocks.limit)]
     return found
 
 

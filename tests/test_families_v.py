@@ -22,8 +22,7 @@ from jaxpipe.schedule.retime import Draft, drafted
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "authors_v.json").read_text(encoding="utf-8"))
 BLOCKS = {"v-min": v_min_block, "v-half": v_half_block, "1f1b-v": one_f_one_b_v_block}
-# v-adaptive against the authors' search, percent of makespan or span that it may be behind (0 for the other families)
-BEHIND = 2.0
+BEHIND = 1e-7  # percent of makespan or span
 
 
 def chunk_costs(p: int, f: float, b: float, w: float, comm: float = 0.0) -> CostProfile:
@@ -53,13 +52,13 @@ def behind(cell: list[object]) -> float:
 
 def test_no_worse_than_the_authors_code() -> None:
     for cell in cells(keep=23, largest=8):
-        assert behind(cell) <= (BEHIND if cell[0] == "v-adaptive" else 1e-7), cell
+        assert behind(cell) <= BEHIND, cell
 
 
 @pytest.mark.soak
 def test_no_worse_than_the_authors_code_in_any_cell() -> None:
     for cell in cells(keep=1, largest=32):
-        assert behind(cell) <= (5 if cell[0] == "v-adaptive" else 1e-7), cell
+        assert behind(cell) <= BEHIND, cell
 
 
 def test_closed_forms_at_unit_cost() -> None:

@@ -10,7 +10,8 @@
     draft = Finisher(problem).best(rows, limit, tries=40)        # or many recipes of reordering, the best kept
 
 Reading order: ``block.py``, ``repeat.py``, ``reorder.py``, ``finish.py``; ``compact.py`` reorders on the grid,
-``v_shape.py`` lists the blocks on the V placement that the adaptive search looks at.
+``v_shape.py`` lists the blocks on the V placement that the adaptive search looks at; ``v_ends.py`` lays their warm-up and
+cool-down by rule.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients

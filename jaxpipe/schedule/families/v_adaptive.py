@@ -5,8 +5,13 @@ is wider than the authors' search (δ¹ is not fixed to 1). Thousands fit a limi
 
 1. a block is scored by its period and its lifespans. Periods come from small copies (few ranks, mean costs) of the two uniform
    blocks it is made of, so a few hundred serve all of them; a longer lifespan within the limit shortens warm-up and cool-down;
-2. the best blocks by score are repeated for few microbatches, squeezed with the real costs and reordered by a few recipes;
-3. the best of those get all recipes, and their steady phase is repeated up to the microbatches asked for.
+2. the best by score get warm-up and cool-down by rule (:mod:`~jaxpipe.schedule.blocks.v_ends`), those within the authors' own
+   space in any case: the best of these is what the result may not be behind, neither in makespan nor in span;
+3. others are repeated, squeezed with the real costs and reordered by a few recipes;
+4. the best of both get all recipes, W laid anew, and the best of all is kept.
+
+All of this is done with the microbatches of warm-up and cool-down only; the steady phase is then repeated up to the number
+asked for.
 
 The V-ZB heuristic at the same limit competes, since it is better at few microbatches and near 1F1B's memory. Below the memory
 of the least block, V-Min's is repeated at longer intervals, down to one microbatch at a time. All work is bounded by sizes.
@@ -41,7 +46,7 @@ from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
 _NARROW, _WIDE, _LONG = 45, 36, 16
-_SCREENED, _FINISHED, _FINISHED_FEW, _A_FEW, _ALL = 12, 2, 5, 3, 20
+_SCREENED, _KEPT, _FINISHED, _A_FEW, _ALL = 12, 2, 5, 3, 20
 _PER_CLASS, _REFILLED, _PASSES = 2, 6, 16
 
 
@@ -91,7 +96,7 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
     laid = _laid(blocks, short, full)
     found += [x.draft for x in laid]
     anchor = min((x.draft for x in laid if x.narrow), key=lambda d: (_nine(d.span), _nine(d.makespan)), default=None)
-    starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[: _FINISHED_FEW if blocks.few else _FINISHED]]
+    starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[:_FINISHED]]
     starts += _screened(blocks, short, full)
     for start in starts:
         for draft in _finished(start, short, full, limit):
@@ -131,7 +136,6 @@ class _Blocks:
 
     def __init__(self, problem: Problem, microbatches: int, limit: float) -> None:
         self.problem, self.limit = problem, limit
-        self.few = microbatches < 2 * problem.num_ranks
         self.weights = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
         chunk = sum(self.weights) / len(self.weights)
         self.most = limit / chunk if chunk > 0 else float("inf")
@@ -206,7 +210,7 @@ def _screened(blocks: _Blocks, short: Finisher, full: Finisher) -> list[CodeRows
         longer = list(_longer(nsmallest(2, drafts, key=merit), short, full, blocks.limit))
         if longer:
             looked.append((min(map(merit, longer)), len(looked), rows))
-    return [rows for *_, rows in sorted(looked)[:_FINISHED]]
+    return [rows for *_, rows in sorted(looked)[:_KEPT]]
 
 
 def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:

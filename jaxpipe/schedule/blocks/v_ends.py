@@ -16,7 +16,7 @@ Every chunk counts as one unit of memory here; who calls looks at the real peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
@@ -24,7 +24,7 @@ from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.problem import B, CodeRows, F, Problem, W
 from jaxpipe.schedule.retime import Retimer
 
-_VACANT = -1
+_VACANT = _NOTHING = -1  # in a row of codes; in a row of kinds
 # what a rank runs, in the order a microbatch meets it: F of the chunk that goes down and of the one that comes up, B and W
 _F_DOWN, _F_UP, _B_DOWN, _B_UP, _W_DOWN, _W_UP = range(6)
 
@@ -52,8 +52,7 @@ class VEnds:
         held = max(map(long.peak, rows))
         if held > 2 * p or (long is wanted and held > limit):
             return
-        cells = long.cells(rows)
-        cells = long.cells(_warm_up(long, cells)) if cells else None
+        cells = long.cells(_warm_up(long, rows, min(held, 2 * p)))
         if cells is None:
             return
         most = max(map(long.peak, cells))
@@ -74,7 +73,7 @@ class VEnds:
         """``cells`` with the cool-down by the rule and vacant cells filled; None if it doesn't fit."""
         wanted = self.wanted
         held = max(map(wanted.peak, cells))
-        laid = _cool_down(wanted, cells)
+        laid = _cool_down(wanted, cells, held)
         if laid is None:
             return None
         _fill(wanted, laid)
@@ -140,20 +139,17 @@ class _Grid:
         return [where * fewer.m + i for where, i in split if i < fewer.m]
 
 
-def _warm_up(grid: _Grid, cells: list[list[int]]) -> list[list[int]]:
-    """Orders in which all before the first B of the first chunk follows the rule."""
-    p, m = grid.p, grid.m
-    most = min(max(map(grid.peak, cells)), 2 * p)
-    rows = []
-    for r, row in enumerate(cells):
-        codes = [c for c in row if c != _VACANT]
-        first = next((k for k, c in enumerate(codes) if grid.of(c) == _B_UP), len(codes))
+def _warm_up(grid: _Grid, rows: CodeRows, most: int) -> list[list[int]]:
+    """Orders in which all before the first B of the first chunk follows the rule. ``most``: chunks held at once."""
+    m, found = grid.m, []
+    for r, row in enumerate(rows):
+        first = next((k for k, c in enumerate(row) if grid.of(c) == _B_UP), len(row))
         up = min(r + 1, most // 2, m)
-        rows.append([*_warm_up_of_rank(grid, r, codes[:first], min(most - up, m), up), *codes[first:]])
-    return rows
+        found.append([*_warm_up_of_rank(grid, r, row[:first], min(most - up, m), up), *row[first:]])
+    return found
 
 
-def _warm_up_of_rank(grid: _Grid, rank: int, codes: list[int], down: int, up: int) -> Iterator[int]:
+def _warm_up_of_rank(grid: _Grid, rank: int, codes: Sequence[int], down: int, up: int) -> Iterator[int]:
     """The same passes: ``down`` and ``up`` F of the two chunks at first, then B, W, F in turn."""
     queues: list[list[int]] = [[] for _ in range(6)]
     for code in reversed(codes):
@@ -187,9 +183,12 @@ def _put_off(grid: _Grid, rows: list[list[int]], held: int) -> list[list[int]]:
     return found
 
 
-def _cool_down(grid: _Grid, cells: list[list[int]]) -> list[list[int]] | None:
-    """Cells with the last B of both chunks by the rule and W in what they leave; squeezed. None if they don't fit."""
-    m, most = grid.m, max(map(grid.peak, cells))
+def _cool_down(grid: _Grid, cells: list[list[int]], most: int) -> list[list[int]] | None:
+    """Cells with the last B of both chunks by the rule and W in what they leave; squeezed. None if they don't fit.
+
+    ``most``: chunks that ``cells`` hold at once.
+    """
+    m = grid.m
     up = min((most + 1) // 2, m)
     down = min(most - up, m)
     turn = max(c for c, code in enumerate(cells[0]) if code != _VACANT and grid.of(code) == _F_UP)
@@ -207,51 +206,57 @@ def _cool_down_of_rank(
 ) -> list[int] | None:
     """``turn``: the cell of the last F on rank 0; ``up``, ``down``: how many B of the two chunks move; ``most``: peak."""
     p, m = grid.p, grid.m
-    cells = list(row) + [_VACANT] * (2 * p + 2)
+    kinds = [_NOTHING if code == _VACANT else grid.kind[code // m] for code in row]
+    kinds += [_NOTHING] * (2 * p + 2)
     moved = {
         _B_UP: [turn - rank + 2 * p - 2 * k for k in range(up)],
         _B_DOWN: [turn + 1 + rank - 2 * k for k in range(down)],
     }
+    left = {_B_UP: up, _B_DOWN: down}
+    taken = {_W_DOWN: 0, _W_UP: 0}
+    for c in range(len(kinds) - 1, -1, -1):
+        kind = kinds[c]
+        if kind in left:
+            if left[kind]:
+                left[kind] -= 1
+                kinds[c] = _NOTHING
+        elif kind in taken and not (taken[_W_DOWN] >= down and taken[_W_UP] >= up and sum(taken.values()) >= most):
+            taken[kind] += 1
+            kinds[c] = _NOTHING
     for kind, places in moved.items():
-        gone = {grid.code(rank, kind, m - 1 - k) for k in range(len(places))}
-        cells = [_VACANT if code in gone else code for code in cells]
-    need, taken = {_W_DOWN: down, _W_UP: up}, {_W_DOWN: 0, _W_UP: 0}
-    for c in range(len(cells) - 1, -1, -1):
-        if all(taken[k] >= need[k] for k in need) and sum(taken.values()) >= most:
-            break
-        if cells[c] != _VACANT and grid.of(cells[c]) >= _W_DOWN:
-            taken[grid.of(cells[c])] += 1
-            cells[c] = _VACANT
-    for kind, places in moved.items():
-        for k, place in enumerate(places):
-            if not 0 <= place < len(cells) or cells[place] != _VACANT:
+        for place in places:
+            if not 0 <= place < len(kinds) or kinds[place] != _NOTHING:
                 return None
-            cells[place] = grid.code(rank, kind, m - 1 - k)
-    return _with_weights(grid, rank, cells)
+            kinds[place] = kind
+    _put_weights(kinds, m)
+    count = [0] * 6
+    cells = [_VACANT] * len(kinds)
+    for c, kind in enumerate(kinds):
+        if kind != _NOTHING:
+            cells[c] = grid.code(rank, kind, count[kind])
+            count[kind] += 1
+    return cells
 
 
-def _with_weights(grid: _Grid, rank: int, cells: list[int]) -> list[int]:
-    """``cells`` with the missing W, each in the first vacant cell after its B and after the last W that is there."""
-    last = max((c for c, code in enumerate(cells) if code != _VACANT and grid.of(code) >= _W_DOWN), default=-1)
-    due = {_W_DOWN: 0, _W_UP: 0}
-    placed = {kind: sum(code != _VACANT and grid.of(code) == kind for code in cells) for kind in due}
-    after_b = {_B_DOWN: _W_DOWN, _B_UP: _W_UP}
-    for c, code in enumerate(cells):
-        kind = -1 if code == _VACANT else grid.of(code)
-        if kind in after_b:
-            due[after_b[kind]] += 1
-        elif kind in due:
-            due[kind] -= 1
-        elif kind < 0 and c > last:
+def _put_weights(kinds: list[int], microbatches: int) -> None:
+    """The missing W of a rank, each in the first vacant cell after its B and after the last W that is there."""
+    last = max((c for c, kind in enumerate(kinds) if kind >= _W_DOWN), default=-1)
+    before = kinds[: last + 1]
+    due = {w: before.count(w - 2) - before.count(w) for w in (_W_DOWN, _W_UP)}
+    missing = {w: microbatches - before.count(w) for w in due}
+    for c in range(last + 1, len(kinds)):
+        kind = kinds[c]
+        if kind in (_B_DOWN, _B_UP):
+            due[kind + 2] += 1
+        elif kind == _NOTHING:
             for w in due:
                 if due[w] > 0:
-                    cells[c] = grid.code(rank, w, placed[w])
-                    placed[w] += 1
+                    kinds[c] = w
                     due[w] -= 1
+                    missing[w] -= 1
                     break
-    for w, count in due.items():
-        cells += [grid.code(rank, w, placed[w] + k) for k in range(count)]
-    return cells
+    for w, count in missing.items():
+        kinds += [w] * count
 
 
 def _fill(grid: _Grid, cells: list[list[int]]) -> None:

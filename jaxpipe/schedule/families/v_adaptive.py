@@ -45,9 +45,9 @@ from jaxpipe.schedule.problem import B, CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 _ROUNDING = 1e-9
-_NARROW, _WIDE, _LONG = 45, 36, 16
-_SCREENED, _KEPT, _FINISHED, _A_FEW, _ALL = 12, 2, 5, 3, 20
-_PER_CLASS, _REFILLED, _PASSES = 2, 6, 16
+_NARROW, _WIDE, _MORE, _LONG = 120, 24, 8, 8
+_SCREENED, _KEPT, _FINISHED, _A_FEW, _ALL = 12, 2, 2, 3, 20
+_PER_CLASS, _REFILLED, _PASSES = 2, 4, 16
 
 
 def v_adaptive(
@@ -170,7 +170,7 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """A block with its ends laid by rule: for all microbatches, and (``start``) for few."""
+    """A block with its ends laid by rule; ``start``: its rows for few microbatches."""
 
     draft: Draft
     start: CodeRows
@@ -180,23 +180,29 @@ class _Laid:
 def _laid(blocks: _Blocks, short: Finisher, full: Finisher) -> list[_Laid]:
     """The best blocks with warm-up and cool-down by rule, those for all microbatches that look best with few."""
     ends = VEnds(short.problem)
-    more = full.problem.num_microbatches - short.problem.num_microbatches
-    ranked: list[tuple[float, float, int, bool, Draft]] = []
-    chosen = [
-        *islice(blocks.fitting(lambda x: x.narrow), _NARROW),
-        *islice(blocks.varied(), _WIDE),
-    ]
-    for x, block in chosen:
+    found: list[_Laid] = []
+    for x, block in [*islice(blocks.fitting(lambda x: x.narrow), _NARROW), *islice(blocks.varied(), _WIDE)]:
         for rows in ends.orders(block, blocks.most):
             draft = short.squeezed(rows)
             if draft is not None and draft.peak <= blocks.limit * (1 + _ROUNDING):
-                about_s = _nine(draft.span + more * x.period_s)
-                ranked.append((about_s, _nine(draft.makespan), len(ranked), x.narrow, draft))
-    ranked.sort()
-    found = []
-    for *_, narrow, start in ranked if full is short else ranked[:_LONG]:
-        found += [_Laid(draft, start.rows, narrow) for draft in _longer([start], short, full, blocks.limit)]
-    return found
+                found.append(_Laid(draft, draft.rows, x.narrow))
+    if full is short:
+        return found
+    few, all_of_them = short.problem.num_microbatches, full.problem.num_microbatches
+    if all_of_them <= few + 2 * _MORE:
+        ranked = found
+    else:
+        # what a few microbatches more take tells what all of them will
+        more = Finisher(replace(short.problem, num_microbatches=few + _MORE))
+        about: list[tuple[float, float, int]] = []
+        for k, laid in enumerate(found):
+            for longer in _longer([laid.draft], short, more, blocks.limit):
+                a_microbatch = (longer.span - laid.draft.span) / _MORE
+                about.append(
+                    (_nine(longer.span + (all_of_them - few - _MORE) * a_microbatch), _nine(longer.makespan), k)
+                )
+        ranked = [found[k] for *_, k in nsmallest(_LONG, about)]
+    return [replace(laid, draft=draft) for laid in ranked for draft in _longer([laid.draft], short, full, blocks.limit)]
 
 
 def _screened(blocks: _Blocks, short: Finisher, full: Finisher) -> list[CodeRows]:

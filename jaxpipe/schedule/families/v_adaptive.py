@@ -188,21 +188,30 @@ def _laid(blocks: _Blocks, short: Finisher, full: Finisher) -> list[_Laid]:
                 found.append(_Laid(draft, draft.rows, x.narrow))
     if full is short:
         return found
-    few, all_of_them = short.problem.num_microbatches, full.problem.num_microbatches
-    if all_of_them <= few + 2 * _MORE:
-        ranked = found
-    else:
-        # what a few microbatches more take tells what all of them will
-        more = Finisher(replace(short.problem, num_microbatches=few + _MORE))
-        about: list[tuple[float, float, int]] = []
-        for k, laid in enumerate(found):
-            for longer in _longer([laid.draft], short, more, blocks.limit):
-                a_microbatch = (longer.span - laid.draft.span) / _MORE
-                about.append(
-                    (_nine(longer.span + (all_of_them - few - _MORE) * a_microbatch), _nine(longer.makespan), k)
-                )
-        ranked = [found[k] for *_, k in nsmallest(_LONG, about)]
-    return [replace(laid, draft=draft) for laid in ranked for draft in _longer([laid.draft], short, full, blocks.limit)]
+    return [
+        replace(laid, draft=draft)
+        for laid in _promising(found, short, full, blocks.limit)
+        for draft in _longer([laid.draft], short, full, blocks.limit)
+    ]
+
+
+def _promising(found: Sequence[_Laid], short: Finisher, full: Finisher, limit: float) -> Sequence[_Laid]:
+    """Those of few microbatches whose span will be the shortest with all of them, by what a few more take."""
+    problem = short.problem
+    missing = full.problem.num_microbatches - problem.num_microbatches
+    if missing <= 2 * _MORE:
+        return found
+    more = Finisher(replace(problem, num_microbatches=problem.num_microbatches + _MORE))
+    per_replica = [sum(x) for x in zip(problem.f_s, problem.b_s, problem.w_s, strict=True)]
+    work_s = max(sum(per_replica[k] for k in problem.replicas_of(r)) for r in range(problem.num_ranks))
+    about: list[tuple[float, float, int]] = []
+    for k, laid in sorted(enumerate(found), key=lambda x: x[1].draft.span):
+        if len(about) >= _LONG and laid.draft.span + missing * work_s > sorted(about)[_LONG - 1][0] * (1 + _ROUNDING):
+            break
+        for longer in _longer([laid.draft], short, more, limit):
+            a_microbatch_s = (longer.span - laid.draft.span) / _MORE
+            about.append((_nine(longer.span + (missing - _MORE) * a_microbatch_s), _nine(longer.makespan), k))
+    return [found[k] for *_, k in nsmallest(_LONG, about)]
 
 
 def _screened(blocks: _Blocks, short: Finisher, full: Finisher) -> list[CodeRows]:

@@ -104,7 +104,7 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
             if _beats(draft, enough):
                 return draft
     assert found, "one microbatch at a time is always within the limit"
-    return min((d for d in found if anchor is None or d.no_worse_than(anchor)), key=merit)
+    return min((d for d in found if anchor is None or _beats(d, (anchor.makespan, anchor.span))), key=merit)
 
 
 def _one_microbatch(problem: Problem) -> float:
@@ -113,6 +113,7 @@ def _one_microbatch(problem: Problem) -> float:
 
 
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
+    """Whether makespan and span are no longer than these."""
     return draft.makespan <= enough[0] * (1 + _ROUNDING) and draft.span <= enough[1] * (1 + _ROUNDING)
 
 

@@ -11,7 +11,7 @@ Works for placements whose stages form a chain and run on one rank each. Times o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError
@@ -155,12 +155,3 @@ class Problem:
                     codes.append(self.code(ops[slot.op], replica, slot.microbatch))
             rows.append(codes)
         return rows
-
-
-def all_codes(problem: Problem, ops: Iterable[int] = (F, B, W)) -> list[list[int]]:
-    """Per rank, every code of ``ops`` that must run there (in no useful order)."""
-    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
-    for op in ops:
-        for replica, rank in enumerate(problem.rank):
-            rows[rank] += [problem.code(op, replica, i) for i in problem.microbatches(replica)]
-    return rows

@@ -8,7 +8,7 @@ on times, since a rank takes and gives back only where its own actions start and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpipe.schedule.ir import Schedule
@@ -198,11 +198,6 @@ def _key(draft: Draft) -> tuple[float, float, float]:
 
 def _nine_digits(x: float) -> float:
     return float(f"{x:.9g}")
-
-
-def earliest_first(times: Times, rows: Sequence[Iterable[int]]) -> list[list[int]]:
-    """``rows`` with each rank's codes in order of their start in ``times``; ties keep their order."""
-    return [sorted(row, key=times.start_s.__getitem__) for row in rows]
 
 
 def retime(problem: Problem, rows: CodeRows) -> Times:

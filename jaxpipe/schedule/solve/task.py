@@ -1,0 +1,118 @@
+"""What the solver is asked, what it may spend, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.memory import static_bytes
+from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.timeline import Timeline
+
+Objective = Literal["makespan", "span", "lexicographic"]
+Status = Literal["optimal", "feasible"]
+_SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SolveTask:
+    """A scheduling problem.
+
+    ``costs``: seconds and bytes, one entry a stage of ``placement``. ``memory_limit``: peak activations allowed on a rank, in
+    units of its share of one microbatch; where the costs name a limit in bytes per rank, both hold. ``offload``: whether
+    activations may be copied to the host. ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
+    post-validation (`optpipe.txt` equation 3); ``lexicographic``: makespan, then peak memory, then what is offloaded.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: CostProfile
+    memory_limit: float = float("inf")
+    offload: bool = False
+    objective: Objective = "makespan"
+
+    def limits(self) -> tuple[float, ...]:
+        """Per rank, the activations allowed at once, in units of its share of one microbatch."""
+        limits = [self.memory_limit] * self.placement.num_ranks
+        if self.costs.memory_limit_bytes:
+            static = static_bytes(self.placement, self.costs)
+            for rank, allowed in enumerate(self.costs.memory_limit_bytes):
+                share = sum(self.costs.residual_bytes[s] for s in self.placement.stages_of(rank))
+                if share > 0:
+                    limits[rank] = min(limits[rank], (allowed - static[rank]) / share)
+        return tuple(limits)
+
+    def fits(self, timeline: Timeline) -> bool:
+        """Whether a timeline keeps to the limits."""
+        return all(a <= x * _SLACK for a, x in zip(timeline.peak_activations, self.limits(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a solve may spend. ``time_limit_s``: wall-clock seconds. ``workers``: threads or processes.
+
+    ``reproducible``: no clock decides anything; the same task, options and OR-Tools version give the same schedule, and
+    ``time_limit_s`` counts deterministic time, which is seconds of this project's development machine, roughly.
+    """
+
+    time_limit_s: float = 60.0
+    seed: int = 0
+    workers: int = 2
+    reproducible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a solve: seconds since its start, best value so far (seconds of the objective), proven lower bound.
+
+    ``source``: what found it, such as ``family v-half`` or ``window``.
+    """
+
+    wall_s: float
+    value: float
+    lower_bound: float
+    source: str
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be from the optimum, as a fraction of the bound."""
+        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
+
+
+OnProgress = Callable[[Progress, Schedule | None], None]
+"""Called with every improvement (with its schedule) and every better bound (with None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The answer to a :class:`SolveTask`.
+
+    ``timeline``: the schedule simulated under the task's costs. ``lower_bound``: of the objective's time, proven for the whole
+    problem. ``status``: ``optimal`` if the bound is reached. ``first_feasible_s``: when the first answer was there.
+    ``improvements``: every better answer, in order. ``offloaded``: number of (stage, microbatch) pairs that are offloaded.
+    ``family``: the best family at this limit with its time, or None if no family fits.
+    """
+
+    task: SolveTask
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+    status: Status
+    wall_s: float
+    first_feasible_s: float
+    improvements: Sequence[Progress] = field(default_factory=tuple)
+    offloaded: int = 0
+    family: tuple[str, float] | None = None
+
+    @property
+    def value(self) -> float:
+        """Seconds of what was minimised: the makespan, or the longest span."""
+        return self.timeline.max_span if self.task.objective == "span" else self.timeline.makespan
+
+    @property
+    def gap(self) -> float:
+        """How far ``value`` may be from the optimum, as a fraction of the bound."""
+        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound > 0 else 0.0

@@ -147,7 +147,11 @@ def run_sequentially(
             call("F", schedule.placement.ranks(s, i)[0], s, i)
     later = []  # what adds to accumulators, in row order, once every cotangent is known
     for rank in range(schedule.num_ranks):
-        later += [(rank, a) for a in schedule.actions(rank) if op_spec(a.op).lane == "compute" and a.op != "F"]
+        later += [
+            (rank, a)
+            for a in schedule.actions(rank)
+            if op_spec(a.op).lane == "compute" and a.op != "F" and not op_spec(a.op).is_sync
+        ]
     # B first (it adds nothing), stage by stage from the last; W after, in row order. A BW does both, so the stages' rows
     # are followed as far as cotangents allow.
     done = set()

@@ -42,7 +42,8 @@ def random_schedule(
     """A valid schedule of ``placement``.
 
     ``split``: every backward as B and W, as BW, or either. ``offload``: probability that a microbatch of a stage is offloaded
-    and loaded back. ``braid``: probability that two neighbouring independent compute actions are woven.
+    and loaded back; half of those have an S. ``braid``: probability that two neighbouring independent compute actions are
+    woven.
     """
     items = [
         item
@@ -86,7 +87,7 @@ def _items(placement: Placement, s: int, i: int, rng: random.Random, split: Spli
         if not full:
             items.append((Action("W", s, i), (rank,)))
         if rng.random() < offload:
-            items += [(Action("O", s, i), (rank,)), (Action("L", s, i), (rank,))]
+            items += [(Action(op, s, i), (rank,)) for op in ("O", "L", "S")[: 2 + (rng.random() < 0.5)]]
     return items
 
 

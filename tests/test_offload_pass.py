@@ -51,7 +51,7 @@ def require_free(result: Offloaded) -> None:
 def compute_only(schedule: Schedule) -> Schedule:
     return replace(
         schedule,
-        rows=tuple(tuple(s for s in row if s.actions[0].op not in ("O", "L")) for row in schedule.rows),
+        rows=tuple(tuple(s for s in row if s.actions[0].op not in ("O", "L", "S")) for row in schedule.rows),
     )
 
 

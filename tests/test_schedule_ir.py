@@ -52,7 +52,9 @@ def test_lanes_and_senders() -> None:
         register_op(OpSpec("Gpu", "gpu", (), "f_s"))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="only compute ops send"):
         register_op(OpSpec("Mail", "d2h", (), "f_s", sends="succ"))
-    assert {s.name for s in registered_ops()} >= {"F", "B", "W", "BW", "O", "L"}
+    with pytest.raises(ScheduleError, match="op 'Mail' has no cost, so it only waits, on the compute lane"):
+        register_op(OpSpec("Mail", "d2h", (), ""))
+    assert {s.name for s in registered_ops()} >= {"F", "B", "W", "BW", "O", "L", "S"}
     assert "Mail" not in {s.name for s in registered_ops()}
 
 

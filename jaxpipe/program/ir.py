@@ -89,6 +89,17 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
+class Sync:
+    """Go on with this rank only when the copies in ``host`` slots are complete."""
+
+    action: Action
+    host: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"Sync {self.action} host ({_slots(self.host)})"
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """Drop the arrays in ``slots``."""
 
@@ -98,7 +109,7 @@ class Free:
         return f"Free ({_slots(self.slots)})"
 
 
-Instruction = Run | Send | Recv | Offload | Reload | Free
+Instruction = Run | Send | Recv | Offload | Reload | Sync | Free
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ class Program:
 def reads(instruction: Instruction) -> tuple[int, ...]:
     """Slots whose arrays the instruction uses."""
     match instruction:
-        case Run(inputs=slots) | Send(slots=slots) | Offload(device=slots) | Reload(host=slots):
+        case Run(inputs=slots) | Send(slots=slots) | Offload(device=slots) | Reload(host=slots) | Sync(host=slots):
             return slots
         case Recv() | Free():
             return ()
@@ -142,7 +153,7 @@ def writes(instruction: Instruction) -> tuple[int, ...]:
             return tuple(s for s in slots if s >= 0)
         case Recv(slots=slots) | Offload(host=slots) | Reload(device=slots):
             return slots
-        case Send() | Free():
+        case Send() | Sync() | Free():
             return ()
 
 

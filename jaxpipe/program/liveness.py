@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Value, drops, writes
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, writes
 from jaxpipe.schedule.ir import Action
 
 BOUND_KINDS = ("param", "acc", "data", "key")
@@ -23,7 +23,7 @@ RESULT_KINDS = ("acc", "loss")
 class Step:
     """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive."""
 
-    kind: Literal["run", "send", "recv", "offload", "reload"]
+    kind: Literal["run", "send", "recv", "offload", "reload", "sync"]
     action: Action
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
@@ -105,6 +105,8 @@ def _instruction(slots: _Slots, step: Step) -> Instruction:
         case "reload":
             device = tuple(slots.take(v) for v in step.inputs)
             return Reload(action, tuple(slots.drop(v, "host") for v in step.inputs), device)
+        case "sync":
+            return Sync(action, tuple(slots.at(v, "host") for v in step.inputs))
 
 
 def live_bytes(program: Program) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
-Offload and load actions move the stage's residuals. Slots are assigned, and dropped after the last reader, by
-:mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a chain.
+Offload and load actions move the stage's residuals; S waits for the copy. Slots are assigned, and dropped after the last
+reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a
+chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 
@@ -61,11 +63,21 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                 )
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
-            if op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
+            if op_spec(action.op).is_sync:
+                _check_sync(rank, action)
+            elif op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
                 have = " ".join(sorted(stages[action.stage].functions))
                 raise ProgramError(
                     f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have})"
                 )
+
+
+def _check_sync(rank: int, action: Action) -> None:
+    waits = op_spec(action.op).waits
+    if len(waits) != 1 or waits[0].where != "self" or any(op_spec(op).lane != "d2h" for op in waits[0].ops):
+        raise ProgramError(
+            f"rank {rank}, action {action}: the runtime can wait only for an offload of the same stage and microbatch"
+        )
 
 
 class _RankLowering:
@@ -88,10 +100,13 @@ class _RankLowering:
 
     def program(self) -> Program:
         for action in self.schedule.actions(self.rank):
-            if op_spec(action.op).lane == "compute":
+            spec = op_spec(action.op)
+            if spec.is_sync:
+                self._move(action, "sync")
+            elif spec.lane == "compute":
                 self._run(action)
             else:
-                self._move(action)
+                self._move(action, "offload" if spec.lane == "d2h" else "reload")
         return assign_slots(self.rank, self.steps, self.value_bytes)
 
     def _run(self, action: Action) -> None:
@@ -187,13 +202,13 @@ class _RankLowering:
             if values:
                 self.steps.append(Step("send", action, values, (), peer=dst))
 
-    def _move(self, action: Action) -> None:
+    def _move(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
         residuals = tuple(
             Value("res", action.stage, action.microbatch, port.index)
             for port in self.stages[action.stage].functions["F"].outputs
             if port.kind == "res"
         )
-        self.steps.append(Step("offload" if op_spec(action.op).lane == "d2h" else "reload", action, residuals, ()))
+        self.steps.append(Step(kind, action, residuals, ()))
 
 
 def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from jaxpipe.program.ir import Program, Recv, Run, Send
+from jaxpipe.program.ir import Program, Recv, Run, Send, Sync
 from jaxpipe.schedule import Action, Timeline
 
 
@@ -54,16 +54,18 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Action], float]) -> list[float]:
-    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader."""
+    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader.
+
+    A sync blocks the thread, so it is issued when it is due."""
     times: list[float] = []
     last = float("-inf")
     for instruction in program.instructions:
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Run | Sync):
             last = max(last, start[(program.rank, instruction.action)])
         times.append(last)
     following = float("inf")
     for k in range(len(times) - 1, -1, -1):
-        if isinstance(program.instructions[k], Run):
+        if isinstance(program.instructions[k], Run | Sync):
             following = times[k]
         elif isinstance(program.instructions[k], Recv):
             times[k] = min(following, max(times[k], following))

@@ -3,7 +3,8 @@
 Linking turns programs into a list of small tuples: the compiled function, an ``itemgetter`` over the rank's slots, the slots to
 fill and the slots to clear. The loop does nothing else. Programs are interleaved in the order of simulated time
 (:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
-the devices, and memory is freed by dropping references.
+the devices, and memory is freed by dropping references. Only a sync (S) holds the loop up, and with it every rank of this
+process: until the offload it waits for has left the device.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.errors import RunError
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send
-from jaxpipe.runtime.offload import require_pinned_host, to_device, to_host
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
+from jaxpipe.runtime.offload import require_pinned_host, to_device, to_host, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
 from jaxpipe.schedule import Action, Event
@@ -94,7 +95,7 @@ class _Linked(NamedTuple):
     lane: str
 
 
-_RUN, _SEND, _RECV, _COPY = range(4)
+_RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
 
 
 class Executor:
@@ -132,8 +133,8 @@ class Executor:
 
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
-        """``run``, ``send``, ``recv`` or ``copy`` of each of them, in order of dispatch."""
-        return tuple(("run", "send", "recv", "copy")[i.kind] for i in self._code)
+        """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
+        return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
 
     def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``.
@@ -273,6 +274,8 @@ def _link(
                 linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
             case Reload(action, host, device):
                 linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
+            case Sync(action, host):
+                linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
             case Free(slots):
                 before = last_of[k]
                 code[before] = code[before]._replace(clear=(*code[before].clear, *slots))

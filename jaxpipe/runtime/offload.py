@@ -41,6 +41,13 @@ def to_device(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return _copy(arrays, DEVICE)
 
 
+def wait_for_copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Block the calling thread until ``arrays`` are complete; the memory that they were copied from is then free."""
+    for array in arrays:
+        array.block_until_ready()
+    return arrays
+
+
 def _copy(arrays: Sequence[jax.Array], memory_kind: str) -> Sequence[jax.Array]:
     shardings = [a.sharding.with_memory_kind(memory_kind) for a in arrays]
     copies: Sequence[jax.Array] = jax.device_put(list(arrays), shardings)

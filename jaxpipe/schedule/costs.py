@@ -159,8 +159,8 @@ class CostProfile:
         return values
 
     def seconds(self, cost: str, stage: int) -> float:
-        """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``."""
-        return self.values(cost)[stage]
+        """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``; 0 for ``""``."""
+        return self.values(cost)[stage] if cost else 0.0
 
     def transfer_s(self, src_rank: int, dst_rank: int, stage: int) -> float:
         """Seconds that the boundary of ``stage`` (the sending F's stage, or the receiving one for B) takes between ranks."""

@@ -315,12 +315,14 @@ class _Builder:
         return rules
 
     def _member(self, index: _OpIndex, rule: _Rule, rank: int, i: int) -> int:
-        """On a group: the rank's own slot, else that of the first rank of the group; -1 if there is none."""
+        """On a group: the rank's own slot, else (from another stage) that of the group's first rank; -1 if there is none."""
         here = index.members.get(rule.base + i)
         if not here:
             return -1
         if rank in here:
             return here[rank]
+        if rule.wait.where == "self":
+            return -1
         return next(here[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in here)
 
     def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int) -> int:

@@ -50,7 +50,8 @@ class OpSpec:
     """An operation, as data.
 
     ``lane``: where it runs; ranks run the ``compute`` lane one action at a time, in row order.
-    ``cost``: name of the :class:`~jaxpipe.schedule.costs.CostProfile` property that gives its seconds per stage.
+    ``cost``: name of the :class:`~jaxpipe.schedule.costs.CostProfile` property that gives its seconds per stage; empty: it
+    computes nothing, takes 0 s and only makes what stands after it on its rank wait (a *sync*).
     ``parts``: the elementary operations it performs (``BW`` performs ``B`` and ``W``); an op performs itself by default.
     ``required``: every (stage, microbatch) must have this part performed exactly once.
     ``sends``: neighbour direction that consumes its result (``succ`` for F's activation, ``pred`` for B's cotangent).
@@ -72,6 +73,11 @@ class OpSpec:
         """The elementary operations this one performs."""
         return self.parts or (self.name,)
 
+    @property
+    def is_sync(self) -> bool:
+        """Whether it computes nothing and only waits."""
+        return not self.cost
+
 
 _REGISTRY: dict[str, OpSpec] = {}
 
@@ -81,10 +87,12 @@ def register_op(spec: OpSpec) -> OpSpec:
 
     Names are an upper-case letter followed by letters or underscores (digits would make ``F2.0`` ambiguous).
 
-    Only ops on the compute lane send: transfers leave in the order of that lane.
+    Only ops on the compute lane send: transfers leave in the order of that lane. An op without a cost is a sync: it runs on
+    the compute lane, sends nothing, holds no memory and performs nothing that is required.
 
     Raises:
-        ScheduleError: the name is malformed or is taken by a different spec, or the spec sends from another lane.
+        ScheduleError: the name is malformed or is taken by a different spec, the spec sends from another lane, or it has no
+            cost and does more than wait.
     """
     if not spec.name or not spec.name[0].isupper() or not all(c.isalpha() or c == "_" for c in spec.name):
         raise ScheduleError(f"op name {spec.name!r}: use an upper-case letter followed by letters or '_'")
@@ -92,6 +100,8 @@ def register_op(spec: OpSpec) -> OpSpec:
         raise ScheduleError(f"op {spec.name!r} is on lane {spec.lane!r}; want compute, d2h or h2d")
     if spec.sends != "none" and spec.lane != "compute":
         raise ScheduleError(f"op {spec.name!r} sends to {spec.sends!r} from lane {spec.lane!r}; only compute ops send")
+    if spec.is_sync and (spec.lane != "compute" or spec.sends != "none" or spec.memory or spec.required or spec.parts):
+        raise ScheduleError(f"op {spec.name!r} has no cost, so it only waits, on the compute lane; name its cost")
     known = _REGISTRY.get(spec.name)
     if known is not None and known != spec:
         raise ScheduleError(f"op {spec.name!r} is already registered with another meaning; choose another name")
@@ -189,11 +199,21 @@ L = register_op(
     OpSpec(
         "L",
         "h2d",
-        (Wait(("O",), "self"),),
+        (Wait(("O",), "self"), Wait(("S",), "self", optional=True)),
         "load_s",
         (MemoryEffect("start", +1, "offloadable_bytes"),),
         colour="#56b4e9",
         description="load residuals back",
+    )
+)
+S = register_op(
+    OpSpec(
+        "S",
+        "compute",
+        (Wait(("O",), "self"),),
+        "",
+        colour="#5f6368",
+        description="wait for an offload to end",
     )
 )
 

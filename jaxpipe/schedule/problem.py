@@ -135,10 +135,10 @@ class Problem:
         )
 
     def codes(self, schedule: Schedule) -> list[list[int]]:
-        """The rows of a schedule of this problem as codes. Offloads (O, L) are left out.
+        """The rows of a schedule of this problem as codes. Offloads (O, L, S) are left out.
 
         Raises:
-            ScheduleError: it has braided slots or ops other than F, B, W, BW, O and L.
+            ScheduleError: it has braided slots or ops other than F, B, W, BW, O, L and S.
         """
         stages, flows = self.placement.num_stages, self.placement.num_flows
         ops = {op: k for k, op in enumerate(OPS)}
@@ -146,9 +146,9 @@ class Problem:
         for r, row in enumerate(schedule.rows):
             codes = []
             for slot in row:
-                if not isinstance(slot, Action) or slot.op not in (*ops, "O", "L"):
+                if not isinstance(slot, Action) or slot.op not in (*ops, "O", "L", "S"):
                     raise ScheduleError(
-                        f"{schedule.name}: rank {r} has {slot}; only plain F, B, W, BW, O and L can be re-timed"
+                        f"{schedule.name}: rank {r} has {slot}; only plain F, B, W, BW, O, L and S can be re-timed"
                     )
                 if slot.op in ops:
                     replica = slot.microbatch % flows * stages + slot.stage

@@ -50,6 +50,8 @@ def replay(
 ) -> Timeline:
     """The same order with a given duration (seconds) for each slot of each rank, and no time for communication.
 
+    A slot that only waits (S) may be left out and takes 0 s.
+
     Measured step time divided by this timeline's makespan says what the runtime loses beside the schedule. ``costs`` is
     used for memory, and for how host lanes are shared; without it, memory is in units of activation.
 
@@ -65,6 +67,8 @@ def replay(
         for number, slot in enumerate(graph.slots):
             rank = graph.rank_of[number]
             seconds = durations.get((rank, slot))
+            if seconds is None and all(op_spec(a.op).is_sync for a in slot.actions):
+                seconds = 0.0
             if seconds is None:
                 raise ScheduleError(
                     f"replay: no duration for {slot} on rank {rank}; durations are keyed by (rank, slot)"

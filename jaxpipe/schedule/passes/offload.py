@@ -143,8 +143,8 @@ def _within(
 
 
 def without_offloads(schedule: Schedule) -> Schedule:
-    """``schedule`` without its O and L."""
-    rows = tuple(tuple(s for s in row if not (type(s) is Action and s.op in ("O", "L"))) for row in schedule.rows)
+    """``schedule`` without its O, L and S."""
+    rows = tuple(tuple(s for s in row if not (type(s) is Action and s.op in ("O", "L", "S"))) for row in schedule.rows)
     return replace(schedule, rows=rows)
 
 

@@ -14,6 +14,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, generate, simulate
 from jaxpipe.schedule.hardware import k_of, k_of_layer
 from jaxpipe.schedule.passes import Offloaded, offload, prompt_weights
+from jaxpipe.schedule.passes.offload import without_offloads
 
 NAMES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "po")
 
@@ -49,10 +50,9 @@ def require_free(result: Offloaded) -> None:
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    return replace(
-        schedule,
-        rows=tuple(tuple(s for s in row if s.actions[0].op not in ("O", "L", "S")) for row in schedule.rows),
-    )
+    bare = without_offloads(schedule)
+    assert not {a.op for r in range(bare.num_ranks) for a in bare.actions(r)} & {"O", "L", "S"}
+    return bare
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.hardware import k_of
-from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.ir import Braid, Schedule, Slot
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.passes.prompt_weights import prompt_weights
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
@@ -144,8 +144,17 @@ def _within(
 
 def without_offloads(schedule: Schedule) -> Schedule:
     """``schedule`` without its O, L and S."""
-    rows = tuple(tuple(s for s in row if not (type(s) is Action and s.op in ("O", "L", "S"))) for row in schedule.rows)
+    rows = tuple(tuple(x for s in row if (x := _compute_of(s)) is not None) for row in schedule.rows)
     return replace(schedule, rows=rows)
+
+
+def _compute_of(slot: Slot) -> Slot | None:
+    left = tuple(a for a in slot.actions if a.op not in ("O", "L", "S"))
+    if len(left) == len(slot.actions):
+        return slot
+    if len(left) > 1:
+        return Braid(left)
+    return left[0] if left else None
 
 
 def _check_request(

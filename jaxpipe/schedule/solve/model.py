@@ -1,0 +1,332 @@
+"""The exact model: solves a task to optimality, or as far as its time goes, and says what it has proved.
+
+Source: `optpipe.txt` section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in
+whole ticks and units (:mod:`.ticks`). Every answer is turned into rows (:mod:`.rows`), checked and simulated; what is reported
+is what the simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
+
+* E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
+  lane and of host lanes. M, N: events of the memory constraint. One chunk, equal costs there; any chain on single ranks
+  here.
+* (3), (4): makespan is taken over all ranks from time 0; a span from the rank's first F, which starts as soon as it can.
+* (5), (6): T_comm is the transfer of that boundary between those ranks; links queue where they can (:mod:`.formulation`).
+* (7) excludes j' = j and c' = c, so literally two forwards of a rank, or F and B of a microbatch, may overlap, and (8)
+  and the order of microbatches fix variables that no constraint reads. Read: all pairs of different actions.
+* (9) adds the change Δ of an operation to what was there before it. For B and W that is the level after their end; the
+  level while B runs, when what it reads has been loaded back, is never looked at. Here: every instant, DESIGN.md section
+  4.
+* (10) to (13) leave out j' = j: that R follows the O of the same activation is nowhere. Nor is O after the end of its F
+  (promised in section 3.3), nor B after the *end* of its R: (15) only has a start after R's start. All three hold here.
+* (14) subtracts T_comm where the duration T is meant (E − T is the start).
+* (15), (16): with N an R starts before an operation or after its end, never while it runs. Read as a side effect of
+  asking only at operations; here an L starts at any time at which there is room.
+* (18), (19) lack the big-M and the choice W, both use L, which orders reloads of one device, and O against R of two
+  devices is missing. Read: the lanes of a PCIe group are one NoOverlap. The simulator serves such a lane first come first
+  served, which rows can't change; then the model's value is a bound and the simulated one is reported.
+* The order of microbatches: (1) has the same c on both sides, the last list of appendix C has any c', which would be one
+  microbatch after the other. Read: (1). That it costs nothing is true without offload: the k-th start of every (stage,
+  op) can be given to microbatch k, since the first k consumers follow the first k producers. With offload it is a choice
+  (which activations are away depends on the order of the backwards), so a bound then is one for schedules in microbatch
+  order.
+
+Not modelled: braided slots, user ops, stages on several ranks, DAGs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.solve.formulation import Cuts, Formulation
+from jaxpipe.schedule.solve.hints import starts_of
+from jaxpipe.schedule.solve.instance import Instance
+from jaxpipe.schedule.solve.model_memory import Form, add_memory
+from jaxpipe.schedule.solve.rows import Starts, schedule_of
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.timeline import Timeline
+
+ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
+OnImprovement = Callable[[Schedule, float, float], None]
+"""Called with a schedule that keeps the limits, its value and the proven bound so far (seconds), from the solver's thread."""
+
+_SLACK = 1 + 1e-9
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """What the model says of a task.
+
+    ``value``: seconds of the simulated schedule; ``model_value``: what the model claims of it (equal if ``exact_ticks``,
+    else it may be less by the rounding). ``lower_bound``: seconds, for every schedule with microbatches in order.
+    ``status``: ``optimal``: the value is the bound; ``infeasible``: no schedule keeps the limits; ``unknown``: none was
+    found. ``size``: variables and constraints. ``first_feasible_s``, ``wall_s``: since the call.
+    """
+
+    schedule: Schedule | None
+    timeline: Timeline | None
+    value: float
+    model_value: float
+    lower_bound: float
+    status: ExactStatus
+    wall_s: float
+    first_feasible_s: float
+    exact_ticks: bool
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """One call of the solver. ``aim``: what is minimised. ``cost``: ticks allowed to the time; ``peak``: units to the peak."""
+
+    aim: Literal["time", "peak", "bytes"] = "time"
+    form: Form = "reservoir"
+    strict: bool = False
+    lower: int = 0
+    cost: int | None = None
+    peak: int | None = None
+    hint: Starts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: str
+    starts: Starts | None
+    cost: int
+    bound: int
+    objective: int
+    size: tuple[int, int]
+
+
+def solve_exact(
+    task: SolveTask,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    workers: int = 2,
+    hint: Schedule | None = None,
+    lower_bound: float = 0.0,
+    deterministic: bool = False,
+    form: Form = "reservoir",
+    cuts: Cuts | None = None,
+    on_improvement: OnImprovement | None = None,
+    cancel: Callable[[], bool] | None = None,
+) -> ExactResult:
+    """The best schedule of ``task``, microbatches in order, that CP-SAT finds in ``time_limit_s``.
+
+    ``hint``: a schedule to start from; if it keeps the limits, the answer is no worse. ``lower_bound``: seconds that are known
+    to be needed. ``deterministic``: the limit counts deterministic time, and the same arguments give the same schedule.
+    ``cancel``: asked a few times a second; true ends the search with what there is.
+
+    Raises:
+        ScheduleError: the stages don't form a chain on single ranks, or the costs don't fit the task or the solver.
+    """
+    return _Search(task, time_limit_s, seed, workers, deterministic, form, cuts or Cuts(), on_improvement, cancel).run(
+        hint, lower_bound
+    )
+
+
+class _Search:
+    """Phases of one :func:`solve_exact` and the best schedule among their answers."""
+
+    def __init__(
+        self,
+        task: SolveTask,
+        time_limit_s: float,
+        seed: int,
+        workers: int,
+        deterministic: bool,
+        form: Form,
+        cuts: Cuts,
+        on_improvement: OnImprovement | None,
+        cancel: Callable[[], bool] | None,
+    ) -> None:
+        self.began = time.perf_counter()
+        self.instance = Instance.of(task)
+        self.left_s, self.seed, self.workers, self.deterministic = time_limit_s, seed, workers, deterministic
+        self.form, self.cuts, self.on_improvement, self.cancel = form, cuts, on_improvement, cancel
+        self.best: tuple[Schedule, Timeline, float] | None = None
+        self.model_value = self.value = float("inf")
+        self.first_s = float("inf")
+        self.known_s = 0.0
+
+    def run(self, hint: Schedule | None, lower_bound: float) -> ExactResult:
+        ticks = self.instance.ticks
+        self.known_s = lower_bound
+        starts = None if hint is None else starts_of(self.instance, hint)
+        lower = ticks.at_least(lower_bound) if lower_bound < float("inf") else 0
+        cost = None if starts is None else self._cost(starts)
+        lower = lower if cost is None else min(lower, cost)
+        phase = _Phase("time", self.form, False, lower, cost, None, starts)
+        answer = self._solve(phase)
+        bound = self._bound_s(answer.bound)
+        if answer.starts is not None and self.best is None:
+            self._solve(replace(phase, strict=True, lower=max(lower, answer.bound), cost=cost, hint=starts))
+        if self.instance.task.objective == "lexicographic" and self.best is not None:
+            self._refine(answer)
+        return self._result(answer, max(bound, lower_bound))
+
+    def _refine(self, answer: _Answer) -> None:
+        """Less peak memory in the same time, then fewer bytes offloaded with the same peak."""
+        starts, cost = answer.starts, answer.cost
+        peak = None
+        for aim in ("peak", "bytes") if starts is not None else ():
+            assert aim in ("peak", "bytes")
+            found = self._solve(_Phase(aim, "cumulative", False, min(answer.bound, cost), cost, peak, starts))
+            if found.starts is None:
+                return
+            starts = found.starts
+            peak = found.objective if aim == "peak" else peak
+
+    def _result(self, answer: _Answer, bound: float) -> ExactResult:
+        wall = time.perf_counter() - self.began
+        schedule, timeline, value = self.best or (None, None, float("inf"))
+        status: ExactStatus = "unknown"
+        if answer.status == "INFEASIBLE":
+            status, bound = "infeasible", float("inf")
+        elif schedule is not None:
+            bound = min(bound, value)
+            status = "optimal" if value <= bound * _SLACK else "feasible"
+        exact, size = self.instance.ticks.exact, answer.size
+        return ExactResult(schedule, timeline, value, self.model_value, bound, status, wall, self.first_s, exact, size)
+
+    def _bound_s(self, ticks: int) -> float:
+        spans = self.instance.task.objective == "span"
+        grid = self.instance.ticks
+        return grid.span_bound_s(ticks) if spans else grid.makespan_bound_s(ticks)
+
+    def _cost(self, starts: Starts) -> int:
+        """Ticks of the objective of given times."""
+        instance, rank = self.instance, self.instance.problem.rank
+        ends = [(rank[key[1]], starts.end(instance, key)) for key in starts.start if key[0] in "FBW"]
+        if instance.task.objective != "span":
+            return max(end for _, end in ends)
+        begins = instance.first_starts()
+        if begins is None:
+            every = range(instance.problem.num_ranks)
+            begins = [min(at for key, at in starts.start.items() if key[0] == "F" and rank[key[1]] == r) for r in every]
+        return max(end - begins[r] for r, end in ends)
+
+    # One call of CP-SAT.
+
+    def _solve(self, phase: _Phase) -> _Answer:
+        from ortools.sat.python import cp_model
+
+        model = Formulation(self.instance, self.cuts, phase.lower, phase.cost)
+        target = self._aim(model, phase)
+        model.seal()
+        model.cp.minimize(target)
+        if phase.hint is not None:
+            self._hint(model, phase.hint)
+        solver = self._solver(cp_model.CpSolver())
+        watch = self._watcher(cp_model, model, solver, phase)
+        with self._cancelling(solver):
+            status = solver.solve(model.cp, watch)
+        spent = solver.deterministic_time if self.deterministic else solver.wall_time
+        self.left_s = max(0.0, self.left_s - float(spent))
+        size = (len(model.cp.proto.variables), len(model.cp.proto.constraints))
+        name = str(solver.status_name(status))
+        if name not in ("OPTIMAL", "FEASIBLE"):
+            return _Answer(name, None, 0, phase.lower, 0, size)
+        bound = round(solver.best_objective_bound) if phase.aim == "time" else phase.lower
+        starts = _read(model, solver.value)
+        self._take(starts, int(solver.value(model.cost)), phase)
+        return _Answer(
+            name, starts, int(solver.value(model.cost)), max(bound, phase.lower), round(solver.objective_value), size
+        )
+
+    def _aim(self, model: Formulation, phase: _Phase) -> Any:
+        """Adds memory; returns what to minimise."""
+        if phase.aim == "time":
+            add_memory(model, phase.form, strict=phase.strict)
+            return model.cost
+        most = max((x.capacity for x in self.instance.ledgers if x.activations), default=0)
+        peak = model.cp.new_int_var(0, most if phase.peak is None else phase.peak, "peak")
+        add_memory(model, "cumulative", strict=phase.strict, peak=peak)
+        if phase.aim == "peak":
+            return peak
+        sizes = {k: x.holdings[k].leaves for x in self.instance.ledgers for k in x.holdings if x.activations}
+        return sum(sizes[k] * here for (k, _), here in model.away.items())
+
+    def _solver(self, solver: Any) -> Any:
+        parameters = solver.parameters
+        parameters.random_seed = self.seed
+        parameters.num_workers = self.workers
+        if self.deterministic:
+            parameters.max_deterministic_time = max(self.left_s, 0.01)
+            parameters.interleave_search = self.workers > 1
+        else:
+            parameters.max_time_in_seconds = max(self.left_s, 0.01)
+        return solver
+
+    def _hint(self, model: Formulation, starts: Starts) -> None:
+        for key, variable in model.starts.items():
+            model.cp.add_hint(variable, starts.start[key])
+        for literals, chosen in ((model.away, starts.away), (model.fused, starts.fused)):
+            for pair, literal in literals.items():
+                model.cp.add_hint(literal, int(pair in chosen))
+        model.cp.add_hint(model.cost, self._cost(starts))
+
+    def _watcher(self, cp_model: Any, model: Formulation, solver: Any, phase: _Phase) -> Any:
+        """Notes every answer on the way; hands those that are schedules to ``on_improvement``."""
+        search = self
+
+        class Watcher(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+            def on_solution_callback(self) -> None:
+                if search.on_improvement is not None and phase.aim == "time":
+                    found = search._take(_read(model, self.value), int(self.value(model.cost)), phase)
+                    if found is not None:
+                        bound = search._bound_s(round(self.best_objective_bound))
+                        search.on_improvement(found[0], found[2], max(bound, search.known_s))
+                elif search.first_s == float("inf"):
+                    search.first_s = time.perf_counter() - search.began
+
+        return Watcher()
+
+    def _take(self, starts: Starts, cost: int, phase: _Phase) -> tuple[Schedule, Timeline, float] | None:
+        """The schedule of an answer, if it keeps the limits and is better (or refines)."""
+        schedule, timeline = schedule_of(self.instance, starts, "cp-sat")
+        value = self.instance.objective_of(timeline)
+        if not self.instance.fits(timeline):
+            return None
+        allowed = self.value * (_SLACK if self.instance.ticks.exact else 1 + 1e-4)
+        if self.best is not None and (value > allowed if phase.aim != "time" else value >= self.value):
+            return None
+        self.first_s = min(self.first_s, time.perf_counter() - self.began)
+        self.best, self.value = (schedule, timeline, value), value
+        self.model_value = self.instance.ticks.seconds(cost)
+        return self.best
+
+    @contextmanager
+    def _cancelling(self, solver: Any) -> Iterator[None]:
+        """Ask ``cancel`` from a thread of its own while the solver runs."""
+        if self.cancel is None:
+            yield
+            return
+        done = threading.Event()
+        cancel = self.cancel
+
+        def watch() -> None:
+            while not done.wait(_POLL_S):
+                if cancel():
+                    solver.stop_search()
+
+        thread = threading.Thread(target=watch, name="cancel", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _read(model: Formulation, value: Callable[[Any], int]) -> Starts:
+    return Starts(
+        {key: int(value(variable)) for key, variable in model.starts.items()},
+        frozenset(pair for pair, literal in model.away.items() if value(literal)),
+        frozenset(pair for pair, literal in model.fused.items() if value(literal)),
+    )

@@ -1,0 +1,149 @@
+"""The verb ``cache``: what the schedule cache holds, and emptying it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.cli.parser import closest
+from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import print_json
+from jaxpipe.cli.schedule_verbs import add_json_flag
+from jaxpipe.errors import ConfigError
+from jaxpipe.plot.units import number
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule.solve.cache import ScheduleCache
+    from jaxpipe.schedule.solve.cache_entry import CacheEntry
+
+ACTIONS = ("ls", "clear")
+
+
+def configure_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        help="'ls' lists the problems that were solved; 'clear' removes them, and no other file of the folder",
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="the cache's folder (default: $JAXPIPE_CACHE_DIR, else jaxpipe/schedules in $XDG_CACHE_HOME or ~/.cache)",
+    )
+    add_json_flag(parser)
+
+
+def run_cache(arguments: argparse.Namespace) -> int:
+    """List or clear; 2 if an entry could not be removed.
+
+    Raises:
+        ConfigError: another action, or a folder that is not there or can't be read.
+    """
+    from jaxpipe.schedule.solve.cache import ScheduleCache
+
+    if arguments.action not in ACTIONS:
+        raise ConfigError(
+            f"cache {arguments.action!r}{closest(arguments.action, ACTIONS)}; want one of: {', '.join(ACTIONS)}"
+        )
+    notices: list[str] = []
+    cache = ScheduleCache(_folder(arguments.dir), notices.append)
+    if arguments.action == "ls":
+        _list(cache, arguments.json)
+    else:
+        _clear(cache, arguments.json)
+    for notice in notices:
+        print(f"jaxpipe: {notice}", file=sys.stderr)
+    return 2 if notices and arguments.action == "clear" else 0
+
+
+def _folder(given: str | None) -> Path | None:
+    """``--dir``, which must be there; without it the default, which need not."""
+    from jaxpipe.schedule.solve.cache import VARIABLE, default_folder
+
+    folder = default_folder() if given is None else Path(given)
+    if given == "":
+        raise ConfigError("--dir is empty; name the cache's folder")
+    if given is not None and not folder.exists():
+        raise ConfigError(f"--dir {given!r}: there is no such folder")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is not a folder; name the cache's with --dir or {VARIABLE}")
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"{str(folder)!r} can't be read: permission denied")
+    return folder
+
+
+def _list(cache: ScheduleCache, as_json: bool) -> None:
+    entries = cache.entries()
+    if as_json:
+        print_json({"folder": str(cache.folder), "entries": [_record(e) for e in entries]})
+    elif not entries:
+        print(f"no schedules in {cache.folder}")
+    else:
+        _print_table(entries)
+        print(f"{_counted(len(entries))} in {cache.folder}")
+
+
+def _record(entry: CacheEntry) -> dict[str, Any]:
+    limit = entry.memory_limit
+    return {
+        "file": entry.name,
+        "ranks": entry.placement.num_ranks,
+        "microbatches": entry.num_microbatches,
+        "chunks": entry.placement.num_chunks,
+        "placement": entry.placement.kind,
+        "memory_limit": None if limit == float("inf") else limit,
+        "offload": entry.offload,
+        "objective": entry.objective,
+        "value": entry.value,
+        "lower_bound": entry.lower_bound,
+        "gap": entry.gap,
+        "offloaded": entry.offloaded,
+        "wall_s": entry.wall_s,
+        "time_limit_s": entry.time_limit_s,
+        "stored": entry.stored.isoformat(),
+        "jaxpipe": entry.jaxpipe,
+    }
+
+
+def _print_table(entries: Sequence[CacheEntry]) -> None:
+    """One line an entry; ``value`` and ``bound`` in the unit of the costs, ``stored`` in UTC."""
+    heads = ("ranks", "microbatches", "chunks", "placement", "limit", "offload", "objective", "value", "bound", "gap")
+    rows = [(*heads, "stored (UTC)")]
+    rows += [
+        (
+            str(e.placement.num_ranks),
+            str(e.num_microbatches),
+            str(e.placement.num_chunks),
+            " ".join(e.placement.kind.split()),
+            "none" if e.memory_limit == float("inf") else number(e.memory_limit),
+            "yes" if e.offload else "no",
+            e.objective,
+            number(e.value),
+            number(e.lower_bound),
+            "-" if e.gap is None else f"{e.gap:.1%}",
+            e.stored.strftime("%Y-%m-%d %H:%M"),
+        )
+        for e in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _clear(cache: ScheduleCache, as_json: bool) -> None:
+    removed = cache.clear()
+    if as_json:
+        print_json({"folder": str(cache.folder), "removed": removed})
+    else:
+        print(f"removed {_counted(removed)} from {cache.folder}")
+
+
+def _counted(count: int) -> str:
+    return f"{count} schedule{'s' * (count != 1)}"
+
+
+COMMANDS = {"cache": Command(configure_cache, run_cache)}

@@ -154,8 +154,9 @@ class Pipeline:
         executor = Executor(self.programs, order, self.functions, [batch_sharded(m) for m in self.submeshes])
         return replace(self, costs=costs, executor=executor)
 
-    def with_schedule(self, schedule: Schedule) -> Pipeline:
-        """Another order over the same stages on the same ranks. Compiles nothing.
+    def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
+        """Another order over the same stages on the same ranks, and other costs if given. Compiles nothing by itself: a
+        function that no schedule has used yet is compiled when it first runs.
 
         Raises:
             ProgramError: the schedule places its stages elsewhere.
@@ -165,7 +166,9 @@ class Pipeline:
                 f"schedule {schedule.name!r} places stages differently from {self.schedule.name!r}; build a new pipeline for it"
             )
         programs = lower(schedule, self.stages)
-        return replace(self, schedule=schedule, programs=programs).with_costs(self.costs)
+        return replace(self, schedule=schedule, programs=programs).with_costs(
+            costs if costs is not None else self.costs
+        )
 
     # -- stages -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a training run is told: five small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
+"""What a training run is told: six small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for
@@ -103,6 +103,26 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplanConfig:
+    """Looking for a better schedule while training (:mod:`jaxpipe.train.replan`); off unless ``enabled``.
+
+    ``min_gain``: predicted fraction of the makespan that a schedule must save to be adopted. ``time_limit_s`` and ``workers``:
+    of the solver, in a process of its own. ``drift``: change of one function's measured seconds, as a fraction of a stage's,
+    at which the solver is asked again. ``memory_limit``: as ``pipeline.memory_limit``; by default that one, or else what the
+    schedule that the run starts with needs. ``split``: run B and W apart from the first step on, so that schedules may move
+    W; false keeps fused backwards fused, and the bits of a run without re-planning.
+    """
+
+    enabled: bool = False
+    min_gain: float = 0.01
+    time_limit_s: float = 60.0
+    workers: int = 1
+    drift: float = 0.1
+    memory_limit: float | None = None
+    split: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """A whole run. Construction checks every value and their combinations.
 
@@ -115,6 +135,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    replan: ReplanConfig = field(default_factory=ReplanConfig)
 
     def __post_init__(self) -> None:
         found = Collected()
@@ -176,6 +197,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "pipeline": PipelineConfig,
     "optimizer": OptimizerConfig,
     "run": RunConfig,
+    "replan": ReplanConfig,
 }
 
 

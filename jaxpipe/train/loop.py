@@ -7,6 +7,7 @@ a checkpoint can have wrong is found before anything is compiled, and before any
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices, gist
 from jaxpipe.train.metrics import LiveLine, MetricsLog, require_tensorboard
+from jaxpipe.train.replan import Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
@@ -109,10 +111,12 @@ class _Run:
         stop: Stop,
     ) -> None:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
-        self.config, self.pipe = setup.config, setup.pipeline
+        self.config, self.pipe, self.train_step = setup.config, setup.pipeline, setup.step
         run = self.config.run
         self.predicted = self.pipe.predicted_timeline()
         self.line = LiveLine(run.steps, stream, every=run.log_every, start=start.step)
+        enabled = self.config.replan.enabled
+        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
         self.saved = start.step if start.params is not None else -1
@@ -137,6 +141,8 @@ class _Run:
                 raise self._failed(error) from error
             finally:
                 self.line.close()
+                if self.replanner is not None:
+                    self.replanner.close()
         if self.stopped:
             self.line.note(
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
@@ -154,13 +160,14 @@ class _Run:
     def _first_state(self) -> TrainState:
         start = self.start
         params = init_params(self.setup.model, self.config.run.seed) if start.params is None else start.params
-        return self.setup.step.init(params, start.optimizer, step=start.step)
+        return self.train_step.init(params, start.optimizer, step=start.step)
 
     def _steps(self, state: TrainState) -> None:
         run, first = self.config.run, self.start.step
         if self.saved == first and self._due(run.eval_every, first) and not self.folder.was_evaluated(first):
             self._evaluate(state)  # a signal came between the step and its evaluation
         while state.step < run.steps and not self.stop.requested:
+            self._replan()
             state = self._advance(state)
             if self._due(run.eval_every, state.step) and not self.stop.requested:
                 self._evaluate(state)
@@ -170,6 +177,15 @@ class _Run:
         if self.saved != state.step:
             self._save(state)
         self.folder.store.wait()
+
+    def _replan(self) -> None:
+        """Go on with a better schedule, if one was found. What was recorded before belongs to the old one."""
+        if self.replanner is None or (pipe := self.replanner.poll(self.step)) is None:
+            return
+        self._settle()
+        self.pipe, self.train_step = pipe, self.train_step.with_pipeline(pipe)
+        self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
+        self.folder.write_schedule(pipe.schedule)
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
@@ -184,7 +200,7 @@ class _Run:
         if record:  # what runs still would count as this step's
             self._settle()
             jax.block_until_ready((dict(state.master), dict(state.compute)))
-        state, metrics = self.setup.step(state, batch, key, record=record)
+        state, metrics = self.train_step(state, batch, key, record=record)
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
@@ -199,6 +215,7 @@ class _Run:
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
             peak_bytes=max(self.pipe.peak_bytes),
+            extra="" if self.replanner is None else f"schedule {self.pipe.schedule.name}",
         )
         return state
 
@@ -211,6 +228,7 @@ class _Run:
         loss, norm, applied, weight = jax.device_get((metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight))
         self.loss = float(loss)
         record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "tokens": int(weight), "applied": bool(applied)}
+        record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
             self.timeline = metrics.timeline
             self.bubbles.append(metrics.timeline.bubble_rate)
@@ -221,6 +239,8 @@ class _Run:
                 "bubble_measured": self.bubbles[-1],
                 "replay_ratio": self.ratios[-1],
             }
+            if self.replanner is not None:
+                self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         if not applied:
             self.skipped += 1
             self.line.note(f"step {step}: the gradient is not finite; parameters were left as they are")
@@ -239,7 +259,7 @@ class _Run:
     def _save(self, state: TrainState) -> None:
         """Start to save. The metrics up to here are written first: a run that goes on from here finds them all."""
         self._settle()
-        params, optimizer = self.setup.step.by_layer(state)
+        params, optimizer = self.train_step.by_layer(state)
         meta = {
             "data": self.start.batches.state_at(state.step).to_dict(),
             "config": self.config.to_dict(),
@@ -277,6 +297,7 @@ class _Run:
         self.folder.draw(self.pipe.schedule, [simulate(self.pipe.schedule, costs), self.timeline])
 
     def _result(self, started: float) -> TrainResult:
+        gains = (math.nan, math.nan) if self.replanner is None else self.replanner.gains
         return TrainResult(
             out_dir=self.folder.path,
             step=self.step,
@@ -291,6 +312,9 @@ class _Run:
             peak_bytes=max(self.pipe.peak_bytes),
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - started,
+            schedule=self.pipe.schedule.name,
+            gain_predicted=gains[0],
+            gain_measured=gains[1],
         )
 
 

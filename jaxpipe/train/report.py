@@ -20,7 +20,9 @@ class TrainResult:
     """How a run ended. ``steps_run``: by this process; 0 if the run was finished before. ``stopped``: a signal ended it before
     its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
-    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank, counted from the program."""
+    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank, counted from the program. ``schedule``: the one
+    that ran at the end, to which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the
+    time that it saves over the one before, where re-planning changed it, else NaN."""
 
     out_dir: Path
     step: int
@@ -35,6 +37,9 @@ class TrainResult:
     peak_bytes: int
     skipped_steps: int
     seconds: float
+    schedule: str = ""
+    gain_predicted: float = _NAN
+    gain_measured: float = _NAN
 
     @classmethod
     def finished(cls, out_dir: Path, step: int, metrics: Mapping[str, float], seconds: float) -> TrainResult:
@@ -61,6 +66,9 @@ def result_text(result: TrainResult) -> str:
                 f", {result.bubble_measured:.1%} measured; step ÷ replay of its own durations {result.replay_ratio:.3f}"
             )
         lines[1] += f"; peak {format_bytes(result.peak_bytes)} a rank"
+    if not math.isnan(result.gain_predicted):
+        measured = "" if math.isnan(result.gain_measured) else f", {result.gain_measured:.1%} measured"
+        lines.append(f"schedule {result.schedule} saved {result.gain_predicted:.1%} predicted{measured}")
     if result.skipped_steps:
         plural = "s" if result.skipped_steps > 1 else ""
         lines.append(f"{result.skipped_steps} step{plural} had a gradient that was not finite and changed nothing")

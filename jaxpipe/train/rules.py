@@ -39,11 +39,15 @@ _AT_LEAST: Mapping[str, int] = {
     "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
     "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
     "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
+    "replan.min_gain": 0, "replan.workers": 1,
 }  # fmt: skip
 _AT_MOST: Mapping[str, float] = {
-    "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1
+    "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1,
+    "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024,
 }  # fmt: skip
-_POSITIVE = ("optimizer.lr", "optimizer.eps", "pipeline.memory_limit")
+_POSITIVE = (
+    "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit"
+)  # fmt: skip
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
 
@@ -170,6 +174,17 @@ def _ids_rule(config: TrainConfig) -> str:
     return f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
 
 
+def _recorded_rule(config: TrainConfig) -> str:
+    """The solver is given what a recorded step measured; the first step compiles."""
+    steps, every = config.run.steps, config.run.log_every
+    if not config.replan.enabled or max(2, every) < steps:
+        return ""
+    message = f"replan.enabled=true needs a recorded step after the first and before the last, and run.steps={steps}"
+    return f"{message} with run.log_every={every} has none: use more steps" + (
+        f", or run.log_every={max(1, steps // 4)}" if steps > 2 else ""
+    )
+
+
 _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
     ("run.batch", "pipeline.microbatches"): _batch_rule,
     ("optimizer.warmup_steps", "run.steps"): _warmup_rule,
@@ -180,4 +195,5 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
     ("run.devices", "pipeline.ranks"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("model.options", "data.seq_len"): _seq_len_rule,
+    ("replan.enabled", "run.steps", "run.log_every"): _recorded_rule,
 }

@@ -65,7 +65,11 @@ class RunDirectory:
         """What the run is about to do, for people and tools."""
         (self.path / "config.toml").write_text(setup.config.to_toml(), encoding="utf-8")
         (self.path / "plan.json").write_text(setup.plan.to_json(), encoding="utf-8")
-        write_schedule(setup.pipeline.schedule, self.path / "schedule.sched")
+        self.write_schedule(setup.pipeline.schedule)
+
+    def write_schedule(self, schedule: Schedule) -> None:
+        """Keep the schedule that runs."""
+        write_schedule(schedule, self.path / "schedule.sched")
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

@@ -24,6 +24,7 @@ from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
+from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import load_tokenizer
 
@@ -188,6 +189,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             recompute=config.pipeline.recompute,
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
+        pipeline = with_replannable_start(config, pipeline)
         progress("timing each stage alone")
         pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
         pipeline.warm_up()

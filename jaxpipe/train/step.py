@@ -8,6 +8,7 @@ and optimizer state as they were. Nothing here waits for a device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +77,12 @@ class TrainStep:
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(_sum_losses)
         self._ties = _TiedGradients(pipeline)
+
+    def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
+        """The same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles nothing."""
+        other = copy.copy(self)
+        other.pipeline = pipeline
+        return other
 
     def init(
         self, params: Mapping[str, Params], optimizer: Mapping[str, Any] | None = None, *, step: int = 0

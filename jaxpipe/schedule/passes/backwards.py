@@ -1,0 +1,50 @@
+"""Backward passes split into B and W, or fused into BW, as another schedule has them.
+
+Fused and split backwards add the same terms, but XLA may round them differently (seen in float32 on CPU): two orders give
+equal bits only if they split the same backwards. B becomes BW where it stands, so its result is later and W is done earlier;
+BW becomes B and W side by side. A braid with such a change comes apart into its actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """``schedule`` with B and then W in place of each BW."""
+    return _rewritten(schedule, frozenset())
+
+
+def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
+    """``schedule`` with each backward split or fused as it is in ``like``."""
+    return _rewritten(schedule, fused_backwards(like))
+
+
+def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) of each BW."""
+    actions = (a for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+    return frozenset((a.stage, a.microbatch) for a in actions if a.op == BW.name)
+
+
+def _rewritten(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
+    return replace(schedule, rows=tuple(_row(row, fused) for row in schedule.rows))
+
+
+def _row(row: Row, fused: frozenset[tuple[int, int]]) -> Row:
+    slots: list[Slot] = []
+    for slot in row:
+        parts = tuple(part for action in slot.actions for part in _parts(action, fused))
+        slots += (slot,) if parts == slot.actions else parts
+    return tuple(slots)
+
+
+def _parts(action: Action, fused: frozenset[tuple[int, int]]) -> Iterator[Action]:
+    """What stands for an action: itself, nothing (W is part of a BW), or other parts of the backward."""
+    if (action.stage, action.microbatch) in fused:
+        ops: tuple[str, ...] = {B.name: (BW.name,), W.name: ()}.get(action.op, (action.op,))
+    else:
+        ops = {BW.name: (B.name, W.name)}.get(action.op, (action.op,))
+    return (replace(action, op=op) for op in ops)

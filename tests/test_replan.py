@@ -1,0 +1,658 @@
+"""Re-planning while training: schedules change between steps and bits don't; nothing that the solver does harms the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from pipelines import assert_same_arrays
+from train_runs import ROOT, compile_cache, config, deterministic, final, run, write_text
+
+from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, read_schedule, simulate, write_schedule
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
+from jaxpipe.train import replan, run_directory, solve_process
+from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.interchange import why_not
+from jaxpipe.train.metrics import read_metrics
+from jaxpipe.train.replan import Replanner, drift
+from jaxpipe.train.report import result_text
+from jaxpipe.train.setup import build
+from jaxpipe.train.solve_process import COMMAND, SolveProcess
+from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
+
+STEPS = 24
+COMPILED: list[str] = []
+"""Events of JAX's tracing, lowering and compiling, in order."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
+
+
+def _note_compilation(event: str, _: float, **__: Any) -> None:
+    if event.startswith("/jax/core/compile/"):
+        COMPILED.append(event)
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "PICTURES", ())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def settings(text: Path, out_dir: Path, *more: str) -> TrainConfig:
+    """A run of gpipe over two ranks of which every step is recorded."""
+    return config(
+        text,
+        out_dir,
+        "pipeline.schedule=gpipe",
+        f"run.steps={STEPS}",
+        "run.log_every=1",
+        "run.eval_every=2",
+        "run.checkpoint_every=8",
+        "replan.min_gain=0",
+        *more,
+    )
+
+
+class Patient(SolveProcess):
+    """A process that is always waited for: what it does comes to the same step in every run."""
+
+    @property
+    def ended(self) -> bool:
+        deadline = time.monotonic() + 60
+        while not super().ended:
+            assert time.monotonic() < deadline, "the solver hangs"
+            time.sleep(0.002)
+        return True
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without re-planning that does from the start what a re-planned one does: B and W apart."""
+    folder = tmp_path_factory.mktemp("plain")
+    write_schedule(split_backwards(generate("gpipe", 2, 4)), folder / "start.sched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory, "PICTURES", ())
+        _, printed = run(settings(text, folder / "run", f"pipeline.schedule={folder / 'start.sched'}"))
+    assert "re-planning" not in printed
+    return folder / "run"
+
+
+def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
+    """Bit for bit: parameters, optimizer state, position in the data, evaluation loss, and all metrics but the schedule."""
+    (*arrays, data, loss), (*want, want_data, want_loss) = final(out_dir, step), final(other, step)
+    assert_same_arrays(arrays, want)
+    assert (data, loss) == (want_data, want_loss)
+    metrics, want_metrics = (
+        [{k: v for k, v in record.items() if k != "schedule"} for record in deterministic(folder)]
+        for folder in (out_dir, other)
+    )
+    assert metrics == want_metrics
+
+
+def test_a_run_that_switches_gives_the_same_bits(
+    text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replan, "SolveProcess", Patient)
+    counts: list[tuple[str, int]] = []
+    out_dir = tmp_path / "run"
+    result, printed = run(
+        settings(text, out_dir, "replan.enabled=true"), lambda line: counts.append((line, len(COMPILED)))
+    )
+    lines = printed.splitlines()
+    assert "step 2: re-planning: looking for a better schedule (up to 1m00s, 4 activations)" in lines
+    switch = next(line for line in lines if " -> solved-1 (" in line)
+    assert switch.startswith("step 2: schedule gpipe (makespan ")
+    assert " less; by " in switch
+    assert any(line.startswith("step 3: schedule solved-1 takes ") and " predicted" in line for line in lines)
+    assert any(line.startswith("step 3/24 ") and "  schedule solved-1  " in line for line in lines)
+    assert_same_training(out_dir, plain)
+    names = {r["step"]: r["schedule"] for r in read_metrics(out_dir / "metrics.jsonl") if "loss" in r}
+    assert [names[k] for k in (1, 2, 3)] == ["gpipe", "gpipe", "solved-1"]
+    assert result.schedule == names[STEPS]
+    at_switch = next(count for line, count in counts if " -> solved-1 (" in line)
+    assert len(COMPILED) == at_switch, "a switch compiles nothing"
+    assert CheckpointStore(out_dir / "checkpoints").load(16).meta["schedule"] == names[16]
+    kept = read_schedule(out_dir / "schedule.sched")
+    assert (kept.name, why_not(kept, split_backwards(generate("gpipe", 2, 4)))) == (result.schedule, "")
+    if result.schedule != "gpipe":  # it may be taken back: the machine is busy
+        assert f"schedule {result.schedule} saved " in result_text(result)
+
+
+def test_an_interrupted_run_with_switches_resumes_to_the_same_bits(
+    text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replan, "SolveProcess", Patient)
+
+    def interrupt(printed: str) -> None:
+        if printed.startswith("step 5/"):
+            signal.raise_signal(signal.SIGINT)
+
+    overrides = settings(text, tmp_path / "run", "replan.enabled=true")
+    stopped, printed = run(overrides, interrupt)
+    assert (stopped.step, stopped.stopped) == (5, True)
+    assert " -> solved-1 (" in printed
+    _, printed = run(overrides)
+    assert "resumed from step 5" in printed
+    assert "step 7: schedule gpipe (makespan " in printed
+    assert_same_training(tmp_path / "run", plain)
+
+
+def test_fused_backwards_stay_fused_where_that_is_asked_for(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits are those of a run without re-planning. One microbatch after another is slow in any run."""
+    monkeypatch.setattr(replan, "SolveProcess", Patient)
+    start = generate("gpipe", 2, 4)
+    rows = tuple(tuple(sorted(row, key=lambda a: (a.microbatch, a.op != "F"))) for row in start.rows)  # type: ignore[union-attr]
+    path = tmp_path / "serial.sched"
+    path.write_text(str(dataclasses.replace(start, name="serial", rows=rows)), encoding="utf-8")
+    more = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
+    _, printed = run(settings(text, tmp_path / "run", *more, "replan.enabled=true"))
+    assert "step 2: schedule serial (makespan " in printed
+    kept = read_schedule(tmp_path / "run" / "schedule.sched")
+    assert fused_backwards(kept) == fused_backwards(start)
+    run(settings(text, tmp_path / "other", *more))
+    assert_same_training(tmp_path / "run", tmp_path / "other", 4)
+
+
+def test_twenty_kills_change_nothing_but_notices(
+    text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, kills = random.Random(0), 20
+    killed: list[int] = []
+
+    class Killed(Patient):
+        """The real solver, killed at a random moment, often before it has read its problem."""
+
+        @property
+        def ended(self) -> bool:
+            if len(killed) < kills:
+                time.sleep(rng.uniform(0, 0.2))
+                os.kill(self.pid, signal.SIGKILL)
+            return super().ended
+
+        def take(self) -> list[bytes]:
+            lines = super().take()
+            if len(killed) < kills and not any(b'"finished"' in line for line in lines):
+                killed.append(self.pid)
+            return lines
+
+    monkeypatch.setattr(replan, "SolveProcess", Killed)
+    monkeypatch.setattr(replan, "_MOST_DOUBLINGS", 0)
+    eager = ("replan.enabled=true", "replan.min_gain=1", "replan.time_limit_s=0.001", "replan.drift=1e-9")
+    result, printed = run(settings(text, tmp_path / "run", *eager))
+    notice = "re-planning: the solver was killed by SIGKILL; training goes on with schedule gpipe"
+    assert printed.splitlines().count(notice) == kills
+    assert (result.schedule, result.steps_run, math.isnan(result.gain_predicted)) == ("gpipe", STEPS, True)
+    assert_same_training(tmp_path / "run", plain)
+    assert not any(_exists(pid) for pid in killed)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# -- the replanner alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipe(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """What a re-planned run starts with: gpipe, its backwards split."""
+    overrides = settings(text, tmp_path_factory.mktemp("none"), "replan.enabled=true")
+    return build(overrides, jax.devices()[:2], lambda _: None, repeats=1).pipeline
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A replanner without a run: measured steps are simulated ones, and fake solvers answer."""
+
+    def __init__(self, pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+        self.patch = monkeypatch
+        self.notes: list[str] = []
+        self.clock = Clock()
+        self.started: list[Problem] = []
+        base = load_config(None, ["pipeline.schedule=gpipe", "replan.enabled=true", *overrides])
+        self.replanner = Replanner(base, pipe, self.notes.append, 0, self.clock)
+        self.costs = CostProfile.uniform(2)
+        self.schedule = pipe.schedule
+        self.solver()
+
+    def solver(self, script: str | None = None, patient: bool = True) -> None:
+        """From now on solvers run ``script``, with ``problem`` (a dict) read; the real worker without one."""
+        bench = self
+        read = "import json, os, sys, time\nproblem = json.loads(sys.stdin.readline())\n"
+        command = COMMAND if script is None else (sys.executable, "-S", "-c", read + script)
+
+        class Fake(Patient if patient else SolveProcess):  # type: ignore[misc]
+            def __init__(self, problem: str) -> None:
+                bench.started.append(Problem.of_line(problem))
+                super().__init__(problem, command)
+
+        self.patch.setattr(replan, "SolveProcess", Fake)
+
+    def record(self, step: int, step_s: float = 1.0) -> None:
+        self.replanner.observe(step, simulate(self.schedule, self.costs), step_s)
+
+    def poll(self, step: int) -> Pipeline | None:
+        found = self.replanner.poll(step)
+        if found is not None:
+            self.schedule = found.schedule
+        return found
+
+
+@pytest.fixture
+def bench(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(*overrides: str) -> Bench:
+        made.append(Bench(pipe, monkeypatch, *overrides))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.replanner.close()
+
+
+def test_measured_costs_decide_and_the_first_step_is_not_looked_at(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.record(1)
+    assert b.started == []
+    b.costs = CostProfile.uniform(2, f=3, b=2, w=1)
+    b.record(2)
+    (problem,) = b.started
+    assert (problem.costs.f_s, problem.costs.b_s, problem.costs.w_s) == ((3.0, 3.0), (2.0, 2.0), (1.0, 1.0))
+    assert problem.memory_limit == 4
+    assert len(problem.costs.memory_limit_bytes) == 2
+    new = b.poll(2)
+    assert new is not None
+    assert new.functions is b.replanner._running.pipeline.functions
+    predicted, want = new.predicted_timeline().makespan, simulate(split_backwards(generate("gpipe", 2, 4)), b.costs)
+    assert predicted < want.makespan
+    assert b.notes[1].startswith(
+        f"step 2: schedule gpipe (makespan {want.makespan:.3g} s) -> solved-1 ({predicted:.3g} s"
+    )
+    assert b.notes[2].startswith("re-planning: searched for ")
+    b.record(3, 0.5)
+    assert b.notes[3].startswith("step 3: schedule solved-1 takes 500 ms, gpipe took 1 s: 50.0% less measured, ")
+    assert b.replanner.gains[1] == 0.5
+
+
+def test_drift_starts_a_second_search_but_not_at_once(bench: Callable[..., Bench]) -> None:
+    b = bench("replan.drift=0.2", "replan.time_limit_s=30")
+    b.record(2)
+    b.poll(2)
+    b.clock.now = 31
+    b.record(3)
+    assert len(b.started) == 1, "costs are the same"
+    b.costs = CostProfile.uniform(2, f=2, b=2, w=2)
+    b.record(4)
+    assert len(b.started) == 1, "all is slower alike"
+    b.costs = CostProfile.uniform(2, f=1, b=1, w=3)
+    b.clock.now = 29
+    b.record(5)
+    assert len(b.started) == 1, "too early"
+    b.clock.now = 30
+    b.record(6)
+    assert len(b.started) == 2
+    assert b.started[1].costs.w_s == (3.0, 3.0)
+    assert b.notes[-1].startswith("step 6: re-planning: costs drifted by 27%, looking again (up to 30 s, ")
+
+
+def test_drift_is_a_share_of_a_stage() -> None:
+    then = {(op, s): 1.0 for op in "FBW" for s in range(2)}
+    assert drift(then, then) == 0
+    assert drift(then, {k: 7 * v for k, v in then.items()}) == pytest.approx(0)
+    assert drift(then, then | {("W", 1): 3.0}) == pytest.approx(2 * (3 / 8 - 1 / 6))
+    assert drift({}, then) == 0
+
+
+def test_what_measures_slower_is_taken_back_and_not_tried_again(bench: Callable[..., Bench]) -> None:
+    b = bench("replan.time_limit_s=1")
+    b.record(2)
+    first = b.poll(2)
+    assert first is not None
+    for step in (3, 4, 5):
+        b.record(step, 2.0)
+        back = b.poll(step)
+        assert (back is None) == (step < 5)
+    assert back is not None
+    assert back.schedule.name == "gpipe"
+    assert b.notes[-1] == "step 5: schedule solved-1 -> gpipe again: it was 100.0% more measured"
+    assert math.isnan(b.replanner.gains[0]), "nothing is gained"
+    b.clock.now, b.costs = 100, CostProfile.uniform(2, f=1, b=1, w=2)
+    b.record(6)
+    assert len(b.started) == 2
+    again = b.poll(6)
+    assert again is None or again.schedule.rows != first.schedule.rows
+
+
+ANSWER = (
+    "def answer(makespan_s=0.0, **changes):\n"
+    "    return json.dumps({'makespan_s': makespan_s, 'source': 'test', 'schedule': problem['schedule'] | changes})\n"
+    "rows = problem['schedule']['rows']\n"
+)
+DISASTERS = {
+    "print('garbage')": "wrote not an answer: garbage; ",
+    "print('[1, 2]')": "wrote not an answer: [1, 2]; ",
+    "print('{}')": "wrote not an answer: {}; ",
+    "print('[' * 100_000)": "wrote not an answer: [[[",
+    "print('\\x1b[31m', chr(233))": "wrote not an answer: [31m ",
+    "sys.stdout.buffer.write(bytes(range(128, 255)) + b'\\n')": "wrote not an answer: ",
+    "print(answer(rows=[['Q1.2']]))": "wrote rows[0][0]: ",
+    "sys.stdout.write(answer()[:99])": "ended before it was done (exit code 0); ",
+    "": "ended before it was done (exit code 0); ",
+    "sys.exit(3)": "ended before it was done (exit code 3); ",
+    "raise MemoryError('no more\\nreally')": "ended before it was done (exit code 1: really); ",
+    "os.kill(os.getpid(), 11)": "was killed by SIGSEGV; ",
+    "print(answer(rows=[rows[0][1:], rows[1]]))": "a schedule was refused: rank 0 lacks F0.0; ",
+    "print(answer(rows=[rows[0] + ['F1.0'], rows[1]]))": "a schedule was refused: rank 0 runs F1.0; ",
+    "print(answer(rows=rows[::-1]))": "a schedule was refused: rank 0 ",
+    "print(answer(rows=rows[:1]))": "a schedule was refused: it has 1 rows for 2 ranks",
+    "print(answer(rows=[rows[0][::-1], rows[1]]))": "a schedule was refused: rank 0 would add up weight gradients in another",
+    "print(answer(rows=[rows[0], rows[1][1:] + rows[1][:1]]))": "a schedule was refused: ",
+    "print(answer(microbatches=3))": "a schedule was refused: it has 3 microbatches, the run has 4",
+    "print(answer(placement=dict(problem['schedule']['placement'], flows=[[[1], [0]]])))": "it places stages elsewhere",
+    "rows[0][5:5] = ['O0.0', 'L0.0']; print(answer(rows=rows))": "refused: it offloads, which this run does not",
+    "print(answer())": "a schedule was refused: it should take 0 s, and takes 14 s simulated",
+}
+
+
+@pytest.mark.parametrize("script", DISASTERS)
+def test_nothing_that_a_solver_does_is_worse_than_a_line(script: str, bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.solver(ANSWER + script)
+    b.record(2)
+    assert b.poll(2) is None
+    said = [note for note in b.notes[1:] if "exit code 0" not in note or "exit code 0" in DISASTERS[script]]
+    assert len(said) == 1
+    assert DISASTERS[script] in said[0]
+    assert said[0].startswith("re-planning: ")
+    assert "\n" not in said[0]
+    assert said[0].isprintable()
+    assert b.replanner.pid is None
+    b.record(3)
+    assert b.poll(3) is None
+    b.solver()  # what failed is tried once more, later
+    b.clock.now = 1000
+    b.record(4)
+    assert b.notes[-1].startswith("step 4: re-planning: looking once more (")
+    assert b.poll(4) is not None
+
+
+def test_a_solver_that_hangs_is_ended_in_time(bench: Callable[..., Bench]) -> None:
+    b = bench("replan.time_limit_s=5")
+    b.solver("time.sleep(1000)", patient=False)
+    b.record(2)
+    pid = b.replanner.pid
+    assert pid is not None
+    b.clock.now = 2 * 5 + replan.PATIENCE_S
+    assert b.poll(2) is None
+    assert len(b.notes) == 1
+    b.clock.now += 1
+    assert b.poll(3) is None
+    assert b.notes[1] == "re-planning: the solver took longer than 21 s; training goes on with schedule gpipe"
+    assert not _exists(pid)
+
+
+def test_a_solver_that_cannot_be_started_is_a_line(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    monkeypatch.setattr(replan, "SolveProcess", lambda problem: SolveProcess(problem, ["/nowhere/python"]))
+    b.record(2)
+    assert b.notes == [
+        "re-planning: the solver can't be started (No such file or directory); training goes on with schedule gpipe"
+    ]
+    assert b.poll(2) is None
+
+
+def test_a_gain_too_small_is_left(bench: Callable[..., Bench]) -> None:
+    b = bench("replan.min_gain=0.9")
+    b.record(2)
+    assert b.poll(2) is None
+    assert b.notes[-1].startswith("re-planning: searched for ")
+    assert "; schedule gpipe goes on (none is more than " in b.notes[-1]
+
+
+def test_a_memory_limit_is_kept_or_told(bench: Callable[..., Bench]) -> None:
+    b = bench("replan.memory_limit=2")
+    b.record(2)
+    new = b.poll(2)
+    assert new is not None
+    assert max(new.predicted_timeline().peak_activations) <= 2
+    assert "(up to 1m00s, 2 activations)" in b.notes[0]
+    low = bench("replan.memory_limit=0.5")
+    low.record(2)
+    assert low.poll(2) is None
+    assert "no schedule" in low.notes[-1]
+    greedy = bench("replan.memory_limit=1")
+    greedy.solver(ANSWER + "print(answer(5.0))")
+    greedy.record(2)
+    assert greedy.poll(2) is None
+    assert "a schedule was refused: it needs 4 activations, more than the limit allows" in greedy.notes[1]
+
+
+# -- the process ----------------------------------------------------------------------------------------------------------
+
+
+def _problem(schedule: Schedule, **more: Any) -> Problem:
+    costs = more.pop("costs", CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks))
+    given: dict[str, Any] = {"memory_limit": float("inf"), "offload": False, "time_limit_s": 1.0, "workers": 1}
+    return Problem(schedule, costs, **given | more)
+
+
+def _answers(problem: Problem) -> list[Found | Finished]:
+    process = Patient(problem.line())
+    assert process.ended
+    answers = [read_answer(line) for line in process.take()]
+    process.close()
+    return answers
+
+
+def test_the_worker_answers_with_better_schedules_and_a_bound() -> None:
+    running = split_backwards(generate("gpipe", 3, 6))
+    *found, finished = _answers(_problem(running))
+    assert isinstance(finished, Finished)
+    assert found
+    last = simulate(running, CostProfile.uniform(3)).makespan
+    for each in found:
+        assert isinstance(each, Found)
+        assert why_not(each.schedule, running) == ""
+        makespan = simulate(each.schedule, CostProfile.uniform(3)).makespan
+        assert each.makespan_s == makespan < last
+        last = makespan
+    assert 0 < finished.lower_bound_s <= last
+
+
+def test_the_worker_keeps_fused_backwards_and_other_placements() -> None:
+    for family, chunks in (("gpipe", None), ("looped-bfs", 2), ("v-min", None)):
+        if family in FAMILIES:
+            running = generate(family, 2, 4, chunks=chunks)
+            *found, finished = _answers(_problem(running))
+            assert isinstance(finished, Finished)
+            assert all(why_not(each.schedule, running) == "" for each in found)  # type: ignore[union-attr]
+
+
+def test_the_worker_imports_no_jax() -> None:
+    code = "import sys, jaxpipe.train.solve_worker; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_worker_ends_with_its_parent() -> None:
+    """A process that starts one and is killed; the worker's problem would keep it busy for long."""
+    problem = _problem(split_backwards(generate("gpipe", 16, 128)), time_limit_s=600.0)
+    code = (
+        "import sys, time\nfrom jaxpipe.train.solve_process import SolveProcess\n"
+        "process = SolveProcess(sys.stdin.read())\nprint(process.pid, flush=True)\n"
+        "while not process.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(problem.line())
+        parent.stdin.close()
+        pid = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "at work\n"
+        assert _exists(pid)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while _running(pid):
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.01)
+
+
+def _running(pid: int) -> bool:
+    """Whether the process runs; in a container without an init process a dead orphan stays as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_starting_and_ending_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A problem larger than a pipe holds, for a process that doesn't read; a line that doesn't end."""
+    began = time.perf_counter()
+    deaf = SolveProcess("x" * 10_000_000, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    assert (deaf.take(), deaf.ended) == ([], False)
+    deaf.close()
+    assert time.perf_counter() - began < 10
+    monkeypatch.setattr(solve_process, "_MAX_LINE", 1000)
+    endless = Patient("", [sys.executable, "-S", "-c", "while True: print('x' * 99, end='')"])
+    assert endless.ended
+    (line,) = endless.take()
+    with pytest.raises(ScheduleError, match="not an answer: xxx"):
+        read_answer(line)
+    endless.close()
+
+
+def test_what_a_dead_process_started_is_ended_too() -> None:
+    script = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid)"
+    process = Patient("", [sys.executable, "-S", "-c", script])
+    assert process.ended
+    (line,) = process.take()
+    process.close()
+    deadline = time.monotonic() + 30
+    while _running(int(line)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- schedules ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if "memory_limit" not in f.options])
+def test_backwards_are_split_and_fused_as_in_another(family: str) -> None:
+    schedule = generate(family, 2, 4)
+    split = split_backwards(schedule)
+    check_schedule(split)
+    assert not fused_backwards(split)
+    fused = generate("gpipe", 2, 4)
+    every = frozenset((s, i) for s in range(split.num_stages) for i in range(4))
+    assert fused_backwards(fused) == frozenset((s, i) for s in range(2) for i in range(4))
+    assert backwards_like(split, split) == split
+    if fused_backwards(schedule) == every:
+        check_schedule(back := backwards_like(split, schedule))
+        assert back == schedule
+
+
+def test_a_zero_bubble_order_with_fused_backwards_is_valid() -> None:
+    order, like = generate("zb-h1", 3, 6), generate("gpipe", 3, 6)
+    fused = backwards_like(order, like)
+    check_schedule(fused)
+    assert why_not(fused, like) == ""
+    assert why_not(order, like).startswith("rank 0 runs B0.0; other actions")
+
+
+def test_the_solver_is_given_what_the_run_can_do() -> None:
+    costs = dataclasses.replace(CostProfile.uniform(2, w=3), bw_s=(2.5, 2.5))
+    split = _problem(split_backwards(generate("gpipe", 2, 4)), costs=costs).task().costs
+    assert (split.b_s, split.w_s, split.bw_s) == ((1.0, 1.0), (3.0, 3.0), (4.0, 4.0))
+    fused = _problem(generate("gpipe", 2, 4), costs=costs).task().costs
+    assert (fused.b_s, fused.w_s, fused.bw_s) == ((2.5, 2.5), (0.0, 0.0), (2.5, 2.5))
+    assert (fused.residual_bytes, fused.w_residual_bytes) == ((1.0, 1.0), (0.0, 0.0))
+
+
+# -- settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["replan.min_gain=-0.1"], "replan.min_gain is -0.1, must be at least 0"),
+        (["replan.min_gain=2"], "replan.min_gain is 2.0, must be at most 1"),
+        (["replan.time_limit_s=0"], "replan.time_limit_s is 0.0, must be greater than 0"),
+        (["replan.time_limit_s=1e9"], "replan.time_limit_s is 1000000000.0, must be at most 86400"),
+        (["replan.drift=0"], "replan.drift is 0.0, must be greater than 0"),
+        (["replan.workers=0"], "replan.workers is 0, must be at least 1"),
+        (["replan.memory_limit=-1"], "replan.memory_limit is -1.0, must be greater than 0"),
+        (["replan.enabled=perhaps"], "replan.enabled is \"perhaps\", expected true or false"),
+        (["replan.min_gian=1"], "unknown key replan.min_gian: did you mean replan.min_gain?"),
+        (
+            ["replan.enabled=true", "run.steps=20", "run.log_every=20"],
+            "replan.enabled=true needs a recorded step after the first and before the last, and run.steps=20 with "
+            "run.log_every=20 has none: use more steps, or run.log_every=5",
+        ),
+        (
+            ["replan.enabled=true", "run.steps=2", "run.log_every=1", "optimizer.warmup_steps=1"],
+            "replan.enabled=true needs a recorded step after the first and before the last, and run.steps=2 with "
+            "run.log_every=1 has none: use more steps",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line(overrides: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        load_config(None, list(overrides))
+    assert str(info.value).split(": ", 1)[-1] == message or str(info.value) == message
+
+
+def test_a_split_start_keeps_the_limit(pipe: Pipeline) -> None:
+    """Where W needs more than F kept, splitting what is fused may take more than the config allows."""
+    fused = pipe.with_schedule(generate("gpipe", 2, 4))
+    heavy = dataclasses.replace(pipe.costs, w_residual_bytes=tuple(9 * x for x in pipe.costs.residual_bytes))
+    limited = load_config(None, ["replan.enabled=true", "pipeline.schedule=zb", "pipeline.memory_limit=4"])
+    assert replan.with_replannable_start(limited, fused.with_costs(heavy)).schedule == fused.schedule
+    assert not fused_backwards(replan.with_replannable_start(limited, fused).schedule)
+    off = load_config(None, ["pipeline.schedule=gpipe"])
+    assert replan.with_replannable_start(off, fused) is fused
+    keep = load_config(None, ["replan.enabled=true", "replan.split=false"])
+    assert replan.with_replannable_start(keep, fused) is fused

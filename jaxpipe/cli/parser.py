@@ -67,14 +67,14 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {best[0]!r}?" if best else ""
 
 
-def whole_number(name: str, most: int) -> Callable[[str], int]:
-    """Type of a flag that counts ``name``: an integer from 1 to ``most``."""
+def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:
+    """Type of a flag that counts ``name``: an integer from ``least`` to ``most``."""
 
     def convert(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; want 1 to {most} {name}")
-        if len(text) > 18 or not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} {name} can't be; want 1 to {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; want {least} to {most} {name}")
+        if len(text) > 18 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} {name} can't be; want {least} to {most}")
         return int(text)
 
     return convert

@@ -46,6 +46,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("compare", "all families at the same sizes and costs, in one table", _CHOOSE),
     Verb("best", "the best schedule of all families and parameters within a memory limit", _CHOOSE),
     Verb("cache", "list or clear the schedules that were solved", "jaxpipe.cli.cache_verbs"),
+    Verb("solve", "search for an optimal schedule, with a proven gap", "jaxpipe.cli.solve_verb"),
     Verb("plot", "draw schedule files and recorded timelines", "jaxpipe.cli.plot_verb"),
 )
 

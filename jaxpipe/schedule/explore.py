@@ -91,10 +91,11 @@ def _offloaded(candidate: Candidate, done: Offloaded) -> Candidate:
 
 
 class _Search:
-    """The best candidate so far, and what was learned on the way."""
+    """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, on_better: Callable[[Candidate], None] | None = None) -> None:
         self.task = task
+        self.on_better = on_better
         self.best: Candidate | None = None
         self.reasons: list[str] = []
         self._too_large: list[Candidate] = []
@@ -183,6 +184,8 @@ class _Search:
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
             self.best = candidate
+            if self.on_better is not None:
+                self.on_better(candidate)
 
     def _hopeless(self, setting: Setting) -> bool:
         """Whether the family offloads and must not, a smaller group of it needs too much memory already, or no schedule of the
@@ -266,10 +269,12 @@ def best_schedule(
     return best_for(Task(ranks, microbatches, costs, memory_limit, chunks, group, offload, objective), families)
 
 
-def best_for(task: Task, families: Iterable[str] | None = None) -> Candidate:
-    """:func:`best_schedule` of a task."""
+def best_for(
+    task: Task, families: Iterable[str] | None = None, on_better: Callable[[Candidate], None] | None = None
+) -> Candidate:
+    """:func:`best_schedule` of a task; ``on_better`` is called with every candidate that beats all before it."""
     chosen = _cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    best = _Search(task).run(chosen)
+    best = _Search(task, on_better).run(chosen)
     if best is None:
         raise ScheduleError(_nothing(chosen, task))
     return best

@@ -1,13 +1,37 @@
-"""The driver: families first, then everything that may improve on them, one budget and one bound."""
+"""The driver: an answer at once, then families, cycles, windows and the exact model under one budget, with one proven bound.
+
+Worker processes (:mod:`~jaxpipe.schedule.solve.crew`) do the work, this one keeps the score
+(:mod:`~jaxpipe.schedule.solve.board`): whatever comes back is simulated, held to the limits and checked here. First every
+*opener* runs once: the families of the placement, list schedules with offload, cyclic steady states, the exact model where the
+problem is small. Then windows of the best order so far are improved until time is up or the bound is reached.
+
+With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
+that no clock decides anything; else each worker gets its next job when it is free.
+"""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jaxpipe.schedule.explore import Candidate, offloaded_share
-from jaxpipe.schedule.explore import best_schedule as best_family
-from jaxpipe.schedule.explore import bounds_within
-from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import Retimer
+from jaxpipe.schedule.solve import messages
+from jaxpipe.schedule.solve.board import Board, count_offloads
+from jaxpipe.schedule.solve.crew import Crew
+from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
+from jaxpipe.schedule.solve.infeasible import explain
+from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask
+from jaxpipe.schedule.solve.worker import families_of
+
+_SLACK = 1 + 1e-9
+_EXACT_ACTIONS = 320
+_CYCLE_GROUPS = (1, 2, 3)
+_POLL_S = 0.25
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -18,34 +42,201 @@ def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgre
     Raises:
         ScheduleError: the sizes and costs don't match, or no schedule keeps the limit (says the smallest found to work).
     """
-    began = time.perf_counter()
-    best: Candidate = best_family(
-        task.placement.num_ranks,
+    return solve_any([task], options, on_progress)
+
+
+def solve_any(
+    tasks: Sequence[SolveTask],
+    options: Options | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    starts: Sequence[Schedule] = (),
+) -> Solution:
+    """:func:`solve` over several placements: the best schedule of all of ``tasks``, which differ in placement and costs only.
+
+    ``starts``: schedules to start from, of any of the placements; those that don't keep the limit are ignored. The lower bound
+    is that of the best placement.
+
+    Raises:
+        ScheduleError: as :func:`solve`; nothing keeps the limit only if no task has an answer.
+    """
+    return _Race(tasks, options or Options(), on_progress).run(starts)
+
+
+def bound_of(task: SolveTask) -> float:
+    """Seconds that no schedule of the task is below; infinite if none keeps the limits."""
+    find = span_lower_bound if task.objective == "span" else lower_bound
+    limits = [x * _SLACK for x in task.limits()]
+    unlimited = all(x == float("inf") for x in limits)
+    return find(
+        task.placement,
         task.num_microbatches,
         task.costs,
-        task.memory_limit,
+        memory_limit=None if unlimited else limits,
         offload=task.offload,
-        objective="span" if task.objective == "span" else "makespan",
     )
-    makespan, span = bounds_within(
-        task.placement, task.num_microbatches, task.costs, task.memory_limit, offload=task.offload
-    )
-    bound = span if task.objective == "span" else makespan
-    value = best.span if task.objective == "span" else best.makespan
-    wall = time.perf_counter() - began
-    progress = Progress(wall, value, bound, f"family {best.setting.family}")
-    if on_progress is not None:
-        on_progress(progress, best.schedule)
-    assert offloaded_share(best.schedule, task.costs) == 0 or task.offload
-    return Solution(
-        task,
-        best.schedule,
-        best.timeline,
-        bound,
-        "optimal" if value <= bound * (1 + 1e-9) else "feasible",
-        wall,
-        wall,
-        (progress,),
-        sum(a.op == "O" for r in range(best.schedule.num_ranks) for a in best.schedule.actions(r)),
-        (str(best.setting), value),
-    )
+
+
+class _Race:
+    """One solve."""
+
+    def __init__(self, tasks: Sequence[SolveTask], options: Options, on_progress: OnProgress | None) -> None:
+        assert tasks, "no task to solve"
+        self.tasks, self.options = tasks, options
+        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
+        self.board = Board(tasks, [0.0] * len(tasks), on_progress)
+        self.windows = 0
+        self.failures: list[str] = []
+
+    def run(self, starts: Sequence[Schedule]) -> Solution:
+        try:
+            self._quick(starts)
+            if not self.board.solved and min(self.board.bounds) < float("inf"):
+                with Crew(max(1, self.options.workers), self.tasks) as crew:
+                    (self._rounds if self.options.reproducible else self._freely)(crew)
+        except KeyboardInterrupt:
+            if self.board.schedule is None:
+                raise
+        if self.board.schedule is None:
+            raise ScheduleError(explain(self.tasks))
+        return self.board.solution(tuple(self.failures))
+
+    def _quick(self, starts: Sequence[Schedule]) -> None:
+        """What needs no worker: bounds, an answer at once, and the caller's own."""
+        for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
+            self.board.bounds[number] = bound_of(task)
+            if self.board.bounds[number] == float("inf"):
+                continue
+            size = group_size(problem, task.limits())
+            if size:
+                rows = grouped_rows(problem, size)
+                draft = Retimer(problem).draft(rows)
+                assert draft is not None, "microbatches one group after the other deadlock"
+                self.board.offer_first(number, problem.schedule("first", rows), draft)
+            elif task.offload:
+                self.board.offer(number, away_schedule(problem), "first")
+        for number, task in enumerate(self.tasks):
+            for schedule in starts:
+                if schedule.placement == task.placement:
+                    self.board.offer(number, schedule, "start")
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _job(self, number: int, kind: str, seconds: float, **more: Any) -> dict[str, Any]:
+        return {
+            "task": number,
+            "kind": kind,
+            "seconds": seconds,
+            "seed": self.options.seed,
+            "reproducible": self.options.reproducible,
+            "bound": self.board.bounds[number],
+            **more,
+        }
+
+    def _openers(self) -> Iterator[dict[str, Any]]:
+        """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
+        total = self.options.time_limit_s
+        names = [families_of(task) for task in self.tasks]
+        slow = [[n for n in some if "memory_limit" in FAMILIES[n].options] for some in names]
+        for number, some in enumerate(names):
+            yield self._job(number, "families", total, names=[n for n in some if n not in slow[number]])
+        for number, task in enumerate(self.tasks):
+            if task.offload:
+                yield self._job(number, "offload", total)
+        for number, some in enumerate(slow):
+            for name in some:
+                yield self._job(number, "families", total, names=[name])
+        for number, task in enumerate(self.tasks):
+            actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches
+            if actions <= _EXACT_ACTIONS:
+                yield self._job(number, "exact", total * 0.5, start=self._start(number))
+        for g in _CYCLE_GROUPS:
+            for number, problem in enumerate(self.problems):
+                if problem.placement.num_flows == 1 and g < problem.num_microbatches:
+                    yield self._job(number, "cycles", min(10.0, total * 0.15), g=g)
+
+    def _start(self, number: int) -> dict[str, Any] | None:
+        known = self.board.per_task[number]
+        return None if known is None else messages.schedule_out(known[1])
+
+    def _window(self) -> dict[str, Any] | None:
+        """The next window job: mostly on the best schedule, now and then on the best of another placement."""
+        self.windows += 1
+        order = sorted(
+            (n for n, known in enumerate(self.board.per_task) if known is not None and self._improvable(n)),
+            key=lambda n: (self.board.per_task[n] or ((float("inf"),),))[0],
+        )
+        if not order:
+            return None
+        number = order[self.windows // 4 % len(order)] if self.windows % 4 == 0 else order[0]
+        seconds = max(1.0, min(8.0, self.options.time_limit_s * 0.1))
+        job = self._job(number, "windows", seconds, start=self._start(number))
+        return {**job, "seed": self.options.seed * 1_000_003 + self.windows}
+
+    def _improvable(self, number: int) -> bool:
+        known = self.board.per_task[number]
+        return known is not None and known[0][0] > self.board.bounds[number] * _SLACK and not count_offloads(known[1])
+
+    def _hopeless(self, job: dict[str, Any]) -> bool:
+        """Whether no schedule of the job's placement is better than what is known."""
+        return bool(self.board.bounds[job["task"]] >= self.board.value * (1 - 1e-9))
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        if answer.get("error"):
+            self.failures.append(answer["error"])
+        if "bound" in answer:
+            self.board.prove(answer["task"], answer["bound"], answer["source"])
+        if "schedule" in answer:
+            self.board.offer(answer["task"], messages.schedule_in(answer["schedule"]), answer["source"])
+
+    # -- the two ways of running them ---------------------------------------------------------------------------------
+
+    def _freely(self, crew: Crew) -> None:
+        openers = self._openers()
+        while not self.board.solved and self.board.wall_s < self.options.time_limit_s:
+            while crew.idle:
+                job = next((j for j in openers if not self._hopeless(j)), None) or self._window()
+                if job is None:
+                    break
+                crew.submit(self._shortened(job))
+            if not crew.busy:
+                return
+            left = self.options.time_limit_s - self.board.wall_s
+            answer = crew.receive(max(0.0, min(left, _POLL_S)))
+            if answer is not None:
+                self._note(answer)
+
+    def _shortened(self, job: dict[str, Any]) -> dict[str, Any]:
+        left = max(0.1, self.options.time_limit_s - self.board.wall_s)
+        return {**job, "seconds": min(job["seconds"], left)}
+
+    def _rounds(self, crew: Crew) -> None:
+        openers, spent = self._openers(), 0.0
+        size = crew.idle
+        while not self.board.solved and spent < self.options.time_limit_s:
+            jobs = [j for _, j in zip(range(size), (j for j in openers if not self._hopeless(j)), strict=False)]
+            if not jobs:
+                jobs = [j for j in (self._window() for _ in range(size)) if j is not None]
+            if not jobs:
+                return
+            spent += (
+                max(j["seconds"] for j in jobs if j["kind"] != "families")
+                if any(j["kind"] not in ("families", "offload") for j in jobs)
+                else 0.0
+            )
+            self._round(crew, jobs)
+
+    def _round(self, crew: Crew, jobs: Sequence[dict[str, Any]]) -> None:
+        """Run jobs side by side; note their answers job by job."""
+        numbers = [crew.submit(job) for job in jobs]
+        answers: dict[int, list[dict[str, Any]]] = {n: [] for n in numbers}
+        while crew.busy:
+            answer = crew.receive(None)
+            if answer is None:
+                continue
+            if answer.get("gone"):
+                raise ScheduleError("a solver process ended before its job; run again, or without reproducible mode")
+            answers[answer["job"]].append(answer)
+        for number in numbers:
+            for answer in answers[number]:
+                self._note(answer)

@@ -45,6 +45,10 @@ class SolveTask:
                     limits[rank] = min(limits[rank], (allowed - static[rank]) / share)
         return tuple(limits)
 
+    def fits_peak(self, peak: float) -> bool:
+        """Whether a schedule that holds no more than ``peak`` on any rank keeps to the limits."""
+        return peak <= min(self.limits()) * _SLACK
+
     def fits(self, timeline: Timeline) -> bool:
         """Whether a timeline keeps to the limits."""
         return all(a <= x * _SLACK for a, x in zip(timeline.peak_activations, self.limits(), strict=True))
@@ -93,7 +97,8 @@ class Solution:
     ``timeline``: the schedule simulated under the task's costs. ``lower_bound``: of the objective's time, proven for the whole
     problem. ``status``: ``optimal`` if the bound is reached. ``first_feasible_s``: when the first answer was there.
     ``improvements``: every better answer, in order. ``offloaded``: number of (stage, microbatch) pairs that are offloaded.
-    ``family``: the best family at this limit with its time, or None if no family fits.
+    ``family``: the best family at this limit with its time, or None if no family fits. ``failures``: what went wrong in
+    worker processes, if anything; the answer stands all the same.
     """
 
     task: SolveTask
@@ -106,6 +111,7 @@ class Solution:
     improvements: Sequence[Progress] = field(default_factory=tuple)
     offloaded: int = 0
     family: tuple[str, float] | None = None
+    failures: Sequence[str] = field(default_factory=tuple)
 
     @property
     def value(self) -> float:

@@ -1,0 +1,197 @@
+"""The verb ``solve``: the best schedule that the solver finds within a time limit, and how far it may be from optimal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.cli.cost_flags import (
+    MOST_MICROBATCHES,
+    CostChoice,
+    add_cost_flags,
+    add_limit_flag,
+    add_size_flags,
+    check_size,
+    chosen_costs,
+)
+from jaxpipe.cli.outputs import add_output_flag, check_outputs
+from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import Record, print_json
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, show, write_outputs
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule import Placement, Schedule
+    from jaxpipe.schedule.solve import Progress, Solution, SolveTask
+
+_MOST_WORKERS = 256
+_MOST_SEEDS = 2**31 - 1
+_MOST_ACTIONS = 200_000
+_PLACEMENTS = ("auto", "one-to-one", "circular", "v", "wave", "bidirectional")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_size_flags(parser)
+    parser.add_argument(
+        "--placement",
+        choices=_PLACEMENTS,
+        default="auto",
+        help="which ranks run which stages (default: all that suit the number of chunks)",
+    )
+    add_cost_flags(parser)
+    add_limit_flag(parser)
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--objective",
+        choices=("makespan", "span", "lexicographic"),
+        default="makespan",
+        help="minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded",
+    )
+    group.add_argument(
+        "--time-limit",
+        metavar="S",
+        type=amount("time limit", zero=False),
+        default=60.0,
+        help="seconds to search (default 60); Ctrl-C ends it earlier with the best so far",
+    )
+    group.add_argument("--seed", metavar="N", type=whole_number("seed", _MOST_SEEDS, least=0), default=0)
+    group.add_argument(
+        "--workers", metavar="N", type=whole_number("workers", _MOST_WORKERS), default=2, help="processes (default 2)"
+    )
+    group.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="same flags, same schedule: --time-limit counts deterministic time, and the cache is not used",
+    )
+    group.add_argument("--no-cache", action="store_true", help="neither use nor fill the cache of solved problems")
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Solve, show and write the schedule. Progress goes to standard error."""
+    from jaxpipe.schedule.solve import Options
+    from jaxpipe.schedule.solve.cached import solve_cached
+
+    check_outputs(arguments.output, OUTPUTS)
+    costs = chosen_costs(arguments)
+    tasks = _tasks(arguments, costs)
+    options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
+    solution = solve_cached(
+        tasks, options, _progress, use_cache=not (arguments.no_cache or arguments.reproducible), notice=_notice
+    )
+    for failure in solution.failures:
+        _notice(f"part of the search failed: {failure}")
+    write_outputs(arguments.output, solution.schedule, solution.timeline, costs)
+    record = Record.of(solution.schedule, solution.timeline, solution.task.costs, arguments.memory_limit)
+    if arguments.json:
+        print_json({**record.json(), **_facts(solution)})
+        return
+    print(_headline(solution))
+    show(arguments, record, solution.timeline, costs)
+
+
+def _progress(progress: Progress, _schedule: Schedule | None) -> None:
+    bound = f"bound {progress.lower_bound:.6g}  gap {progress.gap:.2%}"
+    print(f"{progress.wall_s:7.1f} s  {progress.value:.6g}  {bound}  {progress.source}", file=sys.stderr, flush=True)
+
+
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _headline(solution: Solution) -> str:
+    family = ""
+    if solution.family is not None:
+        name, seconds = solution.family
+        family = f"; best family {name}: {seconds:.6g}"
+        if seconds > solution.value * (1 + 1e-9):
+            family += f" ({seconds / solution.value - 1:.1%} longer)"
+    return (
+        f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}, "
+        f"gap {solution.gap:.2%}, {solution.status} after {solution.wall_s:.1f} s{family}"
+    )
+
+
+def _facts(solution: Solution) -> dict[str, Any]:
+    """What ``--json`` says beyond the keys of ``schedule --json``."""
+    return {
+        "objective": solution.task.objective,
+        "placement": solution.task.placement.kind,
+        "value": solution.value,
+        "lower_bound": solution.lower_bound,
+        "gap": solution.gap,
+        "status": solution.status,
+        "wall_s": solution.wall_s,
+        "first_feasible_s": solution.first_feasible_s,
+        "improvements": [
+            {"wall_s": p.wall_s, "value": p.value, "lower_bound": p.lower_bound, "source": p.source}
+            for p in solution.improvements
+        ],
+        "offloaded": solution.offloaded,
+        "family": None if solution.family is None else {"name": solution.family[0], "value": solution.family[1]},
+    }
+
+
+def _tasks(arguments: argparse.Namespace, costs: CostChoice) -> list[SolveTask]:
+    from jaxpipe.schedule.solve import SolveTask
+
+    tasks = []
+    for placement in _placements(arguments, costs):
+        check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
+        actions = 3 * placement.num_stages * arguments.microbatches
+        if actions > _MOST_ACTIONS:
+            most = max(1, min(MOST_MICROBATCHES, _MOST_ACTIONS // (3 * placement.num_stages)))
+            raise ConfigError(
+                f"too large to solve: {actions} actions, and at most {_MOST_ACTIONS} are handled; lower one of the sizes, for "
+                f"example --microbatches {most}, or use 'jaxpipe best'"
+            )
+        profile = costs.for_placement(placement, placement.kind)
+        offload = arguments.offload_time is not None or any(profile.offload_s) or any(profile.load_s)
+        limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
+        tasks.append(SolveTask(placement, arguments.microbatches, profile, limit, offload, arguments.objective))
+    return tasks
+
+
+def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
+    """The placements asked for; with ``auto`` those that suit the chunks, or the stages of a cost profile.
+
+    Raises:
+        ConfigError: the placement has another number of chunks, or the profile's stages don't divide by the ranks.
+    """
+    from jaxpipe.schedule.placement import bidirectional, circular, one_to_one, v_shape, wave
+
+    ranks, chunks, kind = arguments.ranks, arguments.chunks, arguments.placement
+    if costs.profile is not None:
+        stages = costs.profile.num_stages
+        if stages % ranks:
+            raise ConfigError(
+                f"{costs.path}: {stages} stages don't divide by --ranks {ranks}; give a number that divides them"
+            )
+        if chunks is not None and chunks != stages // ranks and kind != "bidirectional":
+            raise ConfigError(
+                f"--chunks {chunks} contradicts {costs.path}: {stages} stages on {ranks} ranks are {stages // ranks}"
+            )
+        chunks = stages // ranks
+    if kind in ("one-to-one", "v"):
+        per_rank = 1 if kind == "one-to-one" else 2
+        if chunks not in (None, per_rank):
+            raise ConfigError(
+                f"--placement {kind} has {per_rank} chunk(s) per rank, --chunks is {chunks}; drop one of the flags"
+            )
+        return [one_to_one(ranks) if per_rank == 1 else v_shape(ranks)]
+    if kind == "bidirectional":
+        return [bidirectional(ranks)]
+    if kind in ("circular", "wave"):
+        return [(circular if kind == "circular" else wave)(ranks, chunks or 2)]
+    if chunks is None:
+        return [one_to_one(ranks), v_shape(ranks), circular(ranks, 2)]
+    if chunks == 1:
+        return [one_to_one(ranks)]
+    return [v_shape(ranks) if chunks == 2 else wave(ranks, chunks), circular(ranks, chunks)]
+
+
+COMMANDS = {"solve": Command(configure, run)}

@@ -1,0 +1,51 @@
+"""Solving with the cache of solved problems: a proven optimum is the answer, anything else is where the search starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
+from jaxpipe.schedule.solve.solver import solve_any
+from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask
+
+_SLACK = 1 + 1e-9
+
+
+def solve_cached(
+    tasks: Sequence[SolveTask],
+    options: Options,
+    on_progress: OnProgress | None = None,
+    *,
+    use_cache: bool = True,
+    notice: Callable[[str], None] | None = None,
+) -> Solution:
+    """:func:`~jaxpipe.schedule.solve.solver.solve_any` with the cache in the user's folder.
+
+    ``notice``: told of trouble with the folder, one line each.
+
+    Raises:
+        ScheduleError: as :func:`~jaxpipe.schedule.solve.solver.solve_any`.
+    """
+    if not use_cache:
+        return solve_any(tasks, options, on_progress)
+    cache = ScheduleCache(notice=notice)
+    hits = [(task, hit) for task in tasks if (hit := cache.lookup(task)) is not None]
+    if len(tasks) == 1 and hits and (known := _answer(*hits[0])) is not None:
+        if on_progress is not None:
+            on_progress(known.improvements[0], known.schedule)
+        return known
+    solution = solve_any(tasks, options, on_progress, starts=[hit.schedule for _, hit in hits])
+    if len(tasks) == 1:
+        cache.store(solution, options)
+    return solution
+
+
+def _answer(task: SolveTask, hit: CacheHit) -> Solution | None:
+    """A hit that is proven optimal for this very problem."""
+    if hit.lower_bound is None or hit.value > hit.lower_bound * _SLACK or task.objective == "lexicographic":
+        return None
+    offloaded = sum(a.op == "O" for rank in range(hit.schedule.num_ranks) for a in hit.schedule.actions(rank))
+    progress = Progress(0.0, hit.value, hit.lower_bound, "cache")
+    return Solution(
+        task, hit.schedule, hit.timeline, hit.lower_bound, "optimal", 0.0, 0.0, (progress,), offloaded, None
+    )

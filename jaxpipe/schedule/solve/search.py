@@ -1,0 +1,186 @@
+"""What a worker does for one task: families, cycles, windows. Each yields better and better orders and never ends by itself
+before its :class:`Budget` does, except where it has nothing more to try.
+
+Orders are judged by re-timing with real costs (:class:`~jaxpipe.schedule.retime.Retimer`). Everything here is a function of its
+arguments; with a budget in deterministic time no clock decides anything.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.schedule.blocks.finish import Finisher
+from jaxpipe.schedule.problem import CodeRows, Problem
+from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
+from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
+
+_SLACK = 1 + 1e-9
+_DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
+_PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
+_RECIPES = 20
+
+
+@dataclass(slots=True)
+class Budget:
+    """Wall-clock seconds from its creation, or with ``reproducible`` deterministic seconds that callers spend."""
+
+    seconds: float
+    reproducible: bool = False
+    spent: float = 0.0
+    began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began = time.perf_counter()
+
+    @property
+    def left(self) -> float:
+        used = self.spent if self.reproducible else time.perf_counter() - self.began
+        return self.seconds - used
+
+    def parameters(self, seconds: float, seed: int) -> dict[str, Any]:
+        """CP-SAT parameters for a search of up to so many seconds, which it counts as spent."""
+        seconds = max(0.05, min(seconds, self.left))
+        self.spent += seconds
+        name, scale = (
+            ("max_deterministic_time", _DETERMINISTIC_SECOND) if self.reproducible else ("max_time_in_seconds", 1.0)
+        )
+        return {name: seconds * scale, "num_workers": 1, "random_seed": seed}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What an order is judged by: ``by_span`` the longest span, else the makespan; within ``limits`` per rank.
+
+    ``bound``: seconds of the objective that nothing is below.
+    """
+
+    limits: tuple[float, ...]
+    by_span: bool
+    bound: float
+
+    @property
+    def limit(self) -> float:
+        return min(self.limits)
+
+    def value(self, draft: Draft) -> float:
+        return draft.span if self.by_span else draft.makespan
+
+    def key(self, draft: Draft) -> tuple[float, float, float]:
+        """Smaller is better: the objective, the other time, the peak."""
+        times = (draft.span, draft.makespan) if self.by_span else (draft.makespan, draft.span)
+        return nine_digits(times[0]), nine_digits(times[1]), nine_digits(draft.peak)
+
+    def reached(self, draft: Draft) -> bool:
+        return self.value(draft) <= self.bound * _SLACK
+
+
+def nine_digits(x: float) -> float:
+    """Equal but for rounding is equal."""
+    return float(f"{x:.9g}")
+
+
+def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
+    """Orders from cycles of ``g`` microbatches: the shortest period that is found first, then longer and earlier-ending ones.
+
+    Cycles are uniform over ranks' limits; a chain in one direction only.
+    """
+    if problem.placement.num_flows != 1:
+        return
+    grid, finisher = Grid.of(problem, target.limits), Finisher(problem)
+    tried: set[int] = set()
+    found = 0
+    for stretch in _PERIODS:
+        period = max(grid.least_period(g), round(grid.work() * g * stretch))
+        if period in tried or budget.left <= 0 or found >= 3:
+            continue
+        tried.add(period)
+        for short in (False, True):
+            share = max(1.0, budget.left / 4)
+            cycle = find_cycle(grid, period, g, budget.parameters(share, seed), short=short)
+            if cycle is None:
+                break
+            draft = finisher.best(cycle.rows(problem), target.limit, _RECIPES)
+            found += 1
+            if draft is not None:
+                yield draft, f"cycle of {g}"
+                if target.reached(draft):
+                    return
+            if budget.left <= 0:
+                return
+
+
+class WindowSearch:
+    """Large-neighbourhood search from one order; see :mod:`~jaxpipe.schedule.solve.windows`."""
+
+    def __init__(self, problem: Problem, target: Target, seed: int) -> None:
+        self.problem, self.target = problem, target
+        self.retimer, self.frame = Retimer(problem), Frame(problem, target.limits)
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.size = 240.0
+        self.tried = 0
+
+    def run(self, start: Draft, budget: Budget) -> Iterator[Draft]:
+        """Better orders, best last. Plateaus are walked: an equal order replaces the current one."""
+        current, merit = start, self._merit(start)
+        while budget.left > 0 and not self.target.reached(current):
+            proposal = self._propose(current, budget)
+            if proposal is None:
+                continue
+            found = self._merit(proposal)
+            if found <= merit:
+                better = found[:2] < merit[:2]
+                current, merit = proposal, found
+                if better:
+                    yield current
+
+    def _merit(self, draft: Draft) -> tuple[float, float, float]:
+        """The objective, then the other time; then the sum of starts, by which windows make progress on plateaus."""
+        starts = self.retimer.times(draft.rows).start_s
+        total = sum(starts[code] for row in draft.rows for code in row)
+        return (*self.target.key(draft)[:2], nine_digits(total))
+
+    def _propose(self, current: Draft, budget: Budget) -> Draft | None:
+        self.tried += 1
+        times = self.frame.retimer.times(current.rows)
+        model = WindowModel(
+            self.frame,
+            current.rows,
+            times.start_s,
+            self._window(current.rows, times.start_s),
+            by_span=self.target.by_span,
+        )
+        rows, done = model.solve(budget.parameters(2.0, self.seed + self.tried))
+        self.size = min(3000.0, self.size * 1.15) if done else max(50.0, self.size * 0.9)
+        if rows is None:
+            return None
+        draft = self.retimer.draft(rows)
+        return draft if draft is not None and self._fits(rows, draft) else None
+
+    def _fits(self, rows: CodeRows, draft: Draft) -> bool:
+        if len(set(self.target.limits)) == 1:
+            return draft.peak <= self.target.limit * _SLACK
+        from jaxpipe.schedule.retime import peaks
+
+        return all(a <= x * _SLACK for a, x in zip(peaks(self.problem, rows), self.target.limits, strict=True))
+
+    def _window(self, rows: CodeRows, starts: Sequence[float]) -> Window:
+        """About ``size`` passes in a row on all ranks or on some neighbours; often at the start or the end."""
+        rng, p = self.random, self.problem.num_ranks
+        ranks = range(p)
+        if p > 4 and rng.random() < 0.5:
+            count = rng.randint(max(2, p // 4), max(3, p // 2))
+            first = rng.randint(0, p - count)
+            ranks = range(first, first + count)
+        order = sorted(starts[code] for rank in ranks for code in rows[rank])
+        want = min(len(order), int(self.size * rng.uniform(0.7, 1.2)))
+        last = len(order) - want
+        place = rng.random()
+        at = 0 if place < 0.15 else last if place < 0.3 else rng.randint(0, last)
+        end = order[at + want] if at + want < len(order) else order[-1] + 1
+        return Window(order[at], max(end, order[at] + 1), frozenset(ranks))

@@ -1,0 +1,179 @@
+"""A worker process of the solver: ``python -m jaxpipe.schedule.solve.worker``, tasks and jobs in, orders and bounds out.
+
+It reads one JSON object a line (:mod:`~jaxpipe.schedule.solve.messages`), works on one job at a time, and ends when its input
+does. It knows no clock but its job's budget. A job that fails says so and the worker goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
+
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.schedule.explore import Candidate, best_for
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.passes.offload import without_offloads
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import drafted
+from jaxpipe.schedule.settings import Task
+from jaxpipe.schedule.solve import messages
+from jaxpipe.schedule.solve.search import Budget, Target, WindowSearch, cycles
+from jaxpipe.schedule.solve.task import SolveTask
+
+_NICE = 5
+
+
+class Worker:
+    """The tasks it knows, and how each kind of job is done."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self.out = out
+        self.tasks: list[SolveTask] = []
+        self.kinds: dict[str, Callable[[SolveTask, dict[str, Any]], Iterable[tuple[Schedule | None, str, float]]]] = {
+            "families": _families,
+            "cycles": _cycles,
+            "windows": _windows,
+            "exact": _exact,
+            "offload": _offload,
+        }
+
+    def run(self, lines: Iterable[bytes]) -> None:
+        """Until the input ends."""
+        for text in lines:
+            message = json.loads(text)
+            if "tasks" in message:
+                self.tasks = [messages.task_in(x) for x in message["tasks"]]
+                continue
+            error = ""
+            try:
+                for schedule, source, bound in self.kinds[message["kind"]](self.tasks[message["task"]], message):
+                    self._tell(message, schedule, source, bound)
+            except (
+                Exception
+            ) as failure:  # whatever it is, the worker can still do other jobs; the solver says what happened
+                error = f"{type(failure).__name__}: {failure}"
+            self.send({"job": message["job"], "done": True, "error": error})
+            gc.collect()
+
+    def _tell(self, job: dict[str, Any], schedule: Schedule | None, source: str, bound: float) -> None:
+        answer: dict[str, Any] = {"job": job["job"], "task": job["task"], "source": source}
+        if schedule is not None:
+            answer["schedule"] = messages.schedule_out(schedule)
+        if bound > 0:
+            answer["bound"] = bound
+        self.send(answer)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.out.write(messages.line(message))
+        self.out.flush()
+
+
+Found = Iterator[tuple[Schedule | None, str, float]]
+
+
+def _families(task: SolveTask, job: dict[str, Any]) -> Found:
+    """Every family of the task's placement among ``names``, each that beats those before it."""
+    found: list[tuple[Schedule | None, str, float]] = []
+    limits = task.limits()
+    asked = Task(
+        task.placement.num_ranks,
+        task.num_microbatches,
+        task.costs,
+        min(limits),
+        offload=task.offload,
+        objective="span" if task.objective == "span" else "makespan",
+    )
+
+    def keep(candidate: Candidate) -> None:
+        if candidate.schedule.placement == task.placement:
+            found.append((candidate.schedule, f"family {candidate.setting}", 0.0))
+
+    for name in job["names"]:
+        try:
+            best_for(asked, [name], keep)
+        except JaxpipeError:
+            continue
+        yield from found[-1:]
+        found.clear()
+
+
+def families_of(task: SolveTask) -> list[str]:
+    """The families that make schedules of the task's placement, the cheap ones first."""
+    p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
+    fitting = [f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task)]
+    fitting.sort(key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
+    return [f.name for f in fitting]
+
+
+def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:
+    try:
+        return bool(make(ranks, chunks) == task.placement)
+    except JaxpipeError:
+        return False
+
+
+def _target(task: SolveTask, job: dict[str, Any]) -> Target:
+    return Target(task.limits(), task.objective == "span", float(job["bound"]))
+
+
+def _cycles(task: SolveTask, job: dict[str, Any]) -> Found:
+    problem = Problem.of(task.placement, task.num_microbatches, task.costs)
+    target, best = _target(task, job), None
+    budget = Budget(job["seconds"], job["reproducible"])
+    for draft, source in cycles(problem, target, job["g"], budget, job["seed"]):
+        if best is None or target.key(draft) < best:
+            best = target.key(draft)
+            yield problem.schedule("solved", draft.rows), source, 0.0
+
+
+def _windows(task: SolveTask, job: dict[str, Any]) -> Found:
+    problem = Problem.of(task.placement, task.num_microbatches, task.costs)
+    start = drafted(problem, without_offloads(messages.schedule_in(job["start"])))
+    if start is None:
+        return
+    target, budget, last = _target(task, job), Budget(job["seconds"], job["reproducible"]), None
+    for draft in WindowSearch(problem, target, job["seed"]).run(start, budget):
+        last = draft
+        if not job["reproducible"]:
+            yield problem.schedule("solved", draft.rows), "window", 0.0
+    if last is not None and job["reproducible"]:
+        yield problem.schedule("solved", last.rows), "window", 0.0
+
+
+def _exact(task: SolveTask, job: dict[str, Any]) -> Found:
+    from jaxpipe.schedule.solve.model import solve_exact
+
+    start = messages.schedule_in(job["start"]) if job.get("start") else None
+    result = solve_exact(
+        task,
+        time_limit_s=job["seconds"],
+        seed=job["seed"],
+        workers=1,
+        hint=start,
+        lower_bound=job["bound"],
+        deterministic=job["reproducible"],
+    )
+    yield result.schedule, "exact model", result.lower_bound
+
+
+def _offload(task: SolveTask, job: dict[str, Any]) -> Found:
+    from jaxpipe.schedule.solve.offload_list import offload_candidates
+
+    budget = Budget(job["seconds"], job["reproducible"])
+    for schedule in offload_candidates(task, float(job["bound"]), lambda: budget.left <= 0):
+        yield schedule, "list with offload", 0.0
+
+
+def main() -> None:
+    """Serve standard input until it ends."""
+    os.nice(_NICE)
+    Worker(sys.stdout.buffer).run(iter(sys.stdin.buffer.readline, b""))
+
+
+if __name__ == "__main__":
+    main()

@@ -132,11 +132,12 @@ class Board:
         if self._timeline is None:
             check_schedule(self.schedule)
             self._timeline = simulate(self.schedule, task.costs)
+        seconds = self._timeline.max_span if task.objective == "span" else self._timeline.makespan
         return Solution(
             task=task,
             schedule=self.schedule,
             timeline=self._timeline,
-            lower_bound=min(self.lower_bound, self.value),
+            lower_bound=seconds if self.solved else self.lower_bound,  # equal up to rounding
             status="optimal" if self.solved else "feasible",
             wall_s=self.wall_s,
             first_feasible_s=self.first_feasible_s,

@@ -1,0 +1,327 @@
+"""The solver as users call it: answers are valid, never worse than the best family, and claims are what the simulator says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import CostProfile, Schedule, check_schedule, simulate
+from jaxpipe.schedule.explore import best_schedule
+from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import Retimer, peaks
+from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
+from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
+from jaxpipe.schedule.solve.first import group_size, grouped_rows
+from jaxpipe.schedule.solve.search import Budget, Target, WindowSearch
+from jaxpipe.schedule.solve.solver import solve_any
+
+TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
+QUICK = Options(time_limit_s=8)
+
+
+def task_of(
+    placement: Placement,
+    m: int,
+    limit: float = float("inf"),
+    cost: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    comm: float = 0.0,
+    k: float = 0.0,
+    objective: str = "makespan",
+) -> SolveTask:
+    costs = CostProfile.uniform(
+        placement.num_stages,
+        chunks=placement.num_chunks,
+        f=cost[0],
+        b=cost[1],
+        w=cost[2],
+        comm=comm,
+        offload_time=k * sum(cost),
+    )
+    costs = dataclasses.replace(costs, host=dataclasses.replace(costs.host, mode="shared"))
+    return SolveTask(placement, m, costs, limit, k > 0, objective)  # type: ignore[arg-type]
+
+
+def assert_sound(solution: Solution) -> None:
+    task = solution.task
+    check_schedule(solution.schedule)
+    timeline = simulate(solution.schedule, task.costs)
+    assert timeline.peak_activations == solution.timeline.peak_activations
+    assert max(timeline.peak_activations) <= task.memory_limit * (1 + 1e-9)
+    value = timeline.max_span if task.objective == "span" else timeline.makespan
+    assert solution.value == value
+    assert solution.lower_bound <= value * (1 + 1e-9)
+    assert solution.status == ("optimal" if value <= solution.lower_bound * (1 + 1e-9) else "feasible")
+    assert 0 <= solution.first_feasible_s <= solution.wall_s
+    values = [p.value for p in solution.improvements]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == pytest.approx(value, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "limit", "objective"),
+    [
+        (one_to_one(1), 3, 1.0, "makespan"),
+        (one_to_one(4), 8, 4.0, "makespan"),
+        (one_to_one(4), 8, 2.0, "span"),
+        (one_to_one(8), 16, 4.0, "makespan"),
+        (v_shape(4), 8, 4.0, "span"),
+        (v_shape(4), 8, 2.0, "makespan"),
+        (v_shape(8), 16, 4.0, "span"),
+    ],
+)
+def test_what_families_and_bounds_close_is_optimal(placement: Placement, m: int, limit: float, objective: str) -> None:
+    solution = solve(task_of(placement, m, limit, objective=objective), QUICK)
+    assert_sound(solution)
+    assert (solution.status, solution.gap) == ("optimal", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "limit", "comm"),
+    [
+        (v_shape(4), 8, 1.5, 0.0),
+        (v_shape(4), 8, 2.0, 2.6),
+        (circular(3, 2), 6, 2.0, 1.0),
+        (one_to_one(4), 16, 4 / 3, 2.6),
+        (bidirectional(4), 8, 4.0, 0.0),
+    ],
+)
+def test_never_worse_than_the_best_family(placement: Placement, m: int, limit: float, comm: float) -> None:
+    task = task_of(placement, m, limit, TABLE_5, comm)
+    solution = solve(task, QUICK)
+    assert_sound(solution)
+    try:
+        best = best_schedule(placement.num_ranks, m, task.costs, limit)
+    except ScheduleError:
+        return
+    if best.schedule.placement == placement:
+        assert solution.value <= best.makespan * (1 + 1e-9)
+
+
+def test_below_what_families_are_made_for_it_is_much_better() -> None:
+    """p = 8 V at 3p/8: no family has a steady state there; cycles of one or two microbatches do."""
+    solution = solve(task_of(v_shape(8), 32, 3.0, objective="span"), Options(time_limit_s=20))
+    assert_sound(solution)
+    assert solution.family is not None
+    assert solution.value <= 0.9 * solution.family[1]
+    assert any(p.source.startswith("cycle") for p in solution.improvements)
+
+
+def test_progress_is_told_as_it_happens() -> None:
+    told: list[tuple[Progress, Schedule | None]] = []
+    solution = solve(task_of(one_to_one(4), 8, 2.0), QUICK, lambda p, s: told.append((p, s)))
+    assert told[0][0].source == "first"
+    assert told[-1][0].value == pytest.approx(solution.value, rel=1e-8)
+    assert told[-1][1] == solution.schedule
+    for progress, schedule in told:
+        assert progress.gap >= 0
+        if schedule is not None:
+            check_schedule(schedule)
+
+
+def test_a_start_is_used() -> None:
+    task = task_of(v_shape(4), 8, 1.5, objective="span")
+    good = solve(task, Options(time_limit_s=6))
+    again = solve_any([task], Options(time_limit_s=0.05), starts=[good.schedule])
+    assert again.value <= good.value
+
+
+def test_several_placements_share_one_bound() -> None:
+    tasks = [task_of(one_to_one(4), 8, 4.0), task_of(v_shape(4), 8, 4.0)]
+    solution = solve_any(tasks, QUICK)
+    assert_sound(solution)
+    assert solution.task is tasks[1]
+    assert solution.value == 25.5
+
+
+def test_lexicographic_saves_memory_at_equal_time() -> None:
+    task = task_of(one_to_one(3), 4, 4.0, objective="lexicographic")
+    solution = solve(task, Options(time_limit_s=10))
+    assert_sound(solution)
+    plain = solve(dataclasses.replace(task, objective="makespan"), QUICK)
+    assert solution.value == plain.value
+    assert max(solution.timeline.peak_activations) <= max(plain.timeline.peak_activations)
+
+
+def test_limits_in_bytes_of_the_profile_hold() -> None:
+    costs = CostProfile.uniform(4)
+    costs = dataclasses.replace(costs, param_bytes=(5.0,) * 4, memory_limit_bytes=(9.0, 9.0, 7.0, 6.0))
+    task = SolveTask(one_to_one(4), 8, costs)
+    assert task.limits() == (4.0, 4.0, 2.0, 1.0)
+    solution = solve(task, QUICK)
+    assert task.fits(solution.timeline)
+    assert all(a <= b for a, b in zip(solution.timeline.peak_bytes, costs.memory_limit_bytes, strict=True))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_infeasible_limits_say_the_smallest_that_works(offload: bool) -> None:
+    task = task_of(v_shape(3), 4, 0.4, k=0.5 if offload else 0.0)
+    with pytest.raises(ScheduleError, match=r"smallest found to work is 1 without offload and 0\.5 with it"):
+        solve(task, QUICK)
+    smallest = dataclasses.replace(task, memory_limit=0.5 if offload else 1.0)
+    assert_sound(solve(smallest, Options(time_limit_s=4)))
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    task = task_of(v_shape(4), 6, 1.5, TABLE_5)
+    options = Options(time_limit_s=4, seed=3, reproducible=True)
+    found = {solve(task, options).schedule for _ in range(3)}
+    assert len(found) == 1
+
+
+@pytest.mark.soak
+def test_the_same_seed_gives_the_same_schedule_twenty_times() -> None:
+    for task in (task_of(v_shape(4), 8, 1.5, TABLE_5), task_of(one_to_one(4), 12, 1.5, TABLE_5, 2.0)):
+        options = Options(time_limit_s=10, seed=1, reproducible=True)
+        assert len({solve(task, options).schedule for _ in range(20)}) == 1
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kind=st.sampled_from([one_to_one, v_shape, lambda p: circular(p, 3), lambda p: bidirectional(2 * p)]),
+    ranks=st.integers(1, 5),
+    m=st.integers(1, 9),
+    limit=st.floats(0.2, 6),
+    w_residual=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_first_answer_keeps_any_feasible_limit(kind, ranks, m, limit, w_residual) -> None:  # type: ignore[no-untyped-def]
+    placement = kind(ranks)
+    costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks, w_residual=w_residual)
+    problem = Problem.of(placement, m, costs)
+    size = group_size(problem, [limit] * placement.num_ranks)
+    if not size:
+        assert limit < 1 or placement.num_flows > 1
+        return
+    schedule = problem.schedule("first", grouped_rows(problem, size))
+    check_schedule(schedule)
+    if placement.num_flows == 1:
+        assert max(simulate(schedule, costs).peak_activations) <= limit * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_windows_only_ever_improve_and_stay_valid(data: st.DataObject) -> None:
+    p, m = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 6))
+    placement = data.draw(st.sampled_from([one_to_one(p), v_shape(p)]))
+    n = placement.num_stages
+    seconds = st.lists(st.floats(0.2, 3.0), min_size=n, max_size=n).map(tuple)
+    costs = dataclasses.replace(
+        CostProfile.uniform(n, chunks=placement.num_chunks, comm=data.draw(st.sampled_from([0.0, 0.3]))),
+        f_s=data.draw(seconds),
+        b_s=data.draw(seconds),
+        w_s=data.draw(seconds),
+    )
+    problem = Problem.of(placement, m, costs)
+    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 4.0]))
+    limits = (limit,) * p
+    start = Retimer(problem).draft(grouped_rows(problem, group_size(problem, limits)))
+    assert start is not None
+    by_span = data.draw(st.booleans())
+    target = Target(limits, by_span, 0.0)
+    last = target.key(start)[:2]
+    for draft in WindowSearch(problem, target, 0).run(start, Budget(1.0, reproducible=True)):
+        assert target.key(draft)[:2] < last
+        last = target.key(draft)[:2]
+        schedule = problem.schedule("window", draft.rows)
+        check_schedule(schedule)
+        timeline = simulate(schedule, costs)
+        assert max(timeline.peak_activations) <= limit * (1 + 1e-9)
+        assert timeline.makespan == pytest.approx(draft.makespan)
+
+
+def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
+    """V-Half's steady state: p/2 + 1 shares, no idle cell; its period is the work, and two fewer chunks are infeasible."""
+    p = 4
+    problem = Problem.of(v_shape(p), 24, CostProfile.uniform(2 * p, chunks=2))
+    budget = {"max_time_in_seconds": 20.0, "num_workers": 2}
+    grid = Grid.of(problem, [3.0] * p)
+    assert (grid.work(), grid.limit) == (6, (6,) * p)
+    cycle = find_cycle(grid, grid.least_period(1), 1, budget)
+    assert cycle is not None
+    rows = cycle.rows(problem)
+    assert max(peaks(problem, rows)) <= 3.0
+    check_schedule(problem.schedule("cycle", rows))
+    tight = Grid.of(problem, [1.5] * p)
+    assert find_cycle(tight, 6, 1, budget) is None
+
+
+# -- command line -------------------------------------------------------------------------------------------------------
+
+
+def run_cli(*args: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "JAXPIPE_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-m", "jaxpipe", "solve", *args], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_solve_writes_and_reports(tmp_path: Path) -> None:
+    flags = ["--ranks", "4", "--microbatches", "8", "--placement", "v", "--memory-limit", "2", "--json"]
+    out = tmp_path / "best.json"
+    first = run_cli(*flags, "-o", str(out), cache=tmp_path / "cache")
+    assert first.returncode == 0, first.stderr
+    facts = json.loads(first.stdout)
+    assert (facts["makespan"], facts["gap"], facts["status"]) == (29.5, 0.0, "optimal")
+    assert {"bubble_rate", "peak_activations", "wall_s", "first_feasible_s", "improvements", "offloaded"} <= set(facts)
+    assert "bound" in first.stderr
+    again = run_cli(*flags, cache=tmp_path / "cache")
+    assert json.loads(again.stdout)["improvements"][0]["source"] == "cache"
+    simulated = subprocess.run(
+        [sys.executable, "-m", "jaxpipe", "simulate", str(out), "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(simulated.stdout)["makespan"] == 29.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ranks", "0"], "want 1 to"),
+        (["--placement", "v", "--chunks", "3"], "drop one of the flags"),
+        (["--memory-limit", "-1"], "limit"),
+        (["--time-limit", "0"], "time limit"),
+        (["--workers", "0"], "workers"),
+        (["--ranks", "4000", "--microbatches", "100000"], "too large"),
+        (["--ranks", "64", "--microbatches", "4000"], "too large to solve"),
+        (["--memory-limit", "0.1"], "smallest found to work is"),
+        (["--placement", "moebius"], "moebius"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags: list[str], words: str, tmp_path: Path) -> None:
+    done = run_cli(*flags, cache=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
+    flags = ["--ranks", "8", "--microbatches", "32", "--placement", "v", "--memory-limit", "3", "--time-limit", "300"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpipe", "solve", *flags, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAXPIPE_CACHE_DIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as from a terminal
+    )
+    assert process.stderr is not None
+    process.stderr.readline()  # the first answer
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(out)["status"] == "feasible"

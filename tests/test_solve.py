@@ -146,12 +146,15 @@ def test_several_placements_share_one_bound() -> None:
 
 
 def test_lexicographic_saves_memory_at_equal_time() -> None:
-    task = task_of(one_to_one(3), 4, 4.0, objective="lexicographic")
+    """p = 2, m = 6: one activation less than the limit costs nothing, two cost time."""
+    task = task_of(one_to_one(2), 6, 4.0, objective="lexicographic")
     solution = solve(task, Options(time_limit_s=10))
     assert_sound(solution)
     plain = solve(dataclasses.replace(task, objective="makespan"), QUICK)
     assert solution.value == plain.value
-    assert max(solution.timeline.peak_activations) <= max(plain.timeline.peak_activations)
+    peak = max(solution.timeline.peak_activations)
+    assert peak < task.memory_limit
+    assert solve(dataclasses.replace(task, memory_limit=peak - 1, objective="makespan"), QUICK).value > solution.value
 
 
 def test_limits_in_bytes_of_the_profile_hold() -> None:

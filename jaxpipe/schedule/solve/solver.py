@@ -12,6 +12,7 @@ that no clock decides anything; else each worker gets its next job when it is fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxpipe.errors import ScheduleError
@@ -25,6 +26,7 @@ from jaxpipe.schedule.solve.board import Board, count_offloads
 from jaxpipe.schedule.solve.crew import Crew
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.infeasible import explain
+from jaxpipe.schedule.solve.leaner import TIME_SHARE, leaner
 from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask
 from jaxpipe.schedule.solve.worker import families_of
 
@@ -60,7 +62,12 @@ def solve_any(
     Raises:
         ScheduleError: as :func:`solve`; nothing keeps the limit only if no task has an answer.
     """
-    return _Race(tasks, options or Options(), on_progress).run(starts)
+    options = options or Options()
+    if tasks[0].objective != "lexicographic":
+        return _Race(tasks, options, on_progress).run(starts)
+    for_time = replace(options, time_limit_s=options.time_limit_s * TIME_SHARE)
+    fastest = _Race(tasks, for_time, on_progress).run(starts)
+    return leaner(fastest, options, lambda task, spend: _Race([task], spend, None).run(()))
 
 
 def bound_of(task: SolveTask) -> float:

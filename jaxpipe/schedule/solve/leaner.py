@@ -1,0 +1,60 @@
+"""The later criteria of the lexicographic objective: at the same time, less memory; at the same memory, fewer offloads.
+
+Memory first: solve again with a limit one residual below the peak, as long as the time stays. Then without offload at all. Each
+of these is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.solve.task import Options, Solution, SolveTask
+
+TIME_SHARE = 0.6
+"""Part of the budget that the time is minimised in."""
+_EACH = 0.35  # part of what is left that one more solve may take
+_SLACK = 1 + 1e-9
+_LEAST_S = 0.2
+
+Again = Callable[[SolveTask, Options], Solution]
+
+
+def leaner(solution: Solution, options: Options, again: Again) -> Solution:
+    """``solution`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan."""
+    left = options.time_limit_s * (1 - TIME_SHARE)
+    best = solution
+    problem = Problem.of(solution.task.placement, solution.task.num_microbatches, solution.task.costs)
+    step = min((x for x in problem.held if x > 0), default=0.0)
+    while step > 0 and left > _LEAST_S:
+        limit = max(best.timeline.peak_activations) - step
+        found = _try(best, limit, best.task.offload, replace(options, time_limit_s=left * _EACH), again)
+        left *= 1 - _EACH
+        if found is None:
+            break
+        best = found
+    if best.offloaded and left > _LEAST_S:
+        peak = max(best.timeline.peak_activations)
+        best = _try(best, peak, False, replace(options, time_limit_s=left), again) or best
+    return best
+
+
+def _try(best: Solution, limit: float, offload: bool, options: Options, again: Again) -> Solution | None:
+    """A solution within ``limit`` that takes no longer than ``best``, as an answer to its task."""
+    if limit <= 0:
+        return None
+    try:
+        found = again(replace(best.task, memory_limit=limit, offload=offload, objective="makespan"), options)
+    except ScheduleError:
+        return None
+    if found.value > best.value * _SLACK:
+        return None
+    return replace(
+        best,
+        schedule=found.schedule,
+        timeline=found.timeline,
+        offloaded=found.offloaded,
+        wall_s=best.wall_s + found.wall_s,
+    )

@@ -13,13 +13,16 @@ from jaxpipe.schedule.solve.rows import Starts
 
 
 def starts_of(instance: Instance, schedule: Schedule) -> Starts | None:
-    """The times of ``schedule``; None if the model can't express them: it breaks a limit, has braided slots or microbatches out
-    of order, offloads what may not leave.
+    """The times of ``schedule``; None if the model can't express them: it is of another placement or size, breaks a limit, has
+    braided slots or microbatches out of order, offloads what may not leave.
 
     A full backward that saves no time is taken apart: B, and W right behind it.
     """
+    task = instance.task
+    if (schedule.placement.flows, schedule.num_microbatches) != (task.placement.flows, task.num_microbatches):
+        return None
     split = replace(schedule, rows=tuple(_split(instance, row) for row in schedule.rows))
-    timeline = simulate(split, instance.task.costs)
+    timeline = simulate(split, task.costs)
     if not instance.fits(timeline):
         return None
     start: dict[Key, int] = {}

@@ -111,7 +111,7 @@ def solve_exact(
     hint: Schedule | None = None,
     lower_bound: float = 0.0,
     deterministic: bool = False,
-    form: Form = "reservoir",
+    form: Form | None = None,
     cuts: Cuts | None = None,
     on_improvement: OnImprovement | None = None,
     cancel: Callable[[], bool] | None = None,
@@ -120,6 +120,7 @@ def solve_exact(
 
     ``hint``: a schedule to start from; if it keeps the limits, the answer is no worse. ``lower_bound``: seconds that are known
     to be needed. ``deterministic``: the limit counts deterministic time, and the same arguments give the same schedule.
+    ``form``: how memory is said; by default as a cumulative with offload, as a reservoir without (README.md: measured).
     ``cancel``: asked a few times a second; true ends the search with what there is.
 
     Raises:
@@ -140,7 +141,7 @@ class _Search:
         seed: int,
         workers: int,
         deterministic: bool,
-        form: Form,
+        form: Form | None,
         cuts: Cuts,
         on_improvement: OnImprovement | None,
         cancel: Callable[[], bool] | None,
@@ -148,7 +149,8 @@ class _Search:
         self.began = time.perf_counter()
         self.instance = Instance.of(task)
         self.left_s, self.seed, self.workers, self.deterministic = time_limit_s, seed, workers, deterministic
-        self.form, self.cuts, self.on_improvement, self.cancel = form, cuts, on_improvement, cancel
+        self.form: Form = form or ("cumulative" if any(self.instance.may_leave) else "reservoir")
+        self.cuts, self.on_improvement, self.cancel = cuts, on_improvement, cancel
         self.best: tuple[Schedule, Timeline, float] | None = None
         self.model_value = self.value = float("inf")
         self.first_s = float("inf")
@@ -162,12 +164,16 @@ class _Search:
         cost = None if starts is None else self._cost(starts)
         lower = lower if cost is None else min(lower, cost)
         phase = _Phase("time", self.form, False, lower, cost, None, starts)
-        answer = self._solve(phase)
+        answer = None
+        if starts is not None and cost is not None:
+            self._take(starts, cost, phase)
+            answer = _Answer("OPTIMAL", starts, cost, lower, cost, (0, 0)) if cost <= lower else None
+        answer = answer or self._solve(phase)
         bound = self._bound_s(answer.bound)
         if answer.starts is not None and self.best is None:
             self._solve(replace(phase, strict=True, lower=max(lower, answer.bound), cost=cost, hint=starts))
         if self.instance.task.objective == "lexicographic" and self.best is not None:
-            self._refine(answer)
+            self._refine(answer if answer.starts is not None else replace(answer, starts=starts, cost=cost or 0))
         return self._result(answer, max(bound, lower_bound))
 
     def _refine(self, answer: _Answer) -> None:
@@ -256,6 +262,9 @@ class _Search:
         parameters = solver.parameters
         parameters.random_seed = self.seed
         parameters.num_workers = self.workers
+        parameters.expand_reservoir_constraints = (
+            False  # into pairs of events: found nothing in time where this is solved
+        )
         if self.deterministic:
             parameters.max_deterministic_time = max(self.left_s, 0.01)
             parameters.interleave_search = self.workers > 1

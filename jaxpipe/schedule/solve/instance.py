@@ -17,7 +17,7 @@ from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.schedule.solve.ticks import MemoryUnits, Ticks, memory_units, time_grid
+from jaxpipe.schedule.solve.ticks import FINE, MemoryUnits, Ticks, memory_units, time_grid
 from jaxpipe.schedule.timeline import Timeline
 
 _SLACK = 1 + 1e-9
@@ -72,8 +72,8 @@ class Instance:
     ledgers: tuple[Ledger, ...]
 
     @classmethod
-    def of(cls, task: SolveTask) -> Instance:
-        """The whole numbers of ``task``.
+    def of(cls, task: SolveTask, parts: int = FINE) -> Instance:
+        """The whole numbers of ``task``; ``parts`` of a mean duration to a tick where costs have no common step.
 
         Raises:
             ScheduleError: the stages don't form a chain on single ranks, the costs are for another number of stages or too
@@ -95,7 +95,7 @@ class Instance:
         fuse = tuple(bw < (b + w) * (1 - 1e-9) for b, w, bw in zip(problem.b_s, problem.w_s, problem.bw_s, strict=True))
         used = [op for op in OPS if (op != "BW" or any(fuse)) and (op not in "OL" or task.offload)]
         times = [*(x for op in used for x in seconds[op]), *problem.down_s, *problem.up_s]
-        ticks = time_grid(times, 2 * sum(times) * task.num_microbatches)
+        ticks = time_grid(times, 2 * sum(times) * task.num_microbatches, parts)
         ledgers = tuple(_ledgers(task, problem, stages))
         bound = {ledger.rank for ledger in ledgers}
         leave = tuple(

@@ -4,16 +4,16 @@ Rows hold order only, and the simulator starts everything as early as the order 
 left as far as they go. What keeps the memory limit is order too, all but one thing: a compute slot that starts late because
 an offload gives room. Rows say it with ``S``, which waits for that O and makes the compute slots behind it wait. An S goes
 before the first compute slot that starts no earlier than its O ends, so it delays nothing beyond the solver's times; it is
-set only where the limit would be broken without. Claim (one host lane per rank): with all of them the limit holds. Take the
-last of the takes that have happened by some instant, in the solver's order. All that was given back before it in the
-solver's times has been given back: by compute slots, as they stand before it in the row; by an O, through its S if the take
-is a compute slot's, through the shared lane if it is an L's. With a lane per direction the last step fails, see ``strict``
-in :mod:`.model_memory`.
+set only where the limit would be broken without, and never behind the L that brings the same back. Claim (one host lane per
+rank): with all of them the limit holds. Take the last of the takes that have happened by some instant, in the solver's
+order. All that was given back before it in the solver's times has been given back: by compute slots, as they stand before
+it in the row; by an O, through its S if the take is a compute slot's, through the shared lane if it is an L's. With a lane
+per direction the last step fails, see ``strict`` in :mod:`.model_memory`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -98,14 +98,13 @@ class _Lane:
     def row(self, syncs: set[tuple[int, int]]) -> Row:
         """Compute slots with what goes between them: host actions behind the last slot that has ended, then syncs."""
         between: dict[int, list[tuple[int, int, int, Action]]] = {}
-        for key in self.host:
+        gap = {key: self._gap(key) for key in self.host}
+        for key, at in gap.items():
             op, k, i = key
             start, end = self.starts.start[key], self.starts.end(self.instance, key)
-            at = max(bisect_right(self.end, start), self.place["F", k, i] + 1)
-            at = min(at, self.place["B", k, i])
             between.setdefault(at, []).append((start, end, "OL".index(op), self._action(op, k, i)))
-            if op == "O" and (k, i) in syncs and (place := self._sync_place(k, i)) < len(self.compute):
-                between.setdefault(max(place, at), []).append((end, end, 2, self._action(_SYNC, k, i)))
+            if op == "O" and (k, i) in syncs and (place := max(self._sync_place(k, i), at)) <= gap["L", k, i]:
+                between.setdefault(place, []).append((end, end, 2, self._action(_SYNC, k, i)))
         row: list[Action] = []
         for at in range(len(self.compute) + 1):
             row += (action for *_, action in sorted(between.get(at, ())))
@@ -114,13 +113,18 @@ class _Lane:
                 row.append(self._action("BW" if op == "B" and (k, i) in self.starts.fused else op, k, i))
         return tuple(row)
 
+    def _gap(self, key: Key) -> int:
+        """How many compute slots stand before this O or L: those that have ended when it starts."""
+        _, k, i = key
+        after = bisect_right(self.end, self.starts.start[key])
+        return min(max(after, self.place["F", k, i] + 1), self.place["B", k, i])
+
     def _action(self, op: str, k: int, i: int) -> Action:
         return Action(op, k % self.instance.num_stages, i)
 
     def _sync_place(self, k: int, i: int) -> int:
         """Index of the first compute slot that starts no earlier than this O ends."""
-        end = self.starts.end(self.instance, ("O", k, i))
-        return next((at for at, begin in enumerate(self.begin) if begin >= end), len(self.compute))
+        return bisect_left(self.begin, self.starts.end(self.instance, ("O", k, i)))
 
     def missing(self, timeline: Timeline, syncs: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """O's that end, by the solver's times, before something that takes memory here, but not so in ``timeline``: at the

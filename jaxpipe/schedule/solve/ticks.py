@@ -1,14 +1,14 @@
 """Seconds and bytes as whole numbers, for solvers that know nothing else.
 
 **Time.** If all durations are whole multiples of one step (to 1e-11, far inside the 1e-9 that the rest of the package
-allows), the grid is exact: ticks and seconds say the same. If not, the step is 1/20,000 of the mean duration and durations
-are rounded *down*. A bound in ticks is then a bound in seconds. Proof: take any real schedule and let every action start at
-``floor(start / step)``. An action that ended at e by its real duration now ends at ``floor(start / step) + floor(duration /
-step) <= floor(e / step)``, so whatever waited for it still may start, lanes stay free of overlap, and of two events with
-the release no later than the take, the release is still no later. Takes that fall on one tick are judged together, after
-all releases before the last of them: the level is at most what it really was there. So the rounded schedule is feasible in
-the model and its makespan is at most ``makespan / step``. A *span* has two rounded ends: less than one tick more than
-``span / step``. Hence :meth:`Ticks.makespan_bound_s` and :meth:`Ticks.span_bound_s`.
+allows), the grid is exact: ticks and seconds say the same. If not, the step is a fraction of the mean duration (README.md:
+how fine pays) and durations are rounded *down*. A bound in ticks is then a bound in seconds. Proof: take any real schedule
+and let every action start at ``floor(start / step)``. An action that ended at e by its real duration now ends at
+``floor(start / step) + floor(duration / step) <= floor(e / step)``, so whatever waited for it still may start, lanes stay
+free of overlap, and of two events with the release no later than the take, the release is still no later. Takes that fall
+on one tick are judged together, after all releases before the last of them: the level is at most what it really was there.
+So the rounded schedule is feasible in the model and its makespan is at most ``makespan / step``. A *span* has two rounded
+ends: less than one tick more than ``span / step``. Hence :meth:`Ticks.makespan_bound_s` and :meth:`Ticks.span_bound_s`.
 
 **Memory.** Exact multiples of a common unit if there is one, else sizes rounded up and limits down: what fits in units fits in
 real numbers.
@@ -28,7 +28,7 @@ _LIMIT_SLACK = 1e-9
 _MAX_DENOMINATOR = 10_000
 _MAX_MULTIPLE = 2**30
 _HORIZON = 2**40
-_PARTS_OF_MEAN = 20_000
+FINE, COARSE = 20_000, 200
 _PARTS_OF_LIMIT = 2**20
 
 
@@ -61,8 +61,8 @@ class Ticks:
         return max(0.0, (ticks if self.exact else ticks - 1) * self.step_s)
 
 
-def time_grid(durations_s: Iterable[float], horizon_s: float) -> Ticks:
-    """The grid for these durations; ``horizon_s``: no time in the model is later.
+def time_grid(durations_s: Iterable[float], horizon_s: float, parts: int = FINE) -> Ticks:
+    """The grid for these durations; ``horizon_s``: no time in the model is later; ``parts`` of the mean, if it must round.
 
     Raises:
         ScheduleError: the horizon has no 2^40 ticks of room: some duration is that much longer than the mean.
@@ -73,7 +73,7 @@ def time_grid(durations_s: Iterable[float], horizon_s: float) -> Ticks:
     step = common_step(positive)
     if step is not None and horizon_s / step < _HORIZON:
         return Ticks(step, exact=True)
-    step = sum(positive) / len(positive) / _PARTS_OF_MEAN
+    step = sum(positive) / len(positive) / parts
     if horizon_s / step >= _HORIZON:
         raise ScheduleError(
             f"a schedule of {horizon_s:g} s has too many steps of {step:g} s for the solver; costs differ too much"

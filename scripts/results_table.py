@@ -79,6 +79,7 @@ def paper_tables(report: dict[str, Any]) -> str:
             *_figure("`pipeoffload.txt` figure 3: peak ÷ peak without offload of `po`, p = 8, by part offloaded "
                      "(formula for v → ∞: (1 − x)²)", "offloaded", tables["pipeoffload figure 3"]),
             *_beside("`stp.txt` table 1", "PP column, chunk units; formula → simulated", tables["stp table 1"]),
+            *_optpipe(tables["optpipe table 1"]),
             origin,
         ]
     )  # fmt: skip
@@ -121,6 +122,26 @@ def _figure(title: str, x: str, rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"| {label} | " + " | ".join(_number(point["ours"]) for point in row["points"]) + " |")
     if "formula" in rows[0]["points"][0]:
         lines.append("| formula | " + " | ".join(_number(point["formula"]) for point in rows[0]["points"]) + " |")
+    return [*lines, ""]
+
+
+def _optpipe(rows: list[dict[str, Any]]) -> list[str]:
+    """Makespans ÷ work by memory limit; a dash where a method does not fit."""
+    names = [key for key in rows[0] if key not in ("ranks", "microbatches", "limit", "solver", "bound")]
+    lines = [
+        "`optpipe.txt` table 1 on simulated costs: makespan ÷ work (9.6B model, transfers 0.05 F, k = 1, one shared host "
+        "lane); – where a method does not fit into the limit. `solve` searches one chunk and V for 30 s.",
+        "",
+        "| p, m | limit | " + " | ".join(names) + " | `solve` | bound | shorter than po-f |",
+        "|---" * (len(names) + 5) + "|",
+    ]
+    for row in rows:
+        cells = [_number(row[name]) for name in names]
+        gain = f"{1 - row['solver'] / row['po-f']:.0%}" if row.get("po-f") else "–"
+        lines.append(
+            f"| {row['ranks']}, {row['microbatches']} | {row['limit']:g}p | {' | '.join(cells)} | "
+            f"{_number(row['solver'])} | {_number(row['bound'])} | {gain} |"
+        )
     return [*lines, ""]
 
 

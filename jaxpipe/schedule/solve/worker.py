@@ -6,12 +6,14 @@ does. It knows no clock but its job's budget. A job that fails says so and the w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.explore import Candidate, best_for
@@ -28,13 +30,22 @@ from jaxpipe.schedule.solve.task import SolveTask
 _NICE = 5
 
 
+Job = dict[str, Any]
+
+
+class Tell(Protocol):
+    """Sends an order, where it comes from, and a proven bound (seconds; 0 for none)."""
+
+    def __call__(self, schedule: Schedule | None, source: str, bound: float = 0.0) -> None: ...
+
+
 class Worker:
     """The tasks it knows, and how each kind of job is done."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.out = out
         self.tasks: list[SolveTask] = []
-        self.kinds: dict[str, Callable[[SolveTask, dict[str, Any]], Iterable[tuple[Schedule | None, str, float]]]] = {
+        self.kinds: dict[str, Callable[[SolveTask, Job, Tell], None]] = {
             "families": _families,
             "cycles": _cycles,
             "windows": _windows,
@@ -51,16 +62,13 @@ class Worker:
                 continue
             error = ""
             try:
-                for schedule, source, bound in self.kinds[message["kind"]](self.tasks[message["task"]], message):
-                    self._tell(message, schedule, source, bound)
-            except (
-                Exception
-            ) as failure:  # whatever it is, the worker can still do other jobs; the solver says what happened
+                self.kinds[message["kind"]](self.tasks[message["task"]], message, partial(self._tell, message))
+            except Exception as failure:  # the worker can still do other jobs; the solver says what happened
                 error = f"{type(failure).__name__}: {failure}"
             self.send({"job": message["job"], "done": True, "error": error})
             gc.collect()
 
-    def _tell(self, job: dict[str, Any], schedule: Schedule | None, source: str, bound: float) -> None:
+    def _tell(self, job: Job, schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
         answer: dict[str, Any] = {"job": job["job"], "task": job["task"], "source": source}
         if schedule is not None:
             answer["schedule"] = messages.schedule_out(schedule)
@@ -73,12 +81,8 @@ class Worker:
         self.out.flush()
 
 
-Found = Iterator[tuple[Schedule | None, str, float]]
-
-
-def _families(task: SolveTask, job: dict[str, Any]) -> Found:
+def _families(task: SolveTask, job: Job, tell: Tell) -> None:
     """Every family of the task's placement among ``names``, each that beats those before it."""
-    found: list[tuple[Schedule | None, str, float]] = []
     limits = task.limits()
     asked = Task(
         task.placement.num_ranks,
@@ -91,15 +95,11 @@ def _families(task: SolveTask, job: dict[str, Any]) -> Found:
 
     def keep(candidate: Candidate) -> None:
         if candidate.schedule.placement == task.placement:
-            found.append((candidate.schedule, f"family {candidate.setting}", 0.0))
+            tell(candidate.schedule, f"family {candidate.setting}")
 
     for name in job["names"]:
-        try:
+        with contextlib.suppress(JaxpipeError):  # it does not fit these sizes, costs or this limit
             best_for(asked, [name], keep)
-        except JaxpipeError:
-            continue
-        yield from found[-1:]
-        found.clear()
 
 
 def families_of(task: SolveTask) -> list[str]:
@@ -117,21 +117,21 @@ def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: Sol
         return False
 
 
-def _target(task: SolveTask, job: dict[str, Any]) -> Target:
+def _target(task: SolveTask, job: Job) -> Target:
     return Target(task.limits(), task.objective == "span", float(job["bound"]))
 
 
-def _cycles(task: SolveTask, job: dict[str, Any]) -> Found:
+def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
     target, best = _target(task, job), None
     budget = Budget(job["seconds"], job["reproducible"])
     for draft, source in cycles(problem, target, job["g"], budget, job["seed"]):
         if best is None or target.key(draft) < best:
             best = target.key(draft)
-            yield problem.schedule("solved", draft.rows), source, 0.0
+            tell(problem.schedule("solved", draft.rows), source)
 
 
-def _windows(task: SolveTask, job: dict[str, Any]) -> Found:
+def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
     start = drafted(problem, without_offloads(messages.schedule_in(job["start"])))
     if start is None:
@@ -140,12 +140,12 @@ def _windows(task: SolveTask, job: dict[str, Any]) -> Found:
     for draft in WindowSearch(problem, target, job["seed"]).run(start, budget):
         last = draft
         if not job["reproducible"]:
-            yield problem.schedule("solved", draft.rows), "window", 0.0
+            tell(problem.schedule("solved", draft.rows), "window")
     if last is not None and job["reproducible"]:
-        yield problem.schedule("solved", last.rows), "window", 0.0
+        tell(problem.schedule("solved", last.rows), "window")
 
 
-def _exact(task: SolveTask, job: dict[str, Any]) -> Found:
+def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.model import solve_exact
 
     start = messages.schedule_in(job["start"]) if job.get("start") else None
@@ -158,15 +158,15 @@ def _exact(task: SolveTask, job: dict[str, Any]) -> Found:
         lower_bound=job["bound"],
         deterministic=job["reproducible"],
     )
-    yield result.schedule, "exact model", result.lower_bound
+    tell(result.schedule, "exact model", result.lower_bound)
 
 
-def _offload(task: SolveTask, job: dict[str, Any]) -> Found:
+def _offload(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.offload_list import offload_candidates
 
     budget = Budget(job["seconds"], job["reproducible"])
     for schedule in offload_candidates(task, float(job["bound"]), lambda: budget.left <= 0):
-        yield schedule, "list with offload", 0.0
+        tell(schedule, "list with offload")
 
 
 def main() -> None:

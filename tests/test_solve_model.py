@@ -32,6 +32,7 @@ from jaxpipe.schedule.solve.model import ExactResult, solve_exact
 from jaxpipe.schedule.solve.model_memory import Form
 from jaxpipe.schedule.solve.task import Objective, SolveTask
 from jaxpipe.schedule.solve.ticks import common_step, memory_units, time_grid
+from jaxpipe.schedule.text import parse_schedule
 from tests.exhaustive_search import Case, optimum
 from tests.schedule_strategies import one_f_one_b_rows
 
@@ -211,6 +212,32 @@ def test_offload_saves_time_and_waits_for_room() -> None:
     assert any(a.op == "S" for a in result.schedule.actions(0))
 
 
+OUT_OF_ORDER = """\
+# jaxpipe schedule 1
+name: out-of-order
+microbatches: 4
+placement: explicit ranks=3 flow=0,1,2
+edges: chain
+rank 0: F0.0 F0.1 O0.1 S0.1 F0.2 O0.2 B0.0 L0.1 W0.0 F0.3 B0.1 W0.1 L0.2 B0.3 W0.3 B0.2 W0.2
+rank 1: F1.0 F1.1 B1.0 W1.0 F1.2 B1.1 W1.1 F1.3 B1.3 W1.3 B1.2 W1.2
+rank 2: F2.0 B2.0 W2.0 F2.1 B2.1 W2.1 F2.2 B2.2 W2.2 F2.3 B2.3 W2.3
+"""
+
+
+def test_with_offload_the_order_of_microbatches_may_cost_time() -> None:
+    """Against `optpipe.txt` section 4.1.1: the last to go forward is the first to come back, so that what is away can stay."""
+    ones = (1, 1, 1)
+    o, l = (3, 1, 2), (4, 3, 4)  # noqa: E741
+    case = Case((0, 1, 2), 4, (2, 1, 1), (3, 3, 1), (3, 2, 3), ones, ones, (2, 2, 2), leaves=ones, o=o, l=l)
+    task = problem_of(case)
+    timeline = simulate(parse_schedule(OUT_OF_ORDER), task.costs)
+    assert Instance.of(task).fits(timeline)
+    ordered = solved(task)
+    assert timeline.makespan == 35 < ordered.lower_bound == 36
+    assert not ordered.every_order
+    assert solved(replace(task, offload=False), time_limit_s=1.0).every_order
+
+
 # Every kind of answer.
 
 FIGURE_4 = SolveTask(
@@ -358,6 +385,18 @@ def test_cuts_change_no_optimum(left_out: str) -> None:
         result = solved(problem_of(case), cuts=cuts, form="cumulative")
         assert result.value == best_of(case)
         assert result.status == "optimal"
+
+
+def test_parallel_search_keeps_reservoirs() -> None:
+    """OR-Tools' violation search does not see reservoirs that are kept whole; it is switched off."""
+    costs = replace(CostProfile.uniform(4, offload_time=1.0), host=HostLink(mode="shared"))
+    task = SolveTask(one_to_one(4), 8, costs, 1.0, offload=True)
+    told: list[float] = []
+    result = solved(
+        task, form="reservoir", workers=2, time_limit_s=3.0, on_improvement=lambda _s, value, _b: told.append(value)
+    )
+    assert result.schedule is not None
+    assert told
 
 
 # Whole numbers.

@@ -57,7 +57,7 @@ class Formulation:
         self.upper = upper
         self.replicas = [k for k in range(instance.problem.num_replicas) if len(instance.problem.microbatches(k))]
         self.spans = instance.task.objective == "span"
-        self.first = instance.first_starts() if self.spans else None
+        self.first = instance.first_starts() if self.spans and cuts.order else None
         self.horizon = instance.horizon() if upper is None or (self.spans and self.first is None) else upper
         if self.spans and self.first is not None and upper is not None:
             self.horizon = upper + max(self.first)
@@ -303,9 +303,9 @@ class Formulation:
             firsts: dict[int, int] = {}
             for k in instance.problem.replicas_of(rank):
                 firsts.setdefault(k // instance.num_stages, k)
-            starts = [
-                self.starts["F", k, instance.problem.microbatches(k)[0]] for k in firsts.values() if k in self.replicas
-            ]
+            mine = [k for k in firsts.values() if k in self.replicas]
+            some = slice(0, 1 if self.cuts.order else None)
+            starts = [self.starts["F", k, i] for k in mine for i in instance.problem.microbatches(k)[some]]
             if self.first is not None:
                 cp.add(starts[0] == self.first[rank])
                 begins.append(self.first[rank])

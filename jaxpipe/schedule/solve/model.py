@@ -23,10 +23,10 @@ is what the simulator says. How the two correspond, and what was chosen where th
   devices is missing. Read: the lanes of a PCIe group are one NoOverlap. The simulator serves such a lane first come first
   served, which rows can't change; then the model's value is a bound and the simulated one is reported.
 * The order of microbatches: (1) has the same c on both sides, the last list of appendix C has any c', which would be one
-  microbatch after the other. Read: (1). That it costs nothing is true without offload: the k-th start of every (stage,
-  op) can be given to microbatch k, since the first k consumers follow the first k producers. With offload it is a choice
-  (which activations are away depends on the order of the backwards), so a bound then is one for schedules in microbatch
-  order.
+  microbatch after the other. Read: (1). "Without affecting optimality" holds without offload: the k-th start of every
+  (stage, op) can be given to microbatch k, since the first k consumers follow the first k producers. With offload it does
+  not: what is away may come back last (a test has 3 ranks and 4 microbatches, 36 in order, 35 out of order). The order is
+  kept, for it makes large problems solvable, and ``every_order`` says whom the bound is for; ``Cuts(order=False)`` drops it.
 
 Not modelled: braided slots, user ops, stages on several ranks, DAGs.
 """

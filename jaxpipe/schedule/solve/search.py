@@ -20,7 +20,7 @@ from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
 
 _SLACK = 1 + 1e-9
-_DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
+DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _RECIPES = 20
 
@@ -47,7 +47,7 @@ class Budget:
         seconds = max(0.05, min(seconds, self.left))
         self.spent += seconds
         name, scale = (
-            ("max_deterministic_time", _DETERMINISTIC_SECOND) if self.reproducible else ("max_time_in_seconds", 1.0)
+            ("max_deterministic_time", DETERMINISTIC_SECOND) if self.reproducible else ("max_time_in_seconds", 1.0)
         )
         return {name: seconds * scale, "num_workers": 1, "random_seed": seed}
 

@@ -24,7 +24,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
-from jaxpipe.schedule.solve.search import Budget, Target, WindowSearch, cycles
+from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, WindowSearch, cycles
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
@@ -151,9 +151,9 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
     start = messages.schedule_in(job["start"]) if job.get("start") else None
     result = solve_exact(
         task,
-        time_limit_s=job["seconds"],
+        time_limit_s=job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0),
         seed=job["seed"],
-        workers=1,
+        workers=job["workers"],
         hint=start,
         lower_bound=job["bound"],
         deterministic=job["reproducible"],

@@ -165,3 +165,39 @@ def test_placements_that_no_list_can_order() -> None:
     placement = with_shared(one_to_one(2), {0})
     with pytest.raises(ScheduleError, match="not a chain of stages on one rank each"):
         next(offload_candidates(SolveTask(placement, 2, CostProfile.uniform(2)), 0.0, never))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "bound"),
+    [(8, 16, 2, 85), (8, 32, 2, 165), (16, 64, 4, 267), (32, 128, 8, 487), (4, 8, 1, 72), (4, 16, 2, 73)],
+)
+def test_bounds_with_a_slow_lane_count_whole_microbatches(p: int, m: int, limit: float, bound: float) -> None:
+    assert bound_of(task_of(p, m, limit, 2)) == pytest.approx(bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    p=st.integers(1, 4),
+    m=st.integers(1, 9),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(["shared", "duplex"]),
+)
+def test_nothing_found_is_below_the_bound(p: int, m: int, limit: int, seed: int, mode: str) -> None:
+    """Chains of one stage a rank, everything offloadable: the case that the bounds are made for."""
+    rng = random.Random(seed)
+
+    def each() -> tuple[float, ...]:
+        return tuple(rng.choice([0.0, 0.5, 1.0, 2.0, 3.25]) for _ in range(p))
+
+    f, b, w, out, back = (each() for _ in range(5))
+    bw = tuple(x + y for x, y in zip(b, w, strict=True))
+    one = (1.0,) * p
+    host = HostLink(mode=mode)  # type: ignore[arg-type]
+    costs = CostProfile(f, b, w, bw, one, one, offload_s=out, load_s=back, host=host)
+    task = SolveTask(one_to_one(p), m, costs, limit, offload=True, objective="span")
+    makespan, span = bounds_within(task.placement, m, costs, limit, offload=True)
+    for schedule in offload_candidates(task, 0.0, never, most=40):
+        timeline = simulate(schedule, costs)
+        assert timeline.max_span >= span * (1 - 1e-9)
+        assert timeline.makespan >= makespan * (1 - 1e-9)

@@ -54,6 +54,17 @@ class Resident:
         """Least memory × time of one microbatch that stays: held to B's end, kept to W's. With BW, at least as much."""
         return self.held * (self.trip_s + self.b_s) + min(self.held, self.kept) * self.w_s
 
+    def lane(self, away: int) -> float:
+        """Least seconds of a rank that sends ``away`` of these out and back: its first F must end before the first O, and
+        after the last L the B and W of that microbatch follow. With one lane a direction, that of L's waits for the first O
+        and that of O's ends before the last L."""
+        if away <= 0:
+            return 0.0
+        out, back = self.d2h_s, self.h2d_s
+        one_lane = self.together_s >= out + back
+        copies = away * (out + back) if one_lane else max(away * out + back, out + away * back)
+        return self.f_s + copies + self.back_s
+
     def saved(self) -> float:
         """Most memory × time that one offload saves: away from the end of O to the start of L, which ends before B starts."""
         return self.leaves * max(0.0, self.trip_s - self.f_s - self.d2h_s - self.h2d_s)
@@ -114,7 +125,8 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
 
     Warm-up: a B starts at least ``out_s`` after the microbatch's first F here, hence after the rank's first action. In that
     time only F's run, and nothing is given back, so what they take fits in the limit. So the rank idles for at least
-    ``least out_s − most F time that fits``. (With offload, what the lane can move out in that time makes room.)
+    ``least out_s − most F time that fits``. With offload, what the lane can move out in that time makes room; on a rank with
+    one stage that is a whole number of microbatches, none before the first F has ended.
 
     Up to the last B: when it starts, its own activation is held and what waits for W fits in the rest; other work is done.
 
@@ -127,7 +139,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     room = limit
     if offload:
         slowest = min((x.d2h_s / x.leaves for x in stays if x.leaves > 0), default=inf)
-        room = inf if slowest <= 0 else limit + arrival / slowest
+        room = inf if slowest <= 0 else limit + _moved_out(stays, arrival, slowest)
     warm = max(0.0, arrival - _most([(x.f_s, x.held, x.count) for x in stays], room))
     after = [sum(x.count * t for x, t in zip(stays, back, strict=True)) for back in _backs(stays)]
     bound = Confined(work.own + warm, work.through + warm).or_longer(Confined(arrival + after[0], arrival + after[1]))
@@ -140,6 +152,14 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     ends = [_cool_down(stays, limit, k) for k in sorted({x.flow for x in stays})]
     own, through = (min(end[k] for end in ends) + work.own + warm for k in (0, 1))
     return bound.or_longer(Confined(own, through))
+
+
+def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> float:
+    """The most that leaves in the first ``seconds`` of a rank. ``slowest``: least seconds a unit."""
+    if len(stays) > 1:
+        return seconds / slowest
+    (x,) = stays
+    return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + _ROUND) + _ROUND) * x.leaves
 
 
 def _backs(stays: Sequence[Resident]) -> tuple[list[float], list[float]]:
@@ -204,7 +224,14 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
 
 
 def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float) -> float:
-    """Least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most go first."""
+    """Least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most go first.
+
+    On a rank with one stage a whole number of microbatches leaves, and the lane is not busy from start to end
+    (:meth:`Resident.lane`): the more leave, the less area is needed and the longer the lane takes, so the best number lies
+    where both are equal.
+    """
+    if len(stays) == 1:
+        return _with_whole_trips(stays[0], area + ends, full)
     time = (area + ends) / full
     best = sorted((x for x in stays if x.saved() > 0), key=lambda x: x.together_s / x.saved())
     needed, lane = area + ends, 0.0
@@ -218,6 +245,18 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float)
         share = (needed / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
         return max(0.0, lane + max(0.0, share) * seconds)
     return max(time, lane)
+
+
+def _with_whole_trips(x: Resident, area: float, full: float) -> float:
+    saved = x.saved()
+    low, high = 0, x.count  # least number that leaves for which the lane takes at least as long as the area
+    while low < high:
+        middle = (low + high) // 2
+        if x.lane(middle) >= (area - middle * saved) / full:
+            high = middle
+        else:
+            low = middle + 1
+    return min(max(x.lane(n), (area - n * saved) / full) for n in {max(0, low - 1), low})
 
 
 def releases(x: Resident, limit: float) -> list[float]:

@@ -41,7 +41,7 @@ class _Play:
         # when it will arrive, known as soon as its producer starts
         self.soon_f, self.soon_b = [[inf] * c for c in shop.count], [[inf] * c for c in shop.count]
         self.state = [[ABSENT] * c for c in shop.count]
-        stages = shop.task.placement.num_stages
+        stages = shop.stages
         for k in range(0, n, stages):
             self.arrived_f[k] = [0.0] * shop.count[k]
         self.link_free: dict[tuple[int, int], float] = {}
@@ -123,7 +123,7 @@ class _Play:
 
     def _sent(self, k: int, i: int, to: int, seconds: float, dirty: set[int]) -> None:
         """The result of replica k's F (``to`` above k) or B reaches the next stage, or turns round on the last."""
-        stages = self.shop.task.placement.num_stages
+        stages = self.shop.stages
         if to > k:
             arrived = self.arrived_f
             if to % stages == 0:
@@ -247,7 +247,7 @@ class _Play:
         return sum(s for _, _, s in self.unsynced[r]) > self.shop.room[r] - self.memory[r] - size
 
     def _announce(self, op: int, k: int, i: int, end: float) -> None:
-        stages = self.shop.task.placement.num_stages
+        stages = self.shop.stages
         if op == F and (k + 1) % stages:
             self.soon_f[k + 1][i] = end + self.q.down_s[k]
         elif op == F:
@@ -345,5 +345,5 @@ class _Play:
         heapq.heappush(self.events, (self.now + seconds, op, k, i))
 
     def _code(self, op: int, k: int, i: int) -> int:
-        flows, stages = self.shop.task.placement.num_flows, self.shop.task.placement.num_stages
-        return (op * self.q.num_replicas + k) * self.q.num_microbatches + i * flows + k // stages
+        shop = self.shop
+        return op * shop.step + shop.base[k] + i * shop.flows

@@ -29,6 +29,8 @@ MOST = 2000
 _FEW = 18
 _SLACK = 1 + 1e-9
 _LOOSE = 1.0 + 1e-6  # a plan that takes this much longer than the best is given up: simulated, a plan is no slower
+Spread = Literal["even", "nested", "golden"]
+_SPREADS: tuple[Spread, ...] = ("even", "nested", "golden")
 _LANES: tuple[Literal["back", "out", "alternate"], ...] = ("back", "back", "out", "alternate")
 
 
@@ -52,7 +54,10 @@ def offload_candidates(
         if number >= most or deadline():
             return
         plan = run_policy(shop, policy, draws.patience(best[0]))
-        if plan is None or not _is_less(_value(task, plan), best):
+        if plan is None or not _no_worse(_value(task, plan), best):
+            continue
+        draws.base = policy
+        if not _is_less(_value(task, plan), best):
             continue
         schedule = shop.schedule("offload-list", plan)
         value = _checked(task, schedule)
@@ -61,6 +66,18 @@ def offload_candidates(
             yield schedule
             if best[0] <= target * _SLACK:
                 return
+
+
+def _mirrored(i: int) -> float:
+    """van der Corput's sequence: the binary digits of i behind the point, mirrored."""
+    value, digit = 0.0, 0.5
+    while i:
+        value, digit, i = value + digit * (i & 1), digit / 2, i >> 1
+    return value
+
+
+def _golden(i: int) -> float:
+    return i * 0.6180339887498949 % 1.0
 
 
 def _value(task: SolveTask, plan: Plan) -> tuple[float, float]:
@@ -82,11 +99,16 @@ def _is_less(a: tuple[float, float], b: tuple[float, float]) -> bool:
     return a[0] * _SLACK < b[0] or (a[0] <= b[0] * _SLACK and a[1] * _SLACK < b[1])
 
 
+def _no_worse(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    return not _is_less(b, a)
+
+
 class _Draws:
-    """Policies for one task: a fixed few, then drawn ones."""
+    """Policies for one task: a fixed few, then drawn ones, and changes to ``base``, the last that was as good as the best."""
 
     def __init__(self, shop: Shop, target: float, rng: random.Random) -> None:
         self.shop, self.rng = shop, rng
+        self.base: Policy | None = None
         q, costs = shop.problem, shop.task.costs
         self.ranks = [shop.mine[r] for r in range(q.num_ranks)]
         flows = shop.task.placement.num_flows
@@ -124,23 +146,53 @@ class _Draws:
 
     def drawn(self) -> Iterator[Policy]:
         """Without end."""
-        pick = self.rng.choice
         while True:
-            policy = Policy(
-                self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
-                pick(self.weights),
-                forward_first=self.rng.random() < 0.4,
-                leave=pick(self.leave) if self.rng.random() < 0.9 else "none",
-                keep=pick((0, 1, 1, 2)),
-                prefetch=pick((1, 2, 3)),
-                lane=pick(_LANES),
-            )
-            if policy.leave != "none":
-                policy = replace(policy, bold=policy.keep == 0 and self.rng.random() < 0.5)
-                if self.rng.random() < 0.6:
-                    period = self.period_s * pick((1.0, 1.05, 1.1, 1.15))
-                    policy = replace(policy, away=self._away(period, pick((0.7, 0.8, 0.9, 1.0)), self.rng.random()))
-            yield policy
+            yield self._anew()
+            if self.base is not None:
+                yield self._changed(self.base)
+
+    def _anew(self) -> Policy:
+        pick, leaves = self.rng.choice, self.rng.random() < 0.9
+        policy = Policy(
+            self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
+            pick(self.weights),
+            forward_first=self.rng.random() < 0.4,
+            leave=pick(self.leave) if leaves else "none",
+            keep=pick((0, 1, 1, 2)),
+            prefetch=pick((1, 2, 3)),
+            lane=pick(_LANES),
+        )
+        if policy.leave == "none":
+            return policy
+        policy = replace(policy, bold=policy.keep == 0 and self.rng.random() < 0.5)
+        if self.rng.random() < 0.4:
+            return policy
+        period = self.period_s * pick((1.0, 1.05, 1.1, 1.15))
+        return replace(policy, away=self._away(period, pick((0.7, 0.8, 0.9, 1.0)), pick(_SPREADS)))
+
+    def _changed(self, policy: Policy) -> Policy:
+        """Another cap or preference; more often, a few microbatches that stay on some neighbouring replicas, or leave."""
+        pick, at = self.rng.choice, self.rng.randrange(len(policy.caps))
+        if policy.leave != "none" and self.rng.random() < 0.7:
+            away = [list(x) for x in policy.away or ([True] * n for n in self.shop.count)]
+            leaves = self.rng.random() < 0.5
+            for _ in range(pick((1, 1, 2, 4))):
+                i = self.rng.randrange(max(self.shop.count))
+                for row in away[at : at + pick((1, 1, 2, 4))]:
+                    row[min(i, len(row) - 1)] = leaves
+            return replace(policy, away=tuple(map(tuple, away)))
+        if self.rng.random() < 0.7:
+            caps = list(policy.caps)
+            caps[at] = max(1, min(caps[at], self.shop.count[at]) + pick((-2, -1, 1, 2)))
+            return replace(policy, caps=tuple(caps))
+        return replace(
+            policy,
+            weights=pick(self.weights),
+            prefetch=pick((1, 2, 3)),
+            keep=pick((0, 1, 2)),
+            bold=False,
+            lane=pick(_LANES),
+        )
 
     def _caps(self, factor: float) -> tuple[int, ...]:
         """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
@@ -152,17 +204,25 @@ class _Draws:
                 caps[k] = max(1, min(q.num_microbatches, ceil(full * factor)))
         return tuple(caps)
 
-    def _away(self, period_s: float, filled: float, phase: float) -> tuple[tuple[bool, ...], ...]:
-        """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
+    def _away(self, period_s: float, filled: float, spread: Spread) -> tuple[tuple[bool, ...], ...]:
+        """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average.
+
+        ``spread``: ``even`` on each replica; ``nested``, ``golden``: what leaves where few do leaves where more do, too.
+        """
         shares = [0.0] * self.shop.problem.num_replicas
         for r, mine in enumerate(self.ranks):
             share = self._share(r, mine, period_s, filled)
             for k in mine:
                 shares[k] = share
-        return tuple(
-            tuple(floor((i + 1) * x + phase) > floor(i * x + phase) for i in range(n))
-            for x, n in zip(shares, self.shop.count, strict=True)
-        )
+        start, phase = self.rng.randrange(8), self.rng.random()
+        away = []
+        for x, n in zip(shares, self.shop.count, strict=True):
+            if spread == "even":
+                away.append(tuple(floor((i + 1) * x + phase) > floor(i * x + phase) for i in range(n)))
+            else:
+                place = _mirrored if spread == "nested" else _golden
+                away.append(tuple(place(i + start) < x for i in range(n)))
+        return tuple(away)
 
     def _share(self, r: int, mine: tuple[int, ...], period_s: float, filled: float) -> float:
         shop, q = self.shop, self.shop.problem

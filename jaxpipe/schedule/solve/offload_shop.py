@@ -62,6 +62,9 @@ class Shop:
         self.task = task
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         n, stages = problem.num_replicas, task.placement.num_stages
+        self.stages, self.flows = stages, task.placement.num_flows
+        self.step = n * task.num_microbatches  # between the codes of one op and the next
+        self.base = [k * task.num_microbatches + k // stages for k in range(n)]
         costs = task.costs
         self.count = [len(problem.microbatches(k)) for k in range(n)]
         self.mine = [problem.replicas_of(r) for r in range(problem.num_ranks)]

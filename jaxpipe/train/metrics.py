@@ -56,6 +56,11 @@ def format_count(count: float) -> str:
     raise AssertionError
 
 
+def format_gain(fraction: float) -> str:
+    """``12.5% less``; ``3.0% more`` for a loss."""
+    return f"{abs(fraction):.1%} {'less' if fraction >= 0 else 'more'}"
+
+
 class MetricsLog:
     """Appends records to ``path``; a context manager.
 

@@ -32,7 +32,7 @@ from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
-from jaxpipe.train.metrics import format_seconds
+from jaxpipe.train.metrics import format_gain, format_seconds
 from jaxpipe.train.solve_process import SolveProcess
 from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
 
@@ -41,6 +41,7 @@ Seconds = Mapping[tuple[str, int], float]
 
 PATIENCE_S = 10.0
 """A solver may take twice its time limit and this before it is killed."""
+_PARTING_S = 3.0
 _TRIED = 3  # recorded steps after which a new schedule is judged
 _KEPT = 9  # recorded steps that the time of a step is the median of
 _MOST_DOUBLINGS = 6
@@ -147,9 +148,9 @@ class Replanner:
         return self._running.predicted, 1 - self._running.step_s / self._before.step_s
 
     def close(self) -> None:
-        """End the solver."""
+        """End the solver, at the end of the run."""
         if self._solve is not None:
-            self._solve.process.close()
+            self._solve.process.close(_PARTING_S)
             self._solve = None
 
     # -- recorded steps -----------------------------------------------------------------------------------------------
@@ -160,11 +161,10 @@ class Replanner:
             return
         self._running.steps_s.append(step_s)
         if self._before is not None and len(self._running.steps_s) in (1, _TRIED):
-            predicted, measured = self.gains
-            self._note(
-                f"step {step}: schedule {self._running.name} takes {format_seconds(self._running.step_s)}, {self._before.name} "
-                f"took {format_seconds(self._before.step_s)}: {_less(measured)} measured, {_less(predicted)} predicted"
-            )
+            predicted, measured = map(format_gain, self.gains)
+            took = f"{self._before.name} took {format_seconds(self._before.step_s)}"
+            takes = f"schedule {self._running.name} takes {format_seconds(self._running.step_s)}"
+            self._note(f"step {step}: {takes}, {took}: {measured} measured, {predicted} predicted")
         if self._solve is None and self._clock() >= self._next:
             self._consider(step, timeline)
 
@@ -267,7 +267,7 @@ class Replanner:
         self._adopted += 1
         self._note(
             f"step {step}: schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {schedule.name} "
-            f"({format_seconds(timeline.makespan)} predicted, {_less(gain)}; by {found.source})"
+            f"({format_seconds(timeline.makespan)} predicted, {format_gain(gain)}; by {found.source})"
         )
         if self._before is None or self._running.steps_s:  # else what ran before was never measured
             self._before = self._running
@@ -281,7 +281,7 @@ class Replanner:
         if self._before is None or len(self._running.steps_s) != _TRIED or not measured < -predicted:
             return None
         self._note(
-            f"step {step}: schedule {self._running.name} -> {self._before.name} again: it was {_less(measured)} measured"
+            f"step {step}: schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
         )
         self._rejected.add(replace(self._running.pipeline.schedule, name=""))
         self._running, self._before = self._before, None
@@ -306,8 +306,11 @@ class Replanner:
 
     def _end(self) -> None:
         """No search is under way; the next may begin a time limit after this one did, later after failures."""
-        began = self._clock() if self._solve is None else self._solve.began
-        self.close()
+        began = self._clock()
+        if self._solve is not None:
+            began = self._solve.began
+            self._solve.process.close()
+            self._solve = None
         self._next = began + self.config.time_limit_s * 2 ** min(self._failures, _MOST_DOUBLINGS)
 
     def _complain(self, solve: _Solve, why: str) -> None:
@@ -324,10 +327,6 @@ def _misfit(found: Found, timeline: Timeline, task: SolveTask) -> str:
     if not math.isclose(found.makespan_s, timeline.makespan, rel_tol=1e-6):
         return f"it should take {format_seconds(found.makespan_s)}, and takes {format_seconds(timeline.makespan)} simulated"
     return ""
-
-
-def _less(gain: float) -> str:
-    return f"{abs(gain):.1%} {'less' if gain >= 0 else 'more'}"
 
 
 def _bytes_per_s(timeline: Timeline, lane: str, costs: CostProfile) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.schedule import CostProfile
-from jaxpipe.train.metrics import format_bytes, format_count, format_seconds
+from jaxpipe.train.metrics import format_bytes, format_count, format_gain, format_seconds
 from jaxpipe.train.ngram import Score
 
 _NAN = float("nan")
@@ -67,8 +67,9 @@ def result_text(result: TrainResult) -> str:
             )
         lines[1] += f"; peak {format_bytes(result.peak_bytes)} a rank"
     if not math.isnan(result.gain_predicted):
-        measured = "" if math.isnan(result.gain_measured) else f", {result.gain_measured:.1%} measured"
-        lines.append(f"schedule {result.schedule} saved {result.gain_predicted:.1%} predicted{measured}")
+        gains = {"predicted": result.gain_predicted, "measured": result.gain_measured}
+        said = [f"{format_gain(gain)} {how}" for how, gain in gains.items() if not math.isnan(gain)]
+        lines.append(f"schedule {result.schedule} takes {', '.join(said)} than the one before")
     if result.skipped_steps:
         plural = "s" if result.skipped_steps > 1 else ""
         lines.append(f"{result.skipped_steps} step{plural} had a gradient that was not finite and changed nothing")

@@ -45,7 +45,7 @@ class SolveProcess:
         except OSError:
             self._errors.close()
             raise
-        self._swept = False
+        self._swept = self._handed_over = False
         self._lines: deque[bytes] = deque(maxlen=_MAX_LINES)
         self._problem = problem.encode() + b"\n"
         self._thread = threading.Thread(target=self._talk, name="jaxpipe-solver", daemon=True)
@@ -79,13 +79,18 @@ class SolveProcess:
                 return f"was killed by {signal.Signals(-code).name}"
         return f"ended before it was done (exit code {code}{self._last_error()})"
 
-    def close(self) -> None:
-        """End the process, whatever it does."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """End the process, whatever it does. With ``patience_s`` it may first end processes of its own in other sessions."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if patience_s > 0 and self._handed_over:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                stdin.close()  # type: ignore[union-attr]
+                self._process.wait(patience_s)
         self._kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_JOIN_S)
         self._thread.join(_JOIN_S)
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+        for pipe in (stdin, stdout, self._errors):
             with contextlib.suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
@@ -116,6 +121,7 @@ class SolveProcess:
         with contextlib.suppress(OSError, ValueError):
             stdin.write(self._problem)
             stdin.flush()  # left open: its end would tell the process to end
+            self._handed_over = True
         with contextlib.suppress(OSError, ValueError):
             while (line := stdout.readline(_MAX_LINE)).endswith(b"\n"):
                 self._lines.append(line)

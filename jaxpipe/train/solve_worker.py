@@ -5,7 +5,7 @@
 ends when its standard input does, that is with its parent.
 
 A better schedule keeps the placement, and splits or fuses each backward as the running schedule does, so that it changes no
-bit. The search is that of :func:`jaxpipe.schedule.solve.solve`; families of the same placement come first.
+bit. The search is that of :func:`jaxpipe.schedule.solve.solve`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import CostProfile, Schedule, simulate
-from jaxpipe.schedule.explore import best_for
-from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
-from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import Options, Solution, SolveTask, solve
 from jaxpipe.train.interchange import why_not
 
 _INFINITE = "inf"
+_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +151,11 @@ class _Search:
         self.best_s = simulate(problem.schedule, problem.costs).makespan
 
     def run(self) -> None:
-        began = time.perf_counter()
-        self._families()
-        left = max(0.1, self.problem.time_limit_s - (time.perf_counter() - began))
+        problem = self.problem
         try:
             solution: Solution = solve(
                 self.task,
-                Options(time_limit_s=left, workers=self.problem.workers),
+                Options(time_limit_s=problem.time_limit_s, workers=problem.workers),
                 lambda progress, schedule: self._offer(schedule, progress.source),
             )
         except ScheduleError as error:
@@ -167,27 +163,6 @@ class _Search:
             return
         self._offer(solution.schedule, "solver")
         self.send(Finished(solution.lower_bound).line())
-
-    def _families(self) -> None:
-        """The best family that places its stages as they are placed."""
-        placement = self.problem.schedule.placement
-        names = []
-        for family in FAMILIES.values():
-            with contextlib.suppress(ScheduleError):
-                if family.placement(placement.num_ranks, placement.num_chunks).flows == placement.flows:
-                    names.append(family.name)
-        task = Task(
-            placement.num_ranks,
-            self.problem.schedule.num_microbatches,
-            self.task.costs,
-            min(self.task.limits()),
-            placement.num_chunks,
-            None,
-            self.problem.offload,
-        )
-        with contextlib.suppress(ScheduleError):
-            found = best_for(task, names)
-            self._offer(found.schedule, found.setting.family)
 
     def _offer(self, schedule: Schedule | None, source: str) -> None:
         running = self.problem.schedule
@@ -203,12 +178,13 @@ class _Search:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of standard input, then end this process and what it started."""
+    """Wait for the end of standard input, then end this process: as Ctrl-C does, so that the solver ends what it started, or
+    with force if that takes long."""
     with contextlib.suppress(OSError, ValueError):
         while os.read(0, 1 << 16):
             pass
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_GRACE_S)
     os._exit(1)
 
 
@@ -231,8 +207,9 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return 1  # the parent is gone
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with SIGINT ignored
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with _answers() as send:
+    with _answers() as send, contextlib.suppress(KeyboardInterrupt):
         _Search(Problem.of_line(line), send).run()
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -188,6 +189,51 @@ def test_the_same_seed_gives_the_same_schedule_twenty_times() -> None:
     for task in (task_of(v_shape(4), 8, 1.5, TABLE_5), task_of(one_to_one(4), 12, 1.5, TABLE_5, 2.0)):
         options = Options(time_limit_s=10, seed=1, reproducible=True)
         assert len({solve(task, options).schedule for _ in range(20)}) == 1
+
+
+def random_task(rng: random.Random) -> SolveTask:
+    p, m = rng.randint(1, 5), rng.randint(1, 9)
+    placement = rng.choice(
+        [one_to_one(p), v_shape(p), circular(p, rng.randint(1, 3)), bidirectional(2 * rng.randint(1, 2))]
+    )
+    n, share = placement.num_stages, 1 / placement.num_chunks
+    offload = placement.num_flows == 1 and rng.random() < 0.5
+    costs = CostProfile.uniform(
+        n, chunks=placement.num_chunks, comm=rng.choice([0.0, 0.1, 0.7]), offload_time=rng.uniform(0.1, 6)
+    )
+    uneven = {name: tuple(share * rng.uniform(0.3, 2) for _ in range(n)) for name in ("f_s", "b_s", "w_s")}
+    total = tuple(b + w for b, w in zip(uneven["b_s"], uneven["w_s"], strict=True))
+    costs = dataclasses.replace(
+        costs,
+        **uneven,
+        bw_s=tuple(x * rng.choice([1.0, 0.9]) for x in total),
+        w_residual_bytes=tuple(x * rng.choice([0.25, 1.0]) for x in costs.residual_bytes),
+        host=dataclasses.replace(costs.host, mode=rng.choice(["shared", "duplex"])),
+    )
+    limit = rng.choice([0.5, 1.0, 1.5, 2.0, 3.0, float("inf")])
+    return SolveTask(placement, m, costs, limit, offload, rng.choice(["makespan", "span", "lexicographic"]))  # type: ignore[arg-type]
+
+
+def check_random_tasks(seeds: range, seconds: float) -> None:
+    for seed in seeds:
+        task = random_task(random.Random(seed))
+        try:
+            solution = solve(task, Options(time_limit_s=seconds, seed=seed))
+        except ScheduleError as error:
+            assert "smallest found to work" in str(error), seed
+            assert task.memory_limit <= 1.0, seed
+            continue
+        assert solution.failures == (), (seed, solution.failures)
+        assert_sound(solution)
+
+
+def test_random_tasks_are_answered_soundly() -> None:
+    check_random_tasks(range(8), 1.5)
+
+
+@pytest.mark.soak
+def test_many_random_tasks_are_answered_soundly() -> None:
+    check_random_tasks(range(1000, 1300), 3.0)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

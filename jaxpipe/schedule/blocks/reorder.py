@@ -248,7 +248,7 @@ class _Rank:
             return 0.0
         hold = tables._hold[self.deepest]
         stages = tables.problem.placement.num_stages
-        most = min(stages - self.deepest % stages, int(room / hold) // 2 if hold > 0 else 0)
+        most = min(stages - self.deepest % stages, int(min(room / hold, 2 * stages)) // 2 if hold > 0 else 0)
         return max(0, most - self.next[self.deepest]) * hold
 
     def _fits(self, at: int, hold: float, room: float, reserved: float) -> bool:

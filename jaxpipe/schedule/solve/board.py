@@ -133,12 +133,13 @@ class Board:
             check_schedule(self.schedule)
             self._timeline = simulate(self.schedule, task.costs)
         seconds = self._timeline.max_span if task.objective == "span" else self._timeline.makespan
+        solved = self.solved or seconds <= self.lower_bound * _SLACK
         return Solution(
             task=task,
             schedule=self.schedule,
             timeline=self._timeline,
-            lower_bound=seconds if self.solved else self.lower_bound,  # equal up to rounding
-            status="optimal" if self.solved else "feasible",
+            lower_bound=seconds if solved else self.lower_bound,  # equal up to rounding
+            status="optimal" if solved else "feasible",
             wall_s=self.wall_s,
             first_feasible_s=self.first_feasible_s,
             improvements=tuple(self.improvements),

@@ -23,6 +23,7 @@ _SLACK = 1 + 1e-9
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _RECIPES = 20
+_TIDY = 0.3  # of windows
 
 
 @dataclass(slots=True)
@@ -154,6 +155,7 @@ class WindowSearch:
             times.start_s,
             self._window(current.rows, times.start_s),
             by_span=self.target.by_span,
+            tidy=self.random.random() < _TIDY,
         )
         rows, done = model.solve(budget.parameters(2.0, self.seed + self.tried))
         self.size = min(3000.0, self.size * 1.15) if done else max(50.0, self.size * 0.9)

@@ -31,7 +31,7 @@ from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask
 from jaxpipe.schedule.solve.worker import families_of
 
 _SLACK = 1 + 1e-9
-_EXACT_ACTIONS = 320
+_EXACT_ACTIONS = (320, 800)  # up to which the exact model gets most of the time, and any
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_GROUPS = (1, 2, 3)
 _POLL_S = 0.25
@@ -156,8 +156,9 @@ class _Race:
                 yield self._job(number, "families", total, names=[name])
         for number, task in enumerate(self.tasks):
             actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches
-            if actions <= _EXACT_ACTIONS:
-                yield self._job(number, "exact", total * 0.6, start=self._start(number), workers=_EXACT_WORKERS)
+            if actions <= _EXACT_ACTIONS[1]:
+                part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
+                yield self._job(number, "exact", total * part, start=self._start(number), workers=_EXACT_WORKERS)
         for g in _CYCLE_GROUPS:
             for number, problem in enumerate(self.problems):
                 if problem.placement.num_flows == 1 and g < problem.num_microbatches:

@@ -5,8 +5,9 @@ is inside is free on the chosen ranks, and keeps its order (not its times) on th
 don't change, so each rank's level at the window's edges is known. A proposal is re-timed by the caller with real costs, so
 rounding here costs at most a good proposal, never validity. Large-neighbourhood search in the sense of Shaw (1998).
 
-The shift alone would be blind to progress that other windows have to complete, so of equal shifts the smallest sum of starts
-is taken. Not modelled: offload (rows with O, L or S are not touched), links that are busy, workspace.
+The shift alone is blind to progress that other windows have to complete; a *tidy* window takes, of equal shifts, the smallest
+sum of starts, which costs time, so not every window is. Not modelled: offload (rows with O, L or S are not touched), links that
+are busy, workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from jaxpipe.schedule.solve.ticks import common_step
 
 _TICKS, _FINEST = 128, 1024  # per mean pass
 _UNITS = 1 << 20  # per rank's share of a microbatch
-_LITE = {"symmetry_level": 0, "cp_model_probing_level": 0}
+_LITE = {
+    "symmetry_level": 0,
+    "cp_model_probing_level": 0,
+    "expand_reservoir_constraints": False,
+    "use_feasibility_jump": False,  # it does not see reservoirs that are kept whole (OR-Tools 9.15)
+    "num_violation_ls": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,12 @@ def _tick(busy: Sequence[float]) -> float:
 class WindowModel:
     """CP-SAT's variables for one window; ``solve`` proposes rows."""
 
-    def __init__(self, frame: Frame, rows: CodeRows, starts: Sequence[float], window: Window, *, by_span: bool) -> None:
+    def __init__(
+        self, frame: Frame, rows: CodeRows, starts: Sequence[float], window: Window, *, by_span: bool, tidy: bool
+    ) -> None:
         from ortools.sat.python import cp_model
 
-        self.frame, self.starts, self.window, self.by_span = frame, starts, window, by_span
+        self.frame, self.starts, self.window, self.by_span, self.tidy = frame, starts, window, by_span, tidy
         self.m = frame.problem.num_microbatches
         self.model: Any = cp_model.CpModel()
         self.begin, self.end = int(window.begin), int(window.end)
@@ -210,8 +219,8 @@ class WindowModel:
 
     def _objective(self) -> None:
         model = self.model
-        total = sum(self.at.values())
-        weight = len(self.at) * (self.latest - self.begin + 1) + 1
+        total = sum(self.at.values()) if self.tidy else 0
+        weight = len(self.at) * (self.latest - self.begin + 1) + 1 if self.tidy else 1
         ends = [self.at[code] + self._size(code) for code in self.inside]
         if not self.by_span:
             if self.after:

@@ -146,19 +146,27 @@ def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
 
 
 def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
+    """Microbatches in order first; where that may cost something (with offload), then in any order, which proves more."""
+    from jaxpipe.schedule.solve.formulation import Cuts
     from jaxpipe.schedule.solve.model import solve_exact
 
     start = messages.schedule_in(job["start"]) if job.get("start") else None
-    result = solve_exact(
-        task,
-        time_limit_s=job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0),
-        seed=job["seed"],
-        workers=job["workers"],
-        hint=start,
-        lower_bound=job["bound"],
-        deterministic=job["reproducible"],
-    )
-    tell(result.schedule, "exact model", result.lower_bound)
+    seconds = job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0)
+    for cuts in (Cuts(), Cuts(order=False)):
+        result = solve_exact(
+            task,
+            time_limit_s=seconds / 2 if task.offload else seconds,
+            seed=job["seed"],
+            workers=job["workers"],
+            hint=start,
+            lower_bound=job["bound"],
+            deterministic=job["reproducible"],
+            cuts=cuts,
+        )
+        tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
+        if result.every_order or result.value <= job["bound"] * (1 + 1e-9):
+            return
+        start = result.schedule or start
 
 
 def _offload(task: SolveTask, job: Job, tell: Tell) -> None:

@@ -374,3 +374,36 @@ def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert json.loads(out)["status"] == "feasible"
+
+
+def test_workers_end_with_the_solver(tmp_path: Path) -> None:
+    """Killed, the solver can't end them; they notice by their input, also in the middle of a job."""
+    flags = ["--ranks", "8", "--microbatches", "64", "--placement", "v", "--memory-limit", "3", "--time-limit", "300"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpipe", "solve", *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAXPIPE_CACHE_DIR": str(tmp_path)},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "family" in line:  # so a worker is up
+            break
+    if not Path("/proc").exists():
+        pytest.skip("no /proc on this system")
+    workers = children_of(process.pid)
+    assert workers
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    for _ in range(600):
+        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"workers {workers} outlive the solver")
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(x) for x in text.split()]

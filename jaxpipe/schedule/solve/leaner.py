@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.solve.task import Options, Solution, SolveTask
+from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask
 
 TIME_SHARE = 0.6
 """Part of the budget that the time is minimised in."""
@@ -51,10 +51,16 @@ def _try(best: Solution, limit: float, offload: bool, options: Options, again: A
         return None
     if found.value > best.value * _SLACK:
         return None
+    wall_s = best.wall_s + found.wall_s
+    improvements = list(best.improvements)
+    if found.value < best.value / _SLACK:
+        improvements.append(Progress(wall_s, found.value, best.lower_bound, "window"))
     return replace(
         best,
         schedule=found.schedule,
         timeline=found.timeline,
+        status="optimal" if found.value <= best.lower_bound * _SLACK else "feasible",
+        wall_s=wall_s,
+        improvements=tuple(improvements),
         offloaded=found.offloaded,
-        wall_s=best.wall_s + found.wall_s,
     )

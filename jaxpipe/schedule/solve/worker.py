@@ -10,7 +10,9 @@ import contextlib
 import gc
 import json
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, BinaryIO, Protocol
@@ -178,9 +180,17 @@ def _offload(task: SolveTask, job: Job, tell: Tell) -> None:
 
 
 def main() -> None:
-    """Serve standard input until it ends."""
+    """Serve standard input until it ends; that also ends a job under way, since nobody is left to hear of it."""
     os.nice(_NICE)
-    Worker(sys.stdout.buffer).run(iter(sys.stdin.buffer.readline, b""))
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for text in iter(sys.stdin.buffer.readline, b""):
+            lines.put(text)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    Worker(sys.stdout.buffer).run(iter(lines.get, b""))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 :mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory, :mod:`~jaxpipe.schedule.passes.prompt_weights` runs each
 W behind its B, :mod:`~jaxpipe.schedule.passes.backwards` splits or fuses B and W as another schedule has them. Reading order of
-the first: ``residency.py`` lives and levels of what is held, ``host_lane.py`` where O and L go, ``plans.py`` plans for all ranks,
-``offload.py`` what leaves and the report.
+the first: ``residency.py`` lives and levels of what is held, ``host_lane.py`` where O and L go, ``plans.py`` plans for all
+ranks, ``offload.py`` what leaves and the report.
 """
 
 from jaxpipe.schedule.passes.offload import Offloaded, StageOffload, offload

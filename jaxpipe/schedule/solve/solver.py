@@ -228,11 +228,7 @@ class _Race:
                 jobs = [j for j in (self._window() for _ in range(size)) if j is not None]
             if not jobs:
                 return
-            spent += (
-                max(j["seconds"] for j in jobs if j["kind"] != "families")
-                if any(j["kind"] not in ("families", "offload") for j in jobs)
-                else 0.0
-            )
+            spent += max((j["seconds"] for j in jobs if j["kind"] not in ("families", "offload")), default=0.0)
             self._round(crew, jobs)
 
     def _round(self, crew: Crew, jobs: Sequence[dict[str, Any]]) -> None:

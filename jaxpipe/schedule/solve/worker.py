@@ -30,6 +30,8 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
+_PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
+_FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
 
 Job = dict[str, Any]
@@ -175,7 +177,13 @@ def _offload(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.offload_list import offload_candidates
 
     budget = Budget(job["seconds"], job["reproducible"])
-    for schedule in offload_candidates(task, float(job["bound"]), lambda: budget.left <= 0):
+    passes = 3 * task.placement.num_stages * task.num_microbatches
+    most = (
+        max(_FEWEST_POLICIES, int(job["seconds"] * _PASSES_PER_S / passes)) if job["reproducible"] else _MOST_POLICIES
+    )
+    for schedule in offload_candidates(
+        task, float(job["bound"]), lambda: budget.left <= 0, seed=job["seed"], most=most
+    ):
         tell(schedule, "list with offload")
 
 

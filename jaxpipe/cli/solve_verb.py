@@ -21,7 +21,7 @@ from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, show, write_outputs
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import Placement, Schedule
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _MOST_WORKERS = 256
 _MOST_SEEDS = 2**31 - 1
 _MOST_ACTIONS = 200_000
+_MOST_PAIRS = 2_048  # pairs of stage and microbatch up to which many chunks are tried
 _PLACEMENTS = ("auto", "one-to-one", "circular", "v", "wave", "bidirectional")
 
 
@@ -188,10 +189,27 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
     if kind in ("circular", "wave"):
         return [(circular if kind == "circular" else wave)(ranks, chunks or 2)]
     if chunks is None:
-        return [one_to_one(ranks), v_shape(ranks), circular(ranks, 2)]
+        return _family_placements(arguments)
     if chunks == 1:
         return [one_to_one(ranks)]
     return [v_shape(ranks) if chunks == 2 else wave(ranks, chunks), circular(ranks, chunks)]
+
+
+def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
+    """Those that the families use, one each; with more chunks than a family has by default only at small sizes."""
+    from jaxpipe.schedule import FAMILIES
+    from jaxpipe.schedule.settings import CHUNKS
+
+    found: dict[Placement, None] = {}
+    pairs = arguments.ranks * arguments.microbatches
+    for family in FAMILIES.values():
+        more = CHUNKS if "chunks" in family.options else ()
+        for chunks in (family.default_chunks, *(v for v in more if pairs * v <= _MOST_PAIRS)):
+            try:
+                found[family.placement(arguments.ranks, chunks)] = None
+            except ScheduleError:  # sizes that the family has no placement for
+                continue
+    return list(found)
 
 
 COMMANDS = {"solve": Command(configure, run)}

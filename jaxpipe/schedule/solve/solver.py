@@ -111,8 +111,8 @@ class _Race:
 
     def _quick(self, starts: Sequence[Schedule]) -> None:
         """What needs no worker: bounds, an answer at once, and the caller's own."""
+        self.board.bounds = [bound_of(task) for task in self.tasks]
         for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
-            self.board.bounds[number] = bound_of(task)
             if self.board.bounds[number] == float("inf"):
                 continue
             size = group_size(problem, task.limits())

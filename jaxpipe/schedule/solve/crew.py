@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.schedule.solve import messages
@@ -29,7 +31,8 @@ class _Member:
         self.job: int | None = None
         self.alive = True
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxpipe.schedule.solve.worker"],
+            [sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker"],
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -62,6 +65,13 @@ class _Member:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very package first on the path: the caller may have found it in another way than by installing it."""
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": package + (os.pathsep + path if path else "")}
 
 
 class Crew:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpipe.schedule.blocks.finish import Finisher
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.retime import Draft, Retimer, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
 
@@ -167,8 +167,6 @@ class WindowSearch:
     def _fits(self, rows: CodeRows, draft: Draft) -> bool:
         if len(set(self.target.limits)) == 1:
             return draft.peak <= self.target.limit * _SLACK
-        from jaxpipe.schedule.retime import peaks
-
         return all(a <= x * _SLACK for a, x in zip(peaks(self.problem, rows), self.target.limits, strict=True))
 
     def _window(self, rows: CodeRows, starts: Sequence[float]) -> Window:

@@ -105,11 +105,6 @@ class WindowModel:
         self._memory()
         self._objective()
 
-    @property
-    def free(self) -> int:
-        """How many passes may change places."""
-        return sum(len(middle) for rank, (_, middle, _) in enumerate(self.rows) if rank in self.window.ranks)
-
     def _split(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         parts: tuple[list[int], list[int], list[int]] = ([], [], [])
         for code in row:

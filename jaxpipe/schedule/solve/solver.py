@@ -179,12 +179,14 @@ class _Race:
             return None
         number = order[self.windows // 4 % len(order)] if self.windows % 4 == 0 else order[0]
         seconds = max(1.0, min(8.0, self.options.time_limit_s * 0.1))
-        job = self._job(number, "windows", seconds, start=self._start(number))
+        known = self.board.per_task[number]
+        kind = "offload-windows" if known is not None and count_offloads(known[1]) else "windows"
+        job = self._job(number, kind, seconds, start=self._start(number))
         return {**job, "seed": self.options.seed * 1_000_003 + self.windows}
 
     def _improvable(self, number: int) -> bool:
         known = self.board.per_task[number]
-        return known is not None and known[0][0] > self.board.bounds[number] * _SLACK and not count_offloads(known[1])
+        return known is not None and known[0][0] > self.board.bounds[number] * _SLACK
 
     def _hopeless(self, job: dict[str, Any]) -> bool:
         """Whether no schedule of the job's placement is better than what is known."""

@@ -53,6 +53,7 @@ class Worker:
             "families": _families,
             "cycles": _cycles,
             "windows": _windows,
+            "offload-windows": _offload_windows,
             "exact": _exact,
             "offload": _offload,
         }
@@ -147,6 +148,19 @@ def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
             tell(problem.schedule("solved", draft.rows), "window")
     if last is not None and job["reproducible"]:
         tell(problem.schedule("solved", last.rows), "window")
+
+
+def _offload_windows(task: SolveTask, job: Job, tell: Tell) -> None:
+    from jaxpipe.schedule.solve.offload_windows import offload_window_search
+
+    start, last = messages.schedule_in(job["start"]), None
+    budget = Budget(job["seconds"], job["reproducible"])
+    for schedule in offload_window_search(task, start, float(job["bound"]), budget, job["seed"]):
+        last = schedule
+        if not job["reproducible"]:
+            tell(schedule, "window with offload")
+    if last is not None and job["reproducible"]:
+        tell(last, "window with offload")
 
 
 def _exact(task: SolveTask, job: Job, tell: Tell) -> None:

@@ -1,0 +1,382 @@
+"""CP-SAT's model of one window of a schedule with offload: what is free moves, memory is exact by time.
+
+Unlike in :mod:`.windows`, order alone does not keep memory here: an O that ends gives room whatever stands around it. So the
+model has times for everything: fixed for what starts before the window, variables inside, ``time - shift`` for what starts
+after it: one rigid piece a rank, which moves as far as the window and the others' pieces let it. Actions inside that are not
+free keep their order, not their times. An activation whose O and L are, or would be, inside may leave or stay; so what is held
+when a late piece begins is what was held before, and only what of it overlaps with the window's last actions needs a look.
+Microbatches of a stage keep their order in each op but O.
+
+Not modelled: links that are busy, workspace, lanes per direction as rows see them (:mod:`.model_memory`); a proposal that
+fails for these is dropped by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from jaxpipe.schedule.solve.formulation import Key
+from jaxpipe.schedule.solve.instance import Holding, Instance
+from jaxpipe.schedule.solve.rows import Starts
+
+_LITE = {"symmetry_level": 0, "cp_model_probing_level": 0}
+_FAR = 1 << 40
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadWindow:
+    """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with ``microbatches``, only those are."""
+
+    begin: int
+    end: int
+    ranks: frozenset[int]
+    microbatches: frozenset[int] | None = None
+
+    def frees(self, rank: int, i: int) -> bool:
+        return rank in self.ranks and (self.microbatches is None or i in self.microbatches)
+
+
+class OffloadWindowModel:
+    """Variables and constraints of one window around ``starts``."""
+
+    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow, *, tidy: bool) -> None:
+        from ortools.sat.python import cp_model
+
+        self.instance, self.starts, self.window, self.tidy = instance, starts, window, tidy
+        self.cp: Any = cp_model.CpModel()
+        self.spent = 0.0  # deterministic time of the solve
+        self.begin, self.end = window.begin, window.end
+        self.now = {key: t for key, t in starts.start.items() if self._real(key)}
+        self.longest = max((self.length(key) for key in self.now), default=0)
+        self.inside = {key for key, t in self.now.items() if self.begin <= t < self.end}
+        self.late = {key for key, t in self.now.items() if t >= self.end}
+        self.by_kind = self._kinds()
+        self.toggles: dict[Pair, Any] = {pair: self.cp.new_bool_var("") for pair in self._toggles()}
+        self.added = {(op, *pair) for pair in self.toggles if pair not in starts.away for op in "OL"}
+        self.shift = self._shifts()
+        latest = self.end + self.longest
+        self.at: dict[Key, Any] = {
+            key: self.cp.new_int_var(self.begin, latest, "") for key in sorted(self.inside | self.added)
+        }
+        self.slack: dict[Pair, int] = {}
+        self._lanes()
+        self._waits()
+        for (first, second), slack in self.slack.items():
+            self.cp.add(self.shift[second] <= self.shift[first] + slack)
+        self._orders()
+        self._memory()
+        self._objective()
+
+    def _shifts(self) -> dict[int, Any]:
+        """Per rank, by how much its late piece moves."""
+        rank = self.instance.problem.rank
+        moving = {rank[k] for _, k, _ in self.late}
+        room = self.end - self.begin
+        return {r: self.cp.new_int_var(0, room if r in moving else 0, "") for r in range(max(rank) + 1)}
+
+    # What there is.
+
+    def _real(self, key: Key) -> bool:
+        if key[0] in "OL":
+            return key[1:] in self.starts.away
+        return not (key[0] == "W" and key[1:] in self.starts.fused)
+
+    def length(self, key: Key) -> int:
+        op, k, i = key
+        if op == "B" and (k, i) in self.starts.fused:
+            op = "BW"
+        return self.instance.duration[op][k]
+
+    def _kinds(self) -> dict[tuple[str, int], list[Key]]:
+        """Per op and replica what there is of it, by microbatch."""
+        kinds: dict[tuple[str, int], list[Key]] = {}
+        for key in sorted(self.now):
+            kinds.setdefault(key[:2], []).append(key)
+        return kinds
+
+    def _free(self, key: Key) -> bool:
+        return self.window.frees(self.instance.problem.rank[key[1]], key[2])
+
+    def _toggles(self) -> list[Pair]:
+        """Activations that may leave or stay: their O and L are both inside, or could be."""
+        found = []
+        for k, may in enumerate(self.instance.may_leave):
+            if not may or self.instance.problem.rank[k] not in self.window.ranks:
+                continue
+            copies = self.instance.duration["O"][k] + self.instance.duration["L"][k]
+            for i in self.instance.problem.microbatches(k):
+                if not self._free(("O", k, i)):
+                    continue
+                if (k, i) in self.starts.away:
+                    if ("O", k, i) in self.inside and ("L", k, i) in self.inside:
+                        found.append((k, i))
+                elif self._room(k, i, copies):
+                    found.append((k, i))
+        return found
+
+    def _room(self, k: int, i: int, copies: int) -> bool:
+        """Whether O and L of an activation that stays could take place inside, in order with those outside."""
+        ready = max(self.begin, self.now["F", k, i] + self.length(("F", k, i)))
+        if ready + copies > min(self.end, self.now["B", k, i]) + self.longest or self.now["B", k, i] < self.begin:
+            return False
+        loads = self.by_kind.get(("L", k), ())
+        return not any(self.now[key] < self.begin if key[2] > i else key in self.late for key in loads)
+
+    def _at(self, key: Key) -> Any:
+        """When an action starts: a variable, a number, or a number less the shift."""
+        if key in self.at:
+            return self.at[key]
+        return self.now[key] - self._shift(key) if key in self.late else self.now[key]
+
+    def _shift(self, key: Key) -> Any:
+        return self.shift[self.instance.problem.rank[key[1]]]
+
+    def _end(self, key: Key) -> Any:
+        if key[0] == "W" and key[1:] in self.starts.fused:
+            key = ("B", *key[1:])
+        return self._at(key) + self.length(key)
+
+    def _add(self, constraint: Any, *keys: Key) -> None:
+        """A constraint that holds if all of ``keys`` take place."""
+        literals = {key[1:]: self.toggles[key[1:]] for key in keys if key[0] in "OL" and key[1:] in self.toggles}
+        made = self.cp.add(constraint)
+        if literals:
+            made.only_enforce_if(list(literals.values()))
+
+    # Time.
+
+    def _lanes(self) -> None:
+        lanes: dict[tuple[int, str], list[Key]] = {}
+        rank = self.instance.problem.rank
+        for key in [*self.now, *sorted(self.added)]:
+            lane = self.instance.lane_of(key[1], key[0]) if key[0] in "OL" else (rank[key[1]], "compute")
+            lanes.setdefault(lane, []).append(key)
+        for keys in lanes.values():
+            self._lane([key for key in keys if key in self.now], [key for key in keys if key in self.added])
+
+    def _lane(self, keys: list[Key], added: list[Key]) -> None:
+        """One at a time: what is before, then what is inside, then what is late."""
+        keys.sort(key=lambda key: (self.now[key], self.now[key] + self.length(key), "FBWOL".index(key[0]), key))
+        before = [key for key in keys if self.now[key] < self.begin]
+        late = [key for key in keys if key in self.late]
+        known = [key for key in keys if key in self.inside]
+        middle = known + added
+        firsts = list({self.instance.problem.rank[key[1]]: key for key in reversed(late)}.values())
+        floor = max((self.now[key] + self.length(key) for key in before), default=0)
+        for key in middle:
+            if floor > self.begin:
+                self._add(self.at[key] >= floor, key)
+            for first in firsts:
+                self._add(self._end(key) <= self._at(first), key)
+            self._add(self.at[key] <= self.end - self._shift(key), key)
+        for first in firsts:
+            self._add(self._at(first) >= floor)
+        for one, two in pairwise(late):
+            self._slack(one, two, self.length(one))
+        for one, two in pairwise([key for key in known if not self._free(key)]):
+            self._add(self.at[two] >= self._end(one))
+        if any(self._free(key) for key in middle) and len(middle) > 1:
+            self.cp.add_no_overlap([self._interval(key) for key in middle])
+
+    def _slack(self, one: Key, two: Key, lag: int) -> None:
+        """``two`` starts ``lag`` or more after ``one``, both late: how much more its rank may move."""
+        pair = self.instance.problem.rank[one[1]], self.instance.problem.rank[two[1]]
+        if pair[0] != pair[1]:
+            slack = self.now[two] - self.now[one] - lag
+            self.slack[pair] = min(slack, self.slack.get(pair, slack))
+
+    def _interval(self, key: Key) -> Any:
+        if key[0] in "OL" and key[1:] in self.toggles:
+            return self.cp.new_optional_fixed_size_interval_var(
+                self.at[key], self.length(key), self.toggles[key[1:]], ""
+            )
+        return self.cp.new_fixed_size_interval_var(self.at[key], self.length(key), "")
+
+    def _waits(self) -> None:
+        """Every wait that touches the window, or leads from before it to after it."""
+        for one, two, lag in self._edges():
+            if one in self.late and two in self.late:
+                self._slack(one, two, lag)
+            elif one in self.at or two in self.at or two in self.late:
+                self._add(self._at(two) >= self._at(one) + lag, one, two)
+
+    def _edges(self) -> Iterator[tuple[Key, Key, int]]:
+        """(action, action that waits for it, ticks from start to start)."""
+        instance = self.instance
+        away = self.starts.away | set(self.toggles)
+        for op, k, i in [key for key in self.now if key[0] in "FB"]:
+            size = self.length((op, k, i))
+            if op == "F":
+                yield ("F", k, i), ("B", k, i), size
+                if not instance.is_last(k):
+                    yield ("F", k, i), ("F", k + 1, i), size + instance.down[k]
+                if (k, i) in away:
+                    yield ("F", k, i), ("O", k, i), size
+                    yield ("O", k, i), ("L", k, i), instance.duration["O"][k]
+                    yield ("L", k, i), ("B", k, i), instance.duration["L"][k]
+                continue
+            if not instance.is_first(k):
+                yield ("B", k, i), ("B", k - 1, i), size + instance.up[k]
+            if (k, i) not in self.starts.fused:
+                yield ("B", k, i), ("W", k, i), size
+
+    def _orders(self) -> None:
+        """Microbatches of a replica in order, but for O: at the start, what is needed last leaves first. O of what stays
+        stands at the window's begin, L where that of the microbatch before ends."""
+        moving: dict[tuple[str, int], list[Key]] = {}
+        for key in sorted(self.at):
+            if key[0] != "O":
+                moving.setdefault(key[:2], []).append(key)
+        self.idle: dict[Key, Key | None] = {}
+        for pair, here in self.toggles.items():
+            self.idle["O", *pair] = None
+            self.cp.add(self.at["O", *pair] == self.begin).only_enforce_if(~here)
+        for keys in moving.values():
+            free: Any = self.begin
+            last: Key | None = None
+            for key in keys:
+                self.cp.add(self.at[key] >= free)
+                size: Any = self.length(key)
+                if key[0] == "L" and key[1:] in self.toggles:
+                    here = self.toggles[key[1:]]
+                    self.cp.add(self.at[key] == free).only_enforce_if(~here)
+                    size = size * here
+                    self.idle[key] = last
+                free, last = self.at[key] + size, key
+
+    # Memory.
+
+    def _memory(self) -> None:
+        reach = self.end + self.longest
+        for ledger in self.instance.ledgers:
+            intervals, demands = [], []
+            for k, holding in ledger.holdings.items():
+                for i in self.instance.problem.microbatches(k):
+                    if self.now["F", k, i] >= reach or self._over(k, i):
+                        continue
+                    for units, start, end, literal in self._pieces(k, i, holding):
+                        interval = self._held(units, start, end, literal)
+                        if interval is not None:
+                            intervals.append(interval)
+                            demands.append(units)
+            if intervals:
+                self.cp.add_cumulative(intervals, demands, ledger.capacity)
+
+    def _over(self, k: int, i: int) -> bool:
+        """Whether the microbatch is done when the window begins."""
+        last = ("B" if (k, i) in self.starts.fused else "W", k, i)
+        return last not in self.at and last not in self.late and self.now[last] + self.length(last) <= self.begin
+
+    def _pieces(self, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
+        """(units, from when, to when, a literal or None), as in :mod:`.model_memory`."""
+        f, b, w = self._at(("F", k, i)), self._end(("B", k, i)), self._end(("W", k, i))
+        here = self.toggles.get((k, i))
+        if here is None and (k, i) not in self.starts.away:
+            yield from _stay(h.stays + h.leaves, h.kept, f, b, w, None)
+            return
+        yield h.stays, f, b, None
+        yield h.leaves, f, self._end(("O", k, i)), here
+        load = self._at(("L", k, i))
+        rest = h.kept if h.kept <= h.leaves else 0
+        if here is not None:
+            yield from _stay(h.leaves, rest, f, b, w, ~here)
+        yield from _stay(h.leaves, rest, load, b, w, here)
+        yield h.kept - rest, b, w, None
+        yield h.cotangent, self._at(("B", k, i)), b, None
+
+    def _held(self, units: int, start: Any, end: Any, literal: Any) -> Any:
+        """The interval, if it has to do with the window."""
+        fixed = isinstance(start, int), isinstance(end, int)
+        if not units or (fixed[1] and end <= self.begin):
+            return None
+        if fixed[0]:
+            start = max(start, self.begin)
+        size = end - start if fixed == (True, True) else self.cp.new_int_var(0, _FAR, "")
+        if literal is None:
+            return self.cp.new_interval_var(start, size, end, "")
+        return self.cp.new_optional_interval_var(start, size, end, literal, "")
+
+    # What is sought.
+
+    def _objective(self) -> None:
+        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; if ``tidy``, then of starts."""
+        cp, ranks = self.cp, range(self.instance.problem.num_ranks)
+        compute = [key for key in self.at if key[0] in "FBW"]
+        total = sum(self.at[key] for key in compute) if self.tidy else 0
+        weight = len(compute) * (self.end + self.longest - self.begin + 1) + 1 if self.tidy else 1
+        latest = max(t + self.length(key) for key, t in self.now.items()) + self.longest + self.end - self.begin
+        longest = cp.new_int_var(0, latest, "")
+        ends = [self._rank(rank, longest, latest) for rank in ranks]
+        cp.minimize((longest * len(ranks) * (latest + 1) + sum(ends)) * weight + total)
+
+    def _rank(self, rank: int, longest: Any, latest: int) -> Any:
+        """When a rank ends; what counts of it is no longer than ``longest``."""
+        mine = [
+            key
+            for k in self.instance.problem.replicas_of(rank)
+            for op in "FBW"
+            for key in self.by_kind.get((op, k), ())
+        ]
+        if not mine:
+            return 0
+        first = min(mine, key=lambda key: self.now[key])
+        last = max(mine, key=lambda key: (self.now[key], self.length(key)))
+        moving = [key for key in mine if key in self.at]
+        end = self.cp.new_int_var(0, latest, "")
+        for key in moving if last in self.at else [last]:
+            self.cp.add(end >= self._end(key))
+        begin: Any = 0
+        if self.instance.task.objective == "span":
+            begin = self._at(first)
+            if first in self.at:
+                begin = self.cp.new_int_var(self.begin, self.end, "")
+                for key in moving:
+                    self.cp.add(begin <= self.at[key])
+        self.cp.add(longest >= end - begin)
+        return end
+
+    def solve(self, parameters: dict[str, Any]) -> tuple[Starts | None, bool]:
+        """Proposed times, None if nothing was found; and whether the window was searched to its end."""
+        from ortools.sat.python import cp_model
+
+        self._hint()
+        solver: Any = cp_model.CpSolver()
+        for name, value in {**_LITE, **parameters}.items():
+            setattr(solver.parameters, name, value)
+        status = solver.solve(self.cp)
+        self.spent = solver.response_proto.deterministic_time
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, bool(status == cp_model.INFEASIBLE)
+        staying = {pair for pair, here in self.toggles.items() if not solver.value(here)}
+        away = (self.starts.away | set(self.toggles)) - staying
+        start = {key: solver.value(self._at(key)) for key in (*self.now, *self.at)}
+        start = {key: t for key, t in start.items() if key[0] not in "OL" or key[1:] in away}
+        return Starts(start, away, self.starts.fused), bool(status == cp_model.OPTIMAL)
+
+    def _hint(self) -> None:
+        """Everything where it is."""
+        hints: dict[Key, int] = {}
+        for key in sorted(self.at):
+            if key in self.now:
+                hints[key] = self.now[key]
+            else:
+                before = self.idle[key]
+                taken = self.length(before) if before is not None and before in self.now else 0
+                hints[key] = self.begin if before is None else hints[before] + taken
+            self.cp.add_hint(self.at[key], hints[key])
+        for pair, here in self.toggles.items():
+            self.cp.add_hint(here, pair in self.starts.away)
+        for shift in self.shift.values():
+            self.cp.add_hint(shift, 0)
+
+
+def _stay(held: int, kept: int, start: Any, b: Any, w: Any, literal: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+    """``held`` until B ends, then ``kept`` until W ends."""
+    shared = min(held, kept)
+    yield shared, start, w, literal
+    yield held - shared, start, b, literal
+    yield kept - shared, b, w, literal

@@ -1,0 +1,184 @@
+"""Improving a schedule with offload a window at a time; the windows are :mod:`.offload_window_model`'s.
+
+Two kinds of windows: a stretch of time, on all ranks or some neighbours; and a few microbatches over a longer stretch,
+between all others in their order. CP-SAT's times become rows (:mod:`.rows`), which are simulated with real costs and held
+to the limits, so what the model leaves out costs at most a proposal. Large-neighbourhood search in the sense of Shaw (1998).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.solve.formulation import Key
+from jaxpipe.schedule.solve.instance import Instance
+from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel
+from jaxpipe.schedule.solve.rows import Starts, schedule_of
+from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, nine_digits
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.solve.ticks import COARSE
+from jaxpipe.schedule.timeline import Timeline
+
+_SLACK = 1 + 1e-9
+_TIDY = 0.3  # of windows
+_BY_MICROBATCH = 0.2
+_EDGE = 0.2  # of windows are at the start, and as many at the end
+_SECONDS = 1.0, 6.0  # for one window: at first, and after many that brought nothing
+_LEAST_S = 0.02  # that a window counts for
+_PATIENCE = 8  # windows without progress for each further second
+_SIZE, _SMALLEST, _LARGEST = 70.0, 40.0, 3000.0
+
+
+def offload_window_search(
+    task: SolveTask, start: Schedule, bound_s: float, budget: Budget, seed: int
+) -> Iterator[Schedule]:
+    """Better and better schedules of ``task``, all better than ``start``, until the budget ends or ``bound_s`` is met.
+
+    Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and span.
+    Yields nothing if ``start`` breaks a limit or holds braided slots.
+
+    Raises:
+        ScheduleError: the placement's stages form no chain on single ranks, or the costs are for another number of stages.
+    """
+    instance = Instance.of(task, COARSE)
+    timeline = simulate(start, task.costs)
+    if instance.fits(timeline) and task.fits(timeline):
+        yield from _Search(instance, seed).run(timeline, bound_s, budget)
+
+
+def times_of(instance: Instance, timeline: Timeline) -> Starts | None:
+    """The times of a simulated schedule in ticks; None if it has ops or slots that the model lacks.
+
+    A full backward that saves no time is taken apart: B, and W right behind it.
+    """
+    start: dict[Key, int] = {}
+    fused: set[tuple[int, int]] = set()
+    for event in timeline.events:
+        action = event.action
+        if event.lane == "send" or action.actions[0].op == "S":
+            continue
+        if not isinstance(action, Action) or action.op not in ("F", "B", "W", "BW", "O", "L"):
+            return None
+        i = action.microbatch
+        k = i % instance.problem.placement.num_flows * instance.num_stages + action.stage
+        at = instance.ticks.of(event.start_s)
+        if action.op != "BW":
+            start[action.op, k, i] = at
+            continue
+        length = "BW" if instance.may_fuse[k] else "B"
+        start["B", k, i], start["W", k, i] = at, at + instance.duration[length][k]
+        if instance.may_fuse[k]:
+            fused.add((k, i))
+    return Starts(start, frozenset((k, i) for op, k, i in start if op == "O"), frozenset(fused))
+
+
+class _Search:
+    """The state of one search; ``size`` of windows per kind adapts to what CP-SAT gets done."""
+
+    def __init__(self, instance: Instance, seed: int) -> None:
+        self.instance, self.seed = instance, seed
+        self.random = random.Random(seed)
+        self.size = dict.fromkeys(("time", "ranks", "microbatches"), _SIZE)
+        self.tried = self.stale = 0
+
+    def run(self, timeline: Timeline, bound_s: float, budget: Budget) -> Iterator[Schedule]:
+        """Plateaus are walked by the model's own times; only what promises to be better becomes rows."""
+        starts, best = times_of(self.instance, timeline), self._merit(timeline)
+        while starts is not None and budget.left > 0 and best[0] > bound_s * _SLACK:
+            proposal, merit = self._propose(starts, budget), self._ticks(starts)
+            self.stale += 1
+            if proposal is None or self._ticks(proposal) > merit:
+                continue
+            self.stale = 0 if self._ticks(proposal) < merit else self.stale
+            if self._ticks(proposal)[:2] == merit[:2]:
+                starts = proposal
+                continue
+            made = self._rows(proposal)
+            if made is None or self._merit(made[1]) >= best:
+                continue
+            starts, best = times_of(self.instance, made[1]), self._merit(made[1])
+            yield made[0]
+
+    def _merit(self, timeline: Timeline) -> tuple[float, float]:
+        """The objective, then the other time."""
+        times = nine_digits(timeline.makespan), nine_digits(timeline.max_span)
+        return times if self.instance.task.objective != "span" else (times[1], times[0])
+
+    def _ticks(self, starts: Starts) -> tuple[int, int, int]:
+        """The objective, the other time, and the sum of ranks' ends, by which windows make progress on plateaus."""
+        begins, ends = self._extent(starts)
+        times = max(ends) - min(begins), max(b - a for a, b in zip(begins, ends, strict=True))
+        one, two = times if self.instance.task.objective != "span" else (times[1], times[0])
+        return one, two, sum(ends)
+
+    def _extent(self, starts: Starts) -> tuple[list[int], list[int]]:
+        """Per rank, when compute begins and ends."""
+        rank = self.instance.problem.rank
+        begins: list[list[int]] = [[] for _ in range(self.instance.problem.num_ranks)]
+        ends: list[list[int]] = [[] for _ in begins]
+        for key, t in starts.start.items():
+            if key[0] in "FBW":
+                begins[rank[key[1]]].append(t)
+                ends[rank[key[1]]].append(starts.end(self.instance, key))
+        return [min(x, default=0) for x in begins], [max(x, default=0) for x in ends]
+
+    def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
+        self.tried += 1
+        kind = self._kind()
+        tidy = self.random.random() < _TIDY
+        model = OffloadWindowModel(self.instance, starts, self._window(kind, starts), tidy=tidy)
+        seconds = min(_SECONDS[0] + self.stale / _PATIENCE, _SECONDS[1], budget.left)
+        given = budget.spent
+        times, done = model.solve(budget.parameters(seconds, self.seed + self.tried))
+        if budget.reproducible:  # what it did not need is there for others
+            budget.spent = min(budget.spent, given + max(_LEAST_S, model.spent / DETERMINISTIC_SECOND))
+        factor = 1.15 if done else 0.9 if times is not None else 0.75
+        self.size[kind] = min(_LARGEST, max(_SMALLEST, self.size[kind] * factor))
+        return times
+
+    def _rows(self, starts: Starts) -> tuple[Schedule, Timeline] | None:
+        """The schedule of these times, if it keeps the limits."""
+        try:
+            schedule, timeline = schedule_of(self.instance, starts, "solved")
+        except ScheduleError:
+            return None
+        return (schedule, timeline) if self.instance.fits(timeline) and self.instance.task.fits(timeline) else None
+
+    def _kind(self) -> str:
+        if self.random.random() < _BY_MICROBATCH:
+            return "microbatches"
+        return "ranks" if self.instance.problem.num_ranks > 4 and self.random.random() < 0.5 else "time"
+
+    def _window(self, kind: str, starts: Starts) -> OffloadWindow:
+        """About ``size`` actions in a row; often at the start or the end. With ``microbatches``, about as many over a longer
+        stretch."""
+        rng, p = self.random, self.instance.problem.num_ranks
+        ranks = range(p)
+        if kind == "ranks":
+            count = rng.randint(max(2, p // 4), max(3, p // 2))
+            first = rng.randint(0, p - count)
+            ranks = range(first, first + count)
+        times = sorted(
+            t for (op, k, _), t in starts.start.items() if op in "FBW" and self.instance.problem.rank[k] in ranks
+        )
+        want = int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1)
+        want = min(len(times), want)
+        last = len(times) - want
+        place = rng.random()
+        at = 0 if place < _EDGE else last if place < 2 * _EDGE else rng.randint(0, last)
+        end = times[at + want] if at + want < len(times) else times[-1] + 1
+        end = max(end, times[at] + 1)
+        chosen = self._chosen(starts, times[at], end) if kind == "microbatches" else None
+        return OffloadWindow(times[at], end, frozenset(ranks), chosen)
+
+    def _chosen(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
+        """A quarter of the microbatches that have a forward inside, neighbours or not."""
+        there = sorted({i for (op, _, i), t in starts.start.items() if op == "F" and begin <= t < end})
+        count = max(1, len(there) // 4)
+        if not there or self.random.random() < 0.5:
+            return frozenset(self.random.sample(there, min(count, len(there))))
+        first = self.random.randint(0, len(there) - count)
+        return frozenset(there[first : first + count])

@@ -36,6 +36,8 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.bounds import rank_lower_bounds
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Retimer, Times, peaks
+from jaxpipe.schedule.solve.offload_list import offload_candidates
+from jaxpipe.schedule.solve.task import SolveTask
 from tests.schedule_strategies import (
     gpipe_rows,
     one_f_one_b_rows,
@@ -206,6 +208,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
     kept = each(st.sampled_from([1.0, 1.0, 0.5, 0.0, 1.5]))
     moved = each(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
     fused = draw(st.sampled_from([1.0, 1.0, 0.7]))
+    part = each(st.sampled_from([1.0, 1.0, 0.5]))
     costs = CostProfile.uniform(n, comm=draw(st.sampled_from([0.0, 0.0, 0.3, 2.0])))
     return replace(
         costs,
@@ -215,7 +218,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
         bw_s=tuple(fused * (x + y) for x, y in zip(b, w, strict=True)),
         residual_bytes=residual,
         w_residual_bytes=tuple(x * y for x, y in zip(residual, kept, strict=True)),
-        offloadable_bytes=residual,
+        offloadable_bytes=tuple(x * y for x, y in zip(residual, part, strict=True)),
         offload_s=moved,
         load_s=moved,
         host=HostLink(mode=draw(st.sampled_from(["duplex", "shared"]))),
@@ -338,6 +341,44 @@ def test_offload_as_strong_as_known(p: int, m: int, limit: float, k: float, boun
     """FACTS.md: round trip k × (F + B + W), one lane for both ways, 3/4 kept for W; optimal at the first two."""
     costs = replace(CostProfile.uniform(p, offload_time=3 * k, w_residual=0.75), host=HostLink(mode="shared"))
     assert span_lower_bound(one_to_one(p), m, costs, memory_limit=limit, offload=True) == pytest.approx(bound)
+
+
+def test_offload_where_microbatches_that_stay_make_the_lane_idle() -> None:
+    """Room for two: while one stays for its trip, the others come one by one, and the lane waits for their F, B and W.
+
+    165 without that argument; one rank alone can be done in 189, and the best schedule found takes 194.
+    """
+    costs = replace(CostProfile.uniform(8, offload_time=6), host=HostLink(mode="shared"))
+    assert 173 - EPS <= lower_bound(one_to_one(8), 32, costs, memory_limit=2, offload=True) <= 189
+
+
+def best_span_with_offload(m: int, costs: CostProfile, limit: float) -> float:
+    task = SolveTask(one_to_one(2), m, costs, memory_limit=limit, offload=True, objective="span")
+    *_, best = offload_candidates(task, 0.0, lambda: False, most=60)
+    return simulate(best, costs).max_span
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+@pytest.mark.parametrize(("out", "back"), [(3.0, 3.0), (2.0, 2.0), (1.0, 4.0)])
+@pytest.mark.parametrize(("limit", "comm", "m"), [(2, 8, 12), (2, 4, 8), (2.5, 14, 12), (3, 14, 16)])
+def test_no_policy_that_offloads_is_below(
+    kept: float, out: float, back: float, limit: float, comm: float, m: int
+) -> None:
+    """Slow links between two ranks: long trips of which few fit."""
+    costs = CostProfile.uniform(2, comm=comm, w_residual=kept)
+    costs = replace(costs, offload_s=(out,) * 2, load_s=(back,) * 2, host=HostLink(mode="shared"))
+    bound = span_lower_bound(one_to_one(2), m, costs, memory_limit=limit, offload=True)
+    assert bound - EPS <= best_span_with_offload(m, costs, limit)
+
+
+@pytest.mark.parametrize(("m", "f", "best"), [(2, 2, 11), (4, 1, 16), (4, 2, 20)])
+def test_half_of_one_beside_another(m: int, f: float, best: float) -> None:
+    """Limit 1½: one activation, and half of one whose other half has left, are there at once."""
+    costs = CostProfile.uniform(2, f=f)
+    costs = replace(costs, offloadable_bytes=(0.5,) * 2, offload_s=(1.0,) * 2, load_s=(0.0,) * 2)
+    costs = replace(costs, host=HostLink(mode="shared"))
+    assert best_span_with_offload(m, costs, 1.5) <= best
+    assert span_lower_bound(one_to_one(2), m, costs, memory_limit=1.5, offload=True) <= best + EPS
 
 
 def test_more_memory_never_raises_a_bound_and_plenty_is_none() -> None:

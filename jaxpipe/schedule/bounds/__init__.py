@@ -5,7 +5,8 @@ activation that can reach it and the last cotangent that must leave it; the way 
 traffic. With a limit on the activations a rank holds, and stages that form a chain on single ranks (for other placements the
 limit is ignored): :mod:`~jaxpipe.schedule.bounds.memory` (appendix E.2 of `controllable-memory.txt` generalised; memory ×
 time; release by release) and :mod:`~jaxpipe.schedule.bounds.crossing` (microbatches that meet). With offload activations may
-leave for host memory, as fast as each rank's own host lane allows. Proofs stand with the functions.
+leave for host memory, as fast as each rank's own host lane allows (:mod:`~jaxpipe.schedule.bounds.lane`). Proofs stand with
+the functions.
 
 Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold less); workspace is not counted.
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.bounds.memory import Confined
 from jaxpipe.schedule.bounds.ranks import confine_ranks
+from jaxpipe.schedule.bounds.resident import Confined
 from jaxpipe.schedule.bounds.ways import Visit, Ways
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, inf
 
-from jaxpipe.schedule.bounds.memory import Confined, Resident
+from jaxpipe.schedule.bounds.resident import Confined, Resident
 
 _ROUND = 1e-9
 _CHOICES = 4

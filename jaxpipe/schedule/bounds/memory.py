@@ -6,7 +6,7 @@ relaxation, and below every schedule that keeps to the limit. Four arguments; th
 * windows (:func:`_windows`): appendix E.2 of `controllable-memory.txt` for uneven costs, transfers and any chunks per rank;
 * memory × time (:func:`_areas`): activations stay at least their round trip, and the limit bounds their sum at any time;
 * release by release (:func:`releases`): one chunk per rank, the j-th forward waits for what it needs to be given back;
-* the same with activations that may leave for host memory (:func:`_areas` with ``offload``).
+* memory × time with activations that may leave for host memory (:mod:`~jaxpipe.schedule.bounds.lane`).
 
 ``own``: from the start of the rank's first action to the end of its last. ``through``: to the end of its last B, after which
 the same microbatch still has its way up. Activations are counted from F's start to B's end (``held``) and from B's end to
@@ -16,69 +16,12 @@ W's end (``kept``), in units of one rank's share of a microbatch. Not modelled: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import ceil, floor, inf
 
+from jaxpipe.schedule.bounds.lane import with_whole_trips
+from jaxpipe.schedule.bounds.resident import Confined, Resident
+
 _ROUND = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """What a rank does and holds for each of ``count`` microbatches of one stage and flow.
-
-    ``f_s``, ``b_s`` (up to the cotangent), ``back_s`` (B and W, or a cheaper BW); ``trip_s``: least time from F's start to
-    B's. ``in_s``, ``out_s``: when F and B can start, counted from F of the flow's first stage on this rank. ``leaves``: units
-    that may be offloaded, in ``d2h_s``, and back in ``h2d_s``; ``together_s``: lane time of both.
-    """
-
-    flow: int
-    count: int
-    f_s: float
-    b_s: float
-    back_s: float
-    trip_s: float
-    in_s: float
-    out_s: float
-    held: float
-    kept: float
-    leaves: float = 0.0
-    d2h_s: float = 0.0
-    h2d_s: float = 0.0
-    together_s: float = 0.0
-
-    @property
-    def w_s(self) -> float:
-        return self.back_s - self.b_s
-
-    def area(self) -> float:
-        """Least memory × time of one microbatch that stays: held to B's end, kept to W's. With BW, at least as much."""
-        return self.held * (self.trip_s + self.b_s) + min(self.held, self.kept) * self.w_s
-
-    def lane(self, away: int) -> float:
-        """Least seconds of a rank that sends ``away`` of these out and back: its first F must end before the first O, and
-        after the last L the B and W of that microbatch follow. With one lane a direction, that of L's waits for the first O
-        and that of O's ends before the last L."""
-        if away <= 0:
-            return 0.0
-        out, back = self.d2h_s, self.h2d_s
-        one_lane = self.together_s >= out + back
-        copies = away * (out + back) if one_lane else max(away * out + back, out + away * back)
-        return self.f_s + copies + self.back_s
-
-    def saved(self) -> float:
-        """Most memory × time that one offload saves: away from the end of O to the start of L, which ends before B starts."""
-        return self.leaves * max(0.0, self.trip_s - self.f_s - self.d2h_s - self.h2d_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Confined:
-    """Least seconds of a rank's whole work, and of the part up to the end of its last B."""
-
-    own: float
-    through: float
-
-    def or_longer(self, other: Confined) -> Confined:
-        return Confined(max(self.own, other.own), max(self.through, other.through))
 
 
 def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
@@ -185,7 +128,7 @@ def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) 
     empties no faster than those run: both leave area unused. Up to the last B's end, only what then waits for its W, at most
     the limit, lacks W's share. With offload, every round trip on the host lane saves at most ``saved`` and takes lane time.
     """
-    full = _reachable(stays, limit)
+    full = _reachable(stays, limit, offload)
     if full <= 0:
         return Confined(0.0, 0.0)
     area = sum(x.count * x.area() for x in stays)
@@ -193,15 +136,18 @@ def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) 
     drain, drain_s = _unused(full, [(x.held, x.back_s) for x in stays] + [(x.kept, x.w_s) for x in stays])
     ends = fill + drain if fill_s + drain_s <= work else max(fill, drain)
     if offload:
-        return Confined(_with_lane(stays, area, ends, full), 0.0)
+        return Confined(_with_lane(stays, area, ends, full, limit), 0.0)
     before_last_b = area + fill - full * max(x.w_s for x in stays)
     return Confined((area + ends) / full, before_last_b / full)
 
 
-def _reachable(stays: Sequence[Resident], limit: float) -> float:
-    """The most that can really be held: a multiple of the size if all sizes are equal; never more than everything."""
+def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
+    """The most that can really be held: a multiple of the size if all sizes are equal; never more than everything. An
+    activation of which a part leaves holds the rest meanwhile."""
     limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stays))
     sizes = {size for x in stays for size in (x.held, x.kept) if size > 0}
+    if offload:
+        sizes |= {x.held - x.leaves for x in stays if 0 < x.leaves < x.held * (1 - _ROUND)}
     if len(sizes) == 1:
         (size,) = sizes
         return floor(limit / size + _ROUND) * size
@@ -223,15 +169,14 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
     return missing * missing / rate / 2, missing / rate
 
 
-def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float) -> float:
+def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float, limit: float) -> float:
     """Least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most go first.
 
-    On a rank with one stage a whole number of microbatches leaves, and the lane is not busy from start to end
-    (:meth:`Resident.lane`): the more leave, the less area is needed and the longer the lane takes, so the best number lies
-    where both are equal.
+    On a rank with one stage a whole number of microbatches leaves, and the lane is not always busy
+    (:mod:`~jaxpipe.schedule.bounds.lane`).
     """
     if len(stays) == 1:
-        return _with_whole_trips(stays[0], area + ends, full)
+        return with_whole_trips(stays[0], area + ends, full, limit)
     time = (area + ends) / full
     best = sorted((x for x in stays if x.saved() > 0), key=lambda x: x.together_s / x.saved())
     needed, lane = area + ends, 0.0
@@ -245,18 +190,6 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float)
         share = (needed / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
         return max(0.0, lane + max(0.0, share) * seconds)
     return max(time, lane)
-
-
-def _with_whole_trips(x: Resident, area: float, full: float) -> float:
-    saved = x.saved()
-    low, high = 0, x.count  # least number that leaves for which the lane takes at least as long as the area
-    while low < high:
-        middle = (low + high) // 2
-        if x.lane(middle) >= (area - middle * saved) / full:
-            high = middle
-        else:
-            low = middle + 1
-    return min(max(x.lane(n), (area - n * saved) / full) for n in {max(0, low - 1), low})
 
 
 def releases(x: Resident, limit: float) -> list[float]:

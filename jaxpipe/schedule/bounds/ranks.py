@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import floor, inf
 
 from jaxpipe.schedule.bounds.crossing import Run, meet
-from jaxpipe.schedule.bounds.memory import Confined, Resident, confine, releases
+from jaxpipe.schedule.bounds.memory import confine, releases
+from jaxpipe.schedule.bounds.resident import Confined, Resident
 from jaxpipe.schedule.bounds.ways import Flow, Visit, Ways
 
 _TOP_RANKS = 1

@@ -60,7 +60,45 @@ def _origin(report: dict[str, Any]) -> str:
 def papers() -> str:
     """All families beside each other, and the papers' tables beside ours."""
     report = json.loads((RESULTS / "paper-tables.json").read_text(encoding="utf-8"))
-    return f"{compared()}\n\n{paper_tables(report)}"
+    return f"{solved()}\n\n{compared()}\n\n{paper_tables(report)}"
+
+
+def solved() -> str:
+    """What ``bench_solve.py`` measured: the best family, the solver, the proven bound."""
+    lines = [
+        "`jaxpipe solve` against the best family of its placement (longest rank span; one chunk: one-to-one, two: V; costs of "
+        "the 9.6B model are Table 5's of `controllable-memory.txt`). Seconds: first answer, last improvement, end.",
+        "",
+        "| p, m | chunks | costs | k | limit | family | solver | bound | gap | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    origins = []
+    for file in sorted(RESULTS.glob("solve-*.json")):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        lines += [_solved_row(case) for case in report["cases"]]
+        origins.append(
+            f"`{report['command']}`: commit {report['commit']}, OR-Tools {report['ortools']}, Python {report['python']}, "
+            f"{report['cores']} shared cores."
+        )
+    return "\n".join([*lines, "", *origins])
+
+
+def _solved_row(case: dict[str, Any]) -> str:
+    costs = "unit" if case["costs"] == "unit" else "9.6B"
+    family = "–" if case["family_value"] is None else f"{case['family_value']:.6g}"
+    cells = [
+        f"{case['p']}, {case['m']}",
+        str(case["v"]),
+        costs,
+        f"{case['k']:g}",
+        f"{case['limit'] * case['p']:g}",
+        family,
+        f"{case['value']:.6g}",
+        f"{case['lower_bound']:.6g}",
+        f"{case['gap']:.1%}" if case["gap"] > 1e-9 else "0",
+        f"{case['first_s']:.2f}, {case['last_s']:.1f}, {case['wall_s']:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def paper_tables(report: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Chunks of one microbatch that a rank holds at the same time: few microbatches may do so, so they take turns.
 
-A rank runs the stages s_1 < … < s_c < … of a chain. From F of s_c to B of s_c a microbatch holds what s_1 … s_c left on the rank:
-their F's come before, their B's after. So no more than q = ⌊limit / that⌋ microbatches may be on the way from s_c and back, and the
-(j + q)-th F of s_c starts a whole way after the j-th. Memory × time does not see this: with room for three activations and two
-chunks, half of the third can't be used, whatever the average is.
+A rank runs the stages s_1 < … < s_c < … of a chain. From F of s_c to B of s_c a microbatch holds what s_1 … s_c left on the
+rank: their F's come before, their B's after. So no more than q = ⌊limit / that⌋ microbatches may be on the way from s_c and
+back, and the (j + q)-th F of s_c starts a whole way after the j-th. Memory × time does not see this: with room for three
+activations and two chunks, half of the third can't be used, whatever the average is.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def together(stays: Sequence[Resident], limit: float) -> Confined:
 def _turns(stays: Sequence[Resident], limit: float) -> Confined:
     """The last of ``stays`` takes turns.
 
-    Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of j + 1 − q
-    that are not, one has an F no earlier than the (j − q)-th, and a way lies between. A way ends when the first of the held is
-    given back: at B's end, or, if only W gives anything back, when W or the next stage's B has run too. What is left to do
-    from the j-th F on: after a trip, the backwards of its microbatch and of all later ones, of this stage and those before.
+    Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of
+    j + 1 − q that are not, one has an F no earlier than the (j − q)-th, and a way lies between. A way ends when the first of
+    the held is given back: at B's end, or, if only W gives anything back, when W or the next stage's B has run too. What is
+    left to do from the j-th F on: after a trip, the backwards of its microbatch and of all later ones, of this stage and those
+    before it.
     """
     last, before = stays[-1], stays[-2]
     held = sum(x.held for x in stays)

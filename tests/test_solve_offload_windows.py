@@ -84,7 +84,7 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     starts = times_of(instance, timeline)
     assert starts is not None
     window = OffloadWindow(3, 12, frozenset())
-    times, done = OffloadWindowModel(instance, starts, window, tidy=False).solve({"num_workers": 1})
+    times, done = OffloadWindowModel(instance, starts, window).solve({"num_workers": 1})
     assert done and times is not None
     assert times.away == starts.away
     again = schedule_of(instance, times, "again")[1]

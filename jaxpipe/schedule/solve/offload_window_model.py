@@ -13,18 +13,21 @@ fails for these is dropped by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from jaxpipe.schedule.solve.formulation import Key
-from jaxpipe.schedule.solve.instance import Holding, Instance
+from jaxpipe.schedule.solve.instance import Instance
+from jaxpipe.schedule.solve.offload_window_memory import add_memory
 from jaxpipe.schedule.solve.rows import Starts
 
 _LITE = {"symmetry_level": 0, "cp_model_probing_level": 0}
 _FAR = 1 << 40
 Pair = tuple[int, int]
+Tidy = Mapping[str, int]
+"""Weights of starts (F, B, W) and of what is ``away``; of equally good answers, that with the least sum is sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class OffloadWindow:
 class OffloadWindowModel:
     """Variables and constraints of one window around ``starts``."""
 
-    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow, *, tidy: bool) -> None:
+    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow, tidy: Tidy | None = None) -> None:
         from ortools.sat.python import cp_model
 
         self.instance, self.starts, self.window, self.tidy = instance, starts, window, tidy
@@ -68,7 +71,7 @@ class OffloadWindowModel:
         for (first, second), slack in self.slack.items():
             self.cp.add(self.shift[second] <= self.shift[first] + slack)
         self._orders()
-        self._memory()
+        add_memory(self)
         self._objective()
 
     def _shifts(self) -> dict[int, Any]:
@@ -126,7 +129,7 @@ class OffloadWindowModel:
         loads = self.by_kind.get(("L", k), ())
         return not any(self.now[key] < self.begin if key[2] > i else key in self.late for key in loads)
 
-    def _at(self, key: Key) -> Any:
+    def at_of(self, key: Key) -> Any:
         """When an action starts: a variable, a number, or a number less the shift."""
         if key in self.at:
             return self.at[key]
@@ -135,10 +138,10 @@ class OffloadWindowModel:
     def _shift(self, key: Key) -> Any:
         return self.shift[self.instance.problem.rank[key[1]]]
 
-    def _end(self, key: Key) -> Any:
+    def end_of(self, key: Key) -> Any:
         if key[0] == "W" and key[1:] in self.starts.fused:
             key = ("B", *key[1:])
-        return self._at(key) + self.length(key)
+        return self.at_of(key) + self.length(key)
 
     def _add(self, constraint: Any, *keys: Key) -> None:
         """A constraint that holds if all of ``keys`` take place."""
@@ -171,14 +174,14 @@ class OffloadWindowModel:
             if floor > self.begin:
                 self._add(self.at[key] >= floor, key)
             for first in firsts:
-                self._add(self._end(key) <= self._at(first), key)
+                self._add(self.end_of(key) <= self.at_of(first), key)
             self._add(self.at[key] <= self.end - self._shift(key), key)
         for first in firsts:
-            self._add(self._at(first) >= floor)
+            self._add(self.at_of(first) >= floor)
         for one, two in pairwise(late):
             self._slack(one, two, self.length(one))
         for one, two in pairwise([key for key in known if not self._free(key)]):
-            self._add(self.at[two] >= self._end(one))
+            self._add(self.at[two] >= self.end_of(one))
         if any(self._free(key) for key in middle) and len(middle) > 1:
             self.cp.add_no_overlap([self._interval(key) for key in middle])
 
@@ -202,7 +205,7 @@ class OffloadWindowModel:
             if one in self.late and two in self.late:
                 self._slack(one, two, lag)
             elif one in self.at or two in self.at or two in self.late:
-                self._add(self._at(two) >= self._at(one) + lag, one, two)
+                self._add(self.at_of(two) >= self.at_of(one) + lag, one, two)
 
     def _edges(self) -> Iterator[tuple[Key, Key, int]]:
         """(action, action that waits for it, ticks from start to start)."""
@@ -248,70 +251,32 @@ class OffloadWindowModel:
                     self.idle[key] = last
                 free, last = self.at[key] + size, key
 
-    # Memory.
-
-    def _memory(self) -> None:
-        reach = self.end + self.longest
-        for ledger in self.instance.ledgers:
-            intervals, demands = [], []
-            for k, holding in ledger.holdings.items():
-                for i in self.instance.problem.microbatches(k):
-                    if self.now["F", k, i] >= reach or self._over(k, i):
-                        continue
-                    for units, start, end, literal in self._pieces(k, i, holding):
-                        interval = self._held(units, start, end, literal)
-                        if interval is not None:
-                            intervals.append(interval)
-                            demands.append(units)
-            if intervals:
-                self.cp.add_cumulative(intervals, demands, ledger.capacity)
-
-    def _over(self, k: int, i: int) -> bool:
-        """Whether the microbatch is done when the window begins."""
-        last = ("B" if (k, i) in self.starts.fused else "W", k, i)
-        return last not in self.at and last not in self.late and self.now[last] + self.length(last) <= self.begin
-
-    def _pieces(self, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
-        """(units, from when, to when, a literal or None), as in :mod:`.model_memory`."""
-        f, b, w = self._at(("F", k, i)), self._end(("B", k, i)), self._end(("W", k, i))
-        here = self.toggles.get((k, i))
-        if here is None and (k, i) not in self.starts.away:
-            yield from _stay(h.stays + h.leaves, h.kept, f, b, w, None)
-            return
-        yield h.stays, f, b, None
-        yield h.leaves, f, self._end(("O", k, i)), here
-        load = self._at(("L", k, i))
-        rest = h.kept if h.kept <= h.leaves else 0
-        if here is not None:
-            yield from _stay(h.leaves, rest, f, b, w, ~here)
-        yield from _stay(h.leaves, rest, load, b, w, here)
-        yield h.kept - rest, b, w, None
-        yield h.cotangent, self._at(("B", k, i)), b, None
-
-    def _held(self, units: int, start: Any, end: Any, literal: Any) -> Any:
-        """The interval, if it has to do with the window."""
-        fixed = isinstance(start, int), isinstance(end, int)
-        if not units or (fixed[1] and end <= self.begin):
-            return None
-        if fixed[0]:
-            start = max(start, self.begin)
-        size = end - start if fixed == (True, True) else self.cp.new_int_var(0, _FAR, "")
-        if literal is None:
-            return self.cp.new_interval_var(start, size, end, "")
-        return self.cp.new_optional_interval_var(start, size, end, literal, "")
-
     # What is sought.
 
     def _objective(self) -> None:
-        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; if ``tidy``, then of starts."""
+        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; then what ``tidy`` says."""
         cp, ranks = self.cp, range(self.instance.problem.num_ranks)
-        compute = [key for key in self.at if key[0] in "FBW"]
-        total = sum(self.at[key] for key in compute) if self.tidy else 0
-        weight = len(compute) * (self.end + self.longest - self.begin + 1) + 1 if self.tidy else 1
+        total, weight = self._tidied()
         latest = max(t + self.length(key) for key, t in self.now.items()) + self.longest + self.end - self.begin
         longest = cp.new_int_var(0, latest, "")
         ends = [self._rank(rank, longest, latest) for rank in ranks]
         cp.minimize((longest * len(ranks) * (latest + 1) + sum(ends)) * weight + total)
+
+    def _tidied(self) -> tuple[Any, int]:
+        """What is minimised among equals, and a number that is more than all that it can differ by."""
+        if self.tidy is None:
+            return 0, 1
+        total: Any = 0
+        spread = 1
+        room = self.end + self.longest - self.begin
+        for key, at in self.at.items():
+            if key[0] in "FBW":
+                total += self.tidy[key[0]] * (at - self.begin)
+                spread += abs(self.tidy[key[0]]) * room
+        for here in self.toggles.values():
+            total += self.tidy["away"] * here
+            spread += abs(self.tidy["away"])
+        return total, spread
 
     def _rank(self, rank: int, longest: Any, latest: int) -> Any:
         """When a rank ends; what counts of it is no longer than ``longest``."""
@@ -328,10 +293,10 @@ class OffloadWindowModel:
         moving = [key for key in mine if key in self.at]
         end = self.cp.new_int_var(0, latest, "")
         for key in moving if last in self.at else [last]:
-            self.cp.add(end >= self._end(key))
+            self.cp.add(end >= self.end_of(key))
         begin: Any = 0
         if self.instance.task.objective == "span":
-            begin = self._at(first)
+            begin = self.at_of(first)
             if first in self.at:
                 begin = self.cp.new_int_var(self.begin, self.end, "")
                 for key in moving:
@@ -353,7 +318,7 @@ class OffloadWindowModel:
             return None, bool(status == cp_model.INFEASIBLE)
         staying = {pair for pair, here in self.toggles.items() if not solver.value(here)}
         away = (self.starts.away | set(self.toggles)) - staying
-        start = {key: solver.value(self._at(key)) for key in (*self.now, *self.at)}
+        start = {key: solver.value(self.at_of(key)) for key in (*self.now, *self.at)}
         start = {key: t for key, t in start.items() if key[0] not in "OL" or key[1:] in away}
         return Starts(start, away, self.starts.fused), bool(status == cp_model.OPTIMAL)
 
@@ -372,11 +337,3 @@ class OffloadWindowModel:
             self.cp.add_hint(here, pair in self.starts.away)
         for shift in self.shift.values():
             self.cp.add_hint(shift, 0)
-
-
-def _stay(held: int, kept: int, start: Any, b: Any, w: Any, literal: Any) -> Iterator[tuple[int, Any, Any, Any]]:
-    """``held`` until B ends, then ``kept`` until W ends."""
-    shared = min(held, kept)
-    yield shared, start, w, literal
-    yield held - shared, start, b, literal
-    yield kept - shared, b, w, literal

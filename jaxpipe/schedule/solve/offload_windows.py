@@ -15,7 +15,7 @@ from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel
+from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel, Tidy
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
 from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, nine_digits
 from jaxpipe.schedule.solve.task import SolveTask
@@ -128,8 +128,8 @@ class _Search:
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
         kind = self._kind()
-        tidy = self.random.random() < _TIDY
-        model = OffloadWindowModel(self.instance, starts, self._window(kind, starts), tidy=tidy)
+        tidy = self._tidy() if self.random.random() < _TIDY else None
+        model = OffloadWindowModel(self.instance, starts, self._window(kind, starts), tidy)
         seconds = min(_SECONDS[0] + self.stale / _PATIENCE, _SECONDS[1], budget.left)
         given = budget.spent
         times, done = model.solve(budget.parameters(seconds, self.seed + self.tried))
@@ -146,6 +146,11 @@ class _Search:
         except ScheduleError:
             return None
         return (schedule, timeline) if self.instance.fits(timeline) and self.instance.task.fits(timeline) else None
+
+    def _tidy(self) -> Tidy:
+        """What to prefer among equals: F late and B early hold less, anything else leads elsewhere."""
+        pick = self.random.choice
+        return {"F": pick((-1, 0, 1)), "B": pick((1, 2)), "W": pick((0, 1)), "away": pick((-2, 0, 2))}
 
     def _kind(self) -> str:
         if self.random.random() < _BY_MICROBATCH:

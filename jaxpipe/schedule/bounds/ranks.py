@@ -8,6 +8,7 @@ from math import floor, inf
 from jaxpipe.schedule.bounds.crossing import Run, meet
 from jaxpipe.schedule.bounds.memory import confine, releases
 from jaxpipe.schedule.bounds.resident import Confined, Resident
+from jaxpipe.schedule.bounds.together import together
 from jaxpipe.schedule.bounds.ways import Flow, Visit, Ways
 
 _TOP_RANKS = 1
@@ -21,6 +22,9 @@ def confine_ranks(ways: Ways, limits: Sequence[float] | None, offload: bool) -> 
     if limits is None:
         return [confine(stays, inf, offload) for stays in residents]
     bounds = [confine(stays, limit, offload) for stays, limit in zip(residents, limits, strict=True)]
+    if not offload:
+        turns = (together(stays, limit) for stays, limit in zip(residents, limits, strict=True))
+        bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
     if ways.placement.num_flows == 1 and ways.placement.num_stages == p > 1 and not offload:
         stage_of = {group[0]: s for s, group in enumerate(ways.flows[0].groups)}
         costly = sorted(range(p), key=lambda r: -_slowness(residents[r][0], limits[r]))

@@ -178,9 +178,10 @@ class _Race:
         if not order:
             return None
         number = order[self.windows // 4 % len(order)] if self.windows % 4 == 0 else order[0]
-        seconds = max(1.0, min(8.0, self.options.time_limit_s * 0.1))
         known = self.board.per_task[number]
-        kind = "offload-windows" if known is not None and count_offloads(known[1]) else "windows"
+        away = known is not None and count_offloads(known[1])
+        kind, longest_s, share = ("offload-windows", 20.0, 0.25) if away else ("windows", 8.0, 0.1)
+        seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         job = self._job(number, kind, seconds, start=self._start(number))
         return {**job, "seed": self.options.seed * 1_000_003 + self.windows}
 

@@ -359,13 +359,16 @@ def test_bad_input_is_one_clear_line(flags: list[str], words: str, tmp_path: Pat
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     flags = ["--ranks", "8", "--microbatches", "32", "--placement", "v", "--memory-limit", "3", "--time-limit", "300"]
+    as_from_a_terminal = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from jaxpipe.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpipe", "solve", *flags, "--json"],
+        [sys.executable, "-c", as_from_a_terminal, "solve", *flags, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "JAXPIPE_CACHE_DIR": str(tmp_path)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as from a terminal
     )
     assert process.stderr is not None
     process.stderr.readline()  # the first answer

@@ -150,7 +150,7 @@ class _Race:
             yield self._job(number, "families", total, names=[n for n in some if n not in slow[number]])
         for number, task in enumerate(self.tasks):
             if task.offload:
-                yield self._job(number, "offload", total)
+                yield self._job(number, "offload", total * 0.4)
         for number, some in enumerate(slow):
             for name in some:
                 yield self._job(number, "families", total, names=[name])

@@ -12,7 +12,6 @@ the objective in the unit of the costs. ``first_s``: when the first answer was t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -64,9 +63,8 @@ def case(
     f, b, w = COSTS[cost]
     placement = v_shape(p) if v == 2 else one_to_one(p)
     costs = CostProfile.uniform(
-        placement.num_stages, chunks=v, f=f, b=b, w=w, comm=comm * f, offload_time=k * (f + b + w)
+        placement.num_stages, chunks=v, f=f, b=b, w=w, comm=comm * f, offload_time=k * (f + b + w), host_mode="shared"
     )
-    costs = dataclasses.replace(costs, host=dataclasses.replace(costs.host, mode="shared"))
     row: dict[str, Any] = {"p": p, "m": m, "v": v, "costs": cost, "comm": comm, "k": k, "limit": limit}
     task = SolveTask(placement, m, costs, limit * p, k > 0, args.objective)
     try:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from paper_numbers import MODELS, TABLE_1_MEMORY, TABLE_4, Model  # noqa: E402
 
-from jaxpipe.schedule import FAMILIES, CostProfile, HostLink, Timeline, circular, generate, simulate  # noqa: E402
+from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate, simulate  # noqa: E402
 from jaxpipe.schedule.families.pipeoffload import po_rows  # noqa: E402
 from jaxpipe.schedule.passes import offload  # noqa: E402
 from jaxpipe.schedule.placement import one_to_one, v_shape  # noqa: E402
@@ -226,8 +225,8 @@ OPTPIPE_BASELINES = ("1f1b", "interleaved-1f1b", "zb-1p", "v-zb", "po-f")
 
 def _with_host(chunks: int, p: int, share: tuple[float, float, float]) -> CostProfile:
     f, b, w = share
-    costs = CostProfile.uniform(p * chunks, chunks=chunks, f=f, b=b, w=w, comm=0.05 * f, offload_time=f + b + w)
-    return replace(costs, host=HostLink(mode="shared"))
+    times = {"f": f, "b": b, "w": w, "comm": 0.05 * f, "offload_time": f + b + w}
+    return CostProfile.uniform(p * chunks, chunks=chunks, **times, host_mode="shared")
 
 
 def _within(name: str, p: int, m: int, limit: float, share: tuple[float, float, float]) -> float | None:

@@ -410,3 +410,26 @@ def test_workers_end_with_the_solver(tmp_path: Path) -> None:
 def children_of(pid: int) -> list[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(x) for x in text.split()]
+
+
+def test_limit_in_bytes_counts_workspace_and_cotangents() -> None:
+    """A limit in bytes holds for everything that lives while an action runs, not for residuals alone."""
+    costs = dataclasses.replace(
+        CostProfile.uniform(4),
+        temp_bytes=(("B", (0.5,) * 4), ("F", (0.25,) * 4)),
+        cotangent_bytes=(0.25,) * 4,
+        memory_limit_bytes=(3.5,) * 4,
+    )
+    task = SolveTask(one_to_one(4), 8, costs)
+    assert task.limits() == (3.5,) * 4
+    assert task.safe_limits() == (2.75,) * 4
+    solution = solve(task, Options(time_limit_s=4.0))
+    assert max(solution.timeline.peak_bytes) <= 3.5
+    assert max(simulate(solution.schedule, costs).peak_bytes) <= 3.5
+    assert solution.lower_bound <= solution.value
+
+
+def test_limit_in_bytes_of_two_flows_is_a_share_of_one() -> None:
+    """Where a rank runs a stage of each flow, a microbatch takes the share of its own flow."""
+    costs = dataclasses.replace(CostProfile.uniform(4), memory_limit_bytes=(3.0,) * 4)
+    assert SolveTask(bidirectional(4), 8, costs).limits() == (3.0,) * 4

@@ -9,16 +9,16 @@ import pytest
 from test_solve_offload import never, task_of, uniform, value_of
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
-from jaxpipe.schedule.solve.board import count_offloads
+from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.model import solve_exact
 from jaxpipe.schedule.solve.offload_list import offload_candidates
 from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel
-from jaxpipe.schedule.solve.offload_windows import offload_window_search, times_of
+from jaxpipe.schedule.solve.offload_windows import offload_window_search
 from jaxpipe.schedule.solve.rows import schedule_of
 from jaxpipe.schedule.solve.search import Budget
 from jaxpipe.schedule.solve.solver import bound_of
-from jaxpipe.schedule.solve.task import Objective, SolveTask
+from jaxpipe.schedule.solve.task import Objective, SolveTask, count_offloads
 
 
 def first_of(task: SolveTask, most: int = 4) -> Schedule:

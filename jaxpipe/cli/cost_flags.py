@@ -131,7 +131,7 @@ class CostChoice:
 
         if self.profile is None:
             f, b, w = self.cost
-            uniform = CostProfile.uniform(
+            return CostProfile.uniform(
                 placement.num_stages,
                 chunks=placement.num_chunks,
                 f=f,
@@ -140,9 +140,9 @@ class CostChoice:
                 comm=self.comm,
                 w_residual=self.w_residual,
                 offload_time=self.offload_time or 0.0,
+                host_mode=self.host_link or "duplex",
                 source="command line",
             )
-            return replace(uniform, host=replace(uniform.host, mode=self.host_link)) if self.host_link else uniform
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "

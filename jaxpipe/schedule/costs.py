@@ -181,6 +181,7 @@ class CostProfile:
         comm: float = 0.0,
         w_residual: float = 1.0,
         offload_time: float = 0.0,
+        host_mode: HostMode = "duplex",
         source: str = "uniform",
     ) -> CostProfile:
         """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
@@ -204,6 +205,7 @@ class CostProfile:
             offload_s=each(offload_time / 2),
             load_s=each(offload_time / 2),
             link=Link(latency_s=comm),
+            host=HostLink(mode=host_mode),
             source=source,
         )
 

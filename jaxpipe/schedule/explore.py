@@ -21,6 +21,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
@@ -49,7 +50,7 @@ class Candidate:
     def key(self, objective: Objective) -> tuple[float, float, float]:
         """What is minimised: the objective, the other of makespan and span, the peak."""
         times = (self.makespan, self.span) if objective == "makespan" else (self.span, self.makespan)
-        return (_nine_digits(times[0]), _nine_digits(times[1]), _nine_digits(self.peak))
+        return (nine_digits(times[0]), nine_digits(times[1]), nine_digits(self.peak))
 
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
@@ -115,7 +116,7 @@ class _Search:
     def _offload(self) -> None:
         """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
         came nearest to it, offloads that backward passes wait for."""
-        fast, near = self._key, (lambda c: (_nine_digits(c.peak), *self._key(c)))
+        fast, near = self._key, (lambda c: (nine_digits(c.peak), *self._key(c)))
         reached: dict[int, tuple[float, Candidate]] = {}
         for candidate in (*self._promising(fast, _FAST), *self._promising(near, _NEAR)):
             if id(candidate) in reached or not self._promises(candidate):
@@ -124,7 +125,7 @@ class _Search:
             reached[id(candidate)] = max(done.peak_after), candidate
             if max(done.peak_after) <= self.task.memory_limit * _SLACK:
                 self._keep(_offloaded(candidate, done))
-        for _, candidate in sorted(reached.values(), key=lambda x: (_nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
+        for _, candidate in sorted(reached.values(), key=lambda x: (nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
             if self._promises(candidate):
                 done = offload_pass(candidate.schedule, candidate.costs, memory_limit=self.task.memory_limit)
                 if done.limit_met:
@@ -211,7 +212,7 @@ class _Search:
             return False  # generating it says why
         makespan, span = self._bounds[placement]
         least = (makespan, span) if self.task.objective == "makespan" else (span, makespan)
-        return tuple(_nine_digits(x) for x in least) >= self._key(self.best)[:2]
+        return tuple(nine_digits(x) for x in least) >= self._key(self.best)[:2]
 
 
 def bounds_within(
@@ -227,7 +228,14 @@ def bounds_within(
     return makespan, span_lower_bound(placement, microbatches, costs, memory_limit=limit, offload=offload)
 
 
-def _cheap_first(families: Iterable[Family]) -> list[Family]:
+def explore(
+    task: Task, families: Iterable[Family], on_better: Callable[[Candidate], None] | None = None
+) -> Candidate | None:
+    """The best of these families and their parameters, or None; ``on_better`` is called with each that beats all before it."""
+    return _Search(task, on_better).run(families)
+
+
+def cheap_first(families: Iterable[Family]) -> list[Family]:
     """Fixed orders before those that search, those that search under a limit last."""
     return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
 
@@ -269,12 +277,10 @@ def best_schedule(
     return best_for(Task(ranks, microbatches, costs, memory_limit, chunks, group, offload, objective), families)
 
 
-def best_for(
-    task: Task, families: Iterable[str] | None = None, on_better: Callable[[Candidate], None] | None = None
-) -> Candidate:
-    """:func:`best_schedule` of a task; ``on_better`` is called with every candidate that beats all before it."""
-    chosen = _cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    best = _Search(task, on_better).run(chosen)
+def best_for(task: Task, families: Iterable[str] | None = None) -> Candidate:
+    """:func:`best_schedule` of a task."""
+    chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
+    best = explore(task, chosen)
     if best is None:
         raise ScheduleError(_nothing(chosen, task))
     return best
@@ -302,7 +308,3 @@ def make_or_none(setting: Setting, task: Task) -> Candidate | None:
         return make(setting, task)
     except ScheduleError:
         return None
-
-
-def _nine_digits(x: float) -> float:
-    return float(f"{x:.9g}")

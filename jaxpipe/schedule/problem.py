@@ -63,15 +63,10 @@ class Problem:
             )
         rank = tuple(group[0] for flow in placement.flows for group in flow)
         stages = [s for _ in placement.flows for s in range(n)]
-        share = [[0.0] * placement.num_ranks for _ in placement.flows]
-        for k, r in enumerate(rank):
-            share[k // n][r] += costs.residual_bytes[stages[k]]
+        share = shares(placement, costs)
 
         def units(num_bytes: Sequence[float]) -> tuple[float, ...]:
-            return tuple(
-                num_bytes[s] / share[k // n][rank[k]] if share[k // n][rank[k]] > 0 else 0.0
-                for k, s in enumerate(stages)
-            )
+            return tuple(num_bytes[s] / x if x > 0 else 0.0 for s, x in zip(stages, share, strict=True))
 
         def transfer(k: int, step: int) -> float:
             s = stages[k]
@@ -155,3 +150,12 @@ class Problem:
                     codes.append(self.code(ops[slot.op], replica, slot.microbatch))
             rows.append(codes)
         return rows
+
+
+def shares(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
+    """Per replica, its rank's share of one microbatch of its flow, in bytes of residuals; for stages on single ranks."""
+    total = [[0.0] * placement.num_ranks for _ in placement.flows]
+    for flow, groups in enumerate(placement.flows):
+        for s, group in enumerate(groups):
+            total[flow][group[0]] += costs.residual_bytes[s]
+    return tuple(total[flow][group[0]] for flow, groups in enumerate(placement.flows) for group in groups)

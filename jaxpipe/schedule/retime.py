@@ -193,10 +193,11 @@ def best_of(drafts: Iterable[Draft | None], anchor: Draft | None = None) -> Draf
 
 
 def _key(draft: Draft) -> tuple[float, float, float]:
-    return _nine_digits(draft.makespan), _nine_digits(draft.span), _nine_digits(draft.peak)
+    return nine_digits(draft.makespan), nine_digits(draft.span), nine_digits(draft.peak)
 
 
-def _nine_digits(x: float) -> float:
+def nine_digits(x: float) -> float:
+    """``x`` as it is compared: equal but for rounding is equal."""
     return float(f"{x:.9g}")
 
 

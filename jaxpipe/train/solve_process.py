@@ -16,9 +16,8 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
-import jaxpipe
+from jaxpipe.schedule.solve.crew import child_environment
 
 COMMAND = (sys.executable, "-m", "jaxpipe.train.solve_worker")
 _MAX_LINE = 1 << 26
@@ -30,8 +29,6 @@ class SolveProcess:
     """A running solver. Raises OSError if it can't be started."""
 
     def __init__(self, problem: str, command: Sequence[str] = COMMAND) -> None:
-        package = str(Path(jaxpipe.__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         try:
             self._process = subprocess.Popen(
@@ -39,7 +36,7 @@ class SolveProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": path},
+                env=child_environment(),
                 start_new_session=True,
             )
         except OSError:

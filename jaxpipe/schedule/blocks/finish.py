@@ -18,7 +18,7 @@ from typing import Literal
 
 from jaxpipe.schedule.blocks.reorder import AS_GIVEN, Phases, Reorderer, Rule
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.retime import Draft, nine_digits
 
 _ROUNDING = 1e-9
 _STARTS, _FEWEST = 2, 10
@@ -104,7 +104,7 @@ class Finisher:
 def merit(draft: Draft) -> tuple[float, float]:
     """Smaller is better: makespan plus longest span, then peak. Both count: the span where no rank waits for the others' last
     passes before it steps, the makespan otherwise."""
-    return float(f"{draft.makespan + draft.span:.9g}"), draft.peak
+    return nine_digits(draft.makespan + draft.span), draft.peak
 
 
 def affordable(problem: Problem, actions: int) -> int:

@@ -32,7 +32,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, peaks
+from jaxpipe.schedule.retime import Draft, nine_digits, peaks
 
 _BACKLOGS = (0, 1, 2, 4, 8, float("inf"))
 _FILLS = (1.0, 1.5, 2.0)
@@ -171,7 +171,7 @@ class _Search:
 
 
 def _shortness(draft: Draft) -> tuple[float, float, float]:
-    return float(f"{draft.makespan:.9g}"), float(f"{draft.span:.9g}"), draft.peak
+    return nine_digits(draft.makespan), nine_digits(draft.span), draft.peak
 
 
 ADA_OFFLOAD = Family(

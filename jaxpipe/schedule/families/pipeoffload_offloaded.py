@@ -22,7 +22,7 @@ from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.retime import Draft, nine_digits
 
 RULES = (
     Rule(lazy=False, w_gap=0.0),
@@ -101,7 +101,7 @@ def _shorter(problem: Problem) -> Iterator[CodeRows]:
 
 def _shortness(draft: Draft) -> tuple[float, float]:
     """Makespan and longest span at nine digits, to compare by."""
-    return float(f"{draft.makespan:.9g}"), float(f"{draft.span:.9g}")
+    return nine_digits(draft.makespan), nine_digits(draft.span)
 
 
 def _family(name: str, function: Callable[..., Schedule], description: str) -> Family:

@@ -42,7 +42,7 @@ from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, order_
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import B, CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.retime import Draft, Retimer, nine_digits
 
 _ROUNDING = 1e-9
 _NARROW, _WIDE, _MORE, _LONG = 120, 24, 8, 8
@@ -95,7 +95,9 @@ def best_adaptive_draft(problem: Problem, limit: float, enough: tuple[float, flo
     blocks = _Blocks(short.problem, problem.num_microbatches, limit)
     laid = _laid(blocks, short, full)
     found += [x.draft for x in laid]
-    anchor = min((x.draft for x in laid if x.narrow), key=lambda d: (_nine(d.span), _nine(d.makespan)), default=None)
+    anchor = min(
+        (x.draft for x in laid if x.narrow), key=lambda d: (nine_digits(d.span), nine_digits(d.makespan)), default=None
+    )
     starts = [x.start for x in sorted(laid, key=lambda x: merit(x.draft))[:_FINISHED]]
     starts += _screened(blocks, short, full)
     for start in starts:
@@ -115,10 +117,6 @@ def _one_microbatch(problem: Problem) -> float:
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
     """Whether makespan and span are no longer than these."""
     return draft.makespan <= enough[0] * (1 + _ROUNDING) and draft.span <= enough[1] * (1 + _ROUNDING)
-
-
-def _nine(x: float) -> float:
-    return float(f"{x:.9g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +209,9 @@ def _promising(found: Sequence[_Laid], short: Finisher, full: Finisher, limit: f
             break
         for longer in _longer([laid.draft], short, more, limit):
             a_microbatch_s = (longer.span - laid.draft.span) / _MORE
-            about.append((_nine(longer.span + (missing - _MORE) * a_microbatch_s), _nine(longer.makespan), k))
+            about.append(
+                (nine_digits(longer.span + (missing - _MORE) * a_microbatch_s), nine_digits(longer.makespan), k)
+            )
     return [found[k] for *_, k in nsmallest(_LONG, about)]
 
 

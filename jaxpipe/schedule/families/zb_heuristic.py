@@ -34,7 +34,7 @@ from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, Retimer, best_of
+from jaxpipe.schedule.retime import Draft, Retimer, best_of, nine_digits
 
 _POLICIES_AT_ANY_SIZE, _MORE_POLICIES = 12, 28
 _ACTIONS_FOR_MORE = 10_000
@@ -132,7 +132,7 @@ def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Dr
 def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
     """The shortest span of the heuristic's choices, the first of equals."""
     drafts = [draft for rows in round_rows(retimer.problem, limit) if (draft := retimer.draft(rows)) is not None]
-    return min(drafts, key=lambda d: float(f"{d.span:.9g}"), default=None)
+    return min(drafts, key=lambda d: nine_digits(d.span), default=None)
 
 
 def _drafts(retimer: Retimer, bounded: Bounded, peak: float) -> Iterator[Draft]:

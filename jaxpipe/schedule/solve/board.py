@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.retime import Draft, nine_digits
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.search import nine_digits
-from jaxpipe.schedule.solve.task import OnProgress, Progress, Solution, SolveTask
+from jaxpipe.schedule.solve.task import OnProgress, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.timeline import Timeline
 
 _SLACK = 1 + 1e-9
@@ -70,7 +69,7 @@ class Board:
             return False
         peak = max(timeline.peak_activations, default=0.0)
         figures = (timeline.makespan, timeline.max_span, peak, moved)
-        seconds = figures[1] if task.objective == "span" else figures[0]
+        seconds = task.seconds(timeline)
         if source.startswith("family") and (self.family is None or seconds < self.family[1]):
             self.family = (source.removeprefix("family "), seconds)
         return self._offer(number, schedule, figures, source, timeline)
@@ -132,7 +131,7 @@ class Board:
         if self._timeline is None:
             check_schedule(self.schedule)
             self._timeline = simulate(self.schedule, task.costs)
-        seconds = self._timeline.max_span if task.objective == "span" else self._timeline.makespan
+        seconds = task.seconds(self._timeline)
         solved = self.solved or seconds <= self.lower_bound * _SLACK
         return Solution(
             task=task,
@@ -147,8 +146,3 @@ class Board:
             family=self.family,
             failures=tuple(failures),
         )
-
-
-def count_offloads(schedule: Schedule) -> int:
-    """How many (stage, microbatch) pairs are copied to the host."""
-    return sum(a.op == "O" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))

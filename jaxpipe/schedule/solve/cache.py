@@ -28,9 +28,9 @@ from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.files import write_atomically
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.cache_entry import CacheEntry, format_entry, merit, objective_value, offloads, parse_entry
+from jaxpipe.schedule.solve.cache_entry import CacheEntry, format_entry, merit, parse_entry
 from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
-from jaxpipe.schedule.solve.task import Options, Solution, SolveTask
+from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.timeline import Timeline
 
 VARIABLE = "JAXPIPE_CACHE_DIR"
@@ -171,9 +171,9 @@ class ScheduleCache:
         except ScheduleError as error:
             self._tell(f"ignored {path}", error)
             return None
-        if not task.fits(timeline) or (offloads(schedule) and not task.offload):
+        if not task.fits(timeline) or (count_offloads(schedule) and not task.offload):
             return None
-        value = objective_value(task, timeline)
+        value = task.seconds(timeline)
         bound = entry.lower_bound if entry.exact == exact_digest(task) else None
         if bound is not None and bound > value * _SLACK:
             self._tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")
@@ -193,7 +193,7 @@ class ScheduleCache:
                 new,
                 value=hit.value,
                 peaks=hit.timeline.peak_activations,
-                offloaded=offloads(hit.schedule),
+                offloaded=count_offloads(hit.schedule),
                 schedule_json=old.schedule_json,
             )
         if hit.lower_bound is None:

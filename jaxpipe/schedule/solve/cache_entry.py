@@ -27,10 +27,11 @@ from typing import Any, NoReturn
 from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import json_form
-from jaxpipe.schedule.ir import Schedule, op_spec
+from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
-from jaxpipe.schedule.solve.task import Options, Solution, SolveTask
+from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads, gap_of
 from jaxpipe.schedule.timeline import Timeline
 
 VERSION = 1
@@ -84,7 +85,7 @@ class CacheEntry:
             value=solution.value,
             lower_bound=solution.lower_bound,
             peaks=solution.timeline.peak_activations,
-            offloaded=offloads(solution.schedule),
+            offloaded=count_offloads(solution.schedule),
             wall_s=solution.wall_s,
             time_limit_s=options.time_limit_s if options is not None else None,
             stored=datetime.now(UTC).replace(microsecond=0),
@@ -106,7 +107,7 @@ class CacheEntry:
     @property
     def gap(self) -> float | None:
         """How far ``value`` may be from the optimum, as a fraction of the bound; None without a bound."""
-        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound > 0 else None
+        return gap_of(self.value, self.lower_bound) if self.lower_bound > 0 else None
 
     @property
     def merit(self) -> Merit:
@@ -123,21 +124,11 @@ class CacheEntry:
 
 def merit(task: SolveTask, schedule: Schedule, timeline: Timeline) -> Merit:
     """The merit that an entry with this answer would have."""
-    return _merit(objective_value(task, timeline), timeline.peak_activations, offloads(schedule))
-
-
-def objective_value(task: SolveTask, timeline: Timeline) -> float:
-    """Seconds of what ``task`` minimises."""
-    return timeline.max_span if task.objective == "span" else timeline.makespan
-
-
-def offloads(schedule: Schedule) -> int:
-    """How many copies to the host a schedule makes."""
-    return sum(op_spec(a.op).lane == "d2h" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+    return _merit(task.seconds(timeline), timeline.peak_activations, count_offloads(schedule))
 
 
 def _merit(value: float, peaks: tuple[float, ...], offloaded: int) -> Merit:
-    return float(f"{value:.9g}"), float(f"{max(peaks, default=0.0):.9g}"), offloaded
+    return nine_digits(value), nine_digits(max(peaks, default=0.0)), offloaded
 
 
 # As a file.

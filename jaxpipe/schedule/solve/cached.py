@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.solver import solve_any
-from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask
+from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 
 _SLACK = 1 + 1e-9
 
@@ -44,7 +44,7 @@ def _answer(task: SolveTask, hit: CacheHit) -> Solution | None:
     """A hit that is proven optimal for this very problem."""
     if hit.lower_bound is None or hit.value > hit.lower_bound * _SLACK or task.objective == "lexicographic":
         return None
-    offloaded = sum(a.op == "O" for rank in range(hit.schedule.num_ranks) for a in hit.schedule.actions(rank))
+    offloaded = count_offloads(hit.schedule)
     progress = Progress(0.0, hit.value, hit.lower_bound, "cache")
     return Solution(
         task, hit.schedule, hit.timeline, hit.lower_bound, "optimal", 0.0, 0.0, (progress,), offloaded, None

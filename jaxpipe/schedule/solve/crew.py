@@ -32,7 +32,7 @@ class _Member:
         self.alive = True
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker"],
-            env=_environment(),
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -67,7 +67,7 @@ class _Member:
                     pipe.close()
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, with this very package first on the path: the caller may have found it in another way than by installing it."""
     package = str(Path(__file__).resolve().parents[3])
     path = os.environ.get("PYTHONPATH")

@@ -21,6 +21,7 @@ from math import ceil, floor
 from typing import Any
 
 from jaxpipe.schedule.problem import B, F, Problem, W
+from jaxpipe.schedule.solve.cp_sat import LITE, run
 
 _FINEST = 24  # cells that the mean pass takes at most
 _ROUNDING = 1e-9
@@ -240,16 +241,9 @@ class CycleModel:
 
     def solve(self, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
         """A cycle, or None; and whether it is proven that there is none (on this grid, with lives this long)."""
-        from ortools.sat.python import cp_model
-
-        solver = cp_model.CpSolver()
-        solver.parameters.symmetry_level = 0
-        solver.parameters.cp_model_probing_level = 0
-        for name, value in budget.items():
-            setattr(solver.parameters, name, value)
-        status = solver.solve(self.model)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, status == cp_model.INFEASIBLE
+        solver, found, done = run(self.model, LITE, budget)
+        if not found:
+            return None, done
         start = {key: solver.value(x) for key, x in self.start.items()}
         return Cycle(self.period, self.g, start), False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.rows import Starts
+from jaxpipe.schedule.timeline import Timeline
 
 
 def starts_of(instance: Instance, schedule: Schedule) -> Starts | None:
@@ -23,27 +25,38 @@ def starts_of(instance: Instance, schedule: Schedule) -> Starts | None:
         return None
     split = replace(schedule, rows=tuple(_split(instance, row) for row in schedule.rows))
     timeline = simulate(split, task.costs)
-    if not instance.fits(timeline):
+    if not task.fits(timeline):
         return None
+    found = times_of(instance, timeline)
+    if found is None or any(not instance.may_leave[k] for k, _ in found.away):
+        return None
+    starts = replace(found, start={**found.start, **_idle(instance, found.start)})
+    return starts if _in_order(instance, starts) else None
+
+
+def times_of(instance: Instance, timeline: Timeline) -> Starts | None:
+    """The times of a simulated schedule in ticks; None if it has ops or slots that the model lacks.
+
+    A full backward that saves no time is taken apart: B, and W right behind it.
+    """
     start: dict[Key, int] = {}
     fused: set[tuple[int, int]] = set()
     for event in timeline.events:
-        if event.lane == "send" or event.action.actions[0].op == "S":
+        action = event.action
+        if event.lane == "send" or action.actions[0].op == "S":
             continue
-        if not isinstance(event.action, Action) or event.action.op not in ("F", "B", "W", "BW", "O", "L"):
+        if not isinstance(action, Action) or action.op not in ("F", "B", "W", "BW", "O", "L"):
             return None
-        k, i = _replica(instance, event.action), event.action.microbatch
+        k, i = _replica(instance, action), action.microbatch
         at = instance.ticks.of(event.start_s)
-        if event.action.op == "BW":
+        if action.op != "BW":
+            start[action.op, k, i] = at
+            continue
+        length = "BW" if instance.may_fuse[k] else "B"
+        start["B", k, i], start["W", k, i] = at, at + instance.duration[length][k]
+        if instance.may_fuse[k]:
             fused.add((k, i))
-            start["B", k, i], start["W", k, i] = at, at + instance.duration["BW"][k]
-        else:
-            start[event.action.op, k, i] = at
-    away = frozenset((k, i) for op, k, i in start if op == "O")
-    if any(not instance.may_leave[k] for k, _ in away):
-        return None
-    starts = Starts({**start, **_idle(instance, start)}, away, frozenset(fused))
-    return starts if _in_order(instance, starts) else None
+    return Starts(start, frozenset((k, i) for op, k, i in start if op == "O"), frozenset(fused))
 
 
 def _split(instance: Instance, row: tuple[Slot, ...]) -> tuple[Slot, ...]:
@@ -61,7 +74,7 @@ def _replica(instance: Instance, action: Action) -> int:
     return action.microbatch % flows * instance.num_stages + action.stage
 
 
-def _idle(instance: Instance, start: dict[Key, int]) -> dict[Key, int]:
+def _idle(instance: Instance, start: Mapping[Key, int]) -> dict[Key, int]:
     """Where O and L of microbatches that stay stand: at the end of the one before."""
     idle: dict[Key, int] = {}
     for k in (k for k in range(instance.problem.num_replicas) if instance.may_leave[k]):

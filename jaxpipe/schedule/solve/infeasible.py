@@ -25,7 +25,7 @@ def explain(tasks: Sequence[SolveTask]) -> str:
     task = tasks[0]
     found = [smallest_limits(replace(t, memory_limit=float("inf"))) for t in tasks]
     stays, away = min(x for x, _ in found), min(x for _, x in found)
-    limit = min(task.limits())
+    limit = min(task.safe_limits())
     asked = f"{task.placement.num_ranks} ranks and {task.num_microbatches} microbatches"
     offload = "with offload" if task.offload else "without offload"
     return (

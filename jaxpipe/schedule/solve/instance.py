@@ -15,12 +15,10 @@ from math import inf
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.memory import static_bytes
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import Problem, shares
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import FINE, MemoryUnits, Ticks, memory_units, time_grid
-from jaxpipe.schedule.timeline import Timeline
 
-_SLACK = 1 + 1e-9
 OPS = ("F", "B", "W", "BW", "O", "L")
 
 
@@ -191,17 +189,6 @@ class Instance:
             total += sum(self.duration[op]) if op != "BW" else 0
         return total * self.task.num_microbatches + 1
 
-    def objective_of(self, timeline: Timeline) -> float:
-        """Seconds of what the task minimises."""
-        return timeline.max_span if self.task.objective == "span" else timeline.makespan
-
-    def fits(self, timeline: Timeline) -> bool:
-        """Whether a timeline keeps the task's limits, in activations and in bytes, workspace included."""
-        if any(peak > self.task.memory_limit * _SLACK for peak in timeline.peak_activations):
-            return False
-        allowed = self.task.costs.memory_limit_bytes or (inf,) * timeline.num_ranks
-        return all(peak <= x * _SLACK for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
-
 
 def _ledgers(task: SolveTask, problem: Problem, stages: list[int]) -> Iterator[Ledger]:
     """The limits that could be felt; with the lexicographic objective all, since peaks are minimised."""
@@ -246,7 +233,5 @@ def _amounts(task: SolveTask, problem: Problem, stages: list[int], k: int, activ
     sizes = [costs.residual_bytes[s] - leaves, leaves, costs.w_residual_bytes[s]]
     if not activations:
         return [*sizes, costs.cotangent_bytes[s], *(values[s] for _, values in costs.temp_bytes)]
-    flow = k // problem.placement.num_stages
-    mine = (q for q in problem.replicas_of(problem.rank[k]) if q // problem.placement.num_stages == flow)
-    share = sum(costs.residual_bytes[stages[q]] for q in mine)
+    share = shares(task.placement, costs)[k]
     return [x / share if share > 0 else 0.0 for x in sizes]

@@ -1,7 +1,8 @@
 """What the solver and its worker processes tell each other: one JSON object a line.
 
 A worker is given tasks once and then jobs, which name a task by number; it answers with orders, bounds, and at last ``done``.
-Orders travel as rows of text slots, which is short and needs no trust: whoever receives one checks and simulates it.
+Schedules travel in their JSON form (:mod:`~jaxpipe.schedule.json_form`), which needs no trust: whoever receives one checks and
+simulates it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.json_form import from_costs, from_placement, from_schedule, to_costs, to_placement, to_schedule
+from jaxpipe.schedule.json_form import from_costs, from_placement, to_costs, to_placement
 from jaxpipe.schedule.solve.task import SolveTask
 
 Json = dict[str, Any]
@@ -47,17 +47,3 @@ def task_in(data: Json) -> SolveTask:
 def line(message: Json) -> bytes:
     """One message as it goes through a pipe."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-def schedule_out(schedule: Schedule) -> Json:
-    """A schedule as JSON values."""
-    return dict(to_schedule(schedule))
-
-
-def schedule_in(data: Json) -> Schedule:
-    """The schedule that :func:`schedule_out` wrote.
-
-    Raises:
-        ScheduleParseError: it is damaged.
-    """
-    return from_schedule(data)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import Problem, shares
 from jaxpipe.schedule.solve.task import SolveTask
 
 OPS = ("F", "B", "W", "BW", "O", "L", "S")
@@ -68,14 +68,11 @@ class Shop:
         costs = task.costs
         self.count = [len(problem.microbatches(k)) for k in range(n)]
         self.mine = [problem.replicas_of(r) for r in range(problem.num_ranks)]
-        share = [[0.0] * problem.num_ranks for _ in range(task.placement.num_flows)]
-        for k in range(n):
-            share[k // stages][problem.rank[k]] += costs.residual_bytes[k % stages]
-        units = [1 / x if (x := share[k // stages][problem.rank[k]]) > 0 else 0.0 for k in range(n)]
+        units = [1 / x if x > 0 else 0.0 for x in shares(task.placement, costs)]
         self.held = [round(costs.residual_bytes[k % stages] * units[k] * GRID) for k in range(n)]
         self.kept = [round(costs.w_residual_bytes[k % stages] * units[k] * GRID) for k in range(n)]
         self.leaves = [round(costs.offloadable_bytes[k % stages] * units[k] * GRID) for k in range(n)]
-        self.room = [floor(x * (1 + 1e-9) * GRID) if x < inf else 1 << 200 for x in task.limits()]
+        self.room = [floor(x * (1 + 1e-9) * GRID) if x < inf else 1 << 200 for x in task.safe_limits()]
         self.out_s = [costs.offload_s[k % stages] for k in range(n)]
         self.back_s = [costs.load_s[k % stages] for k in range(n)]
         self.shared = costs.host.mode == "shared"

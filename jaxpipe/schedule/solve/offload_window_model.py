@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.offload_window_memory import add_memory
 from jaxpipe.schedule.solve.rows import Starts
 
-_LITE = {"symmetry_level": 0, "cp_model_probing_level": 0}
 _FAR = 1 << 40
 Pair = tuple[int, int]
 Tidy = Mapping[str, int]
@@ -306,21 +306,16 @@ class OffloadWindowModel:
 
     def solve(self, parameters: dict[str, Any]) -> tuple[Starts | None, bool]:
         """Proposed times, None if nothing was found; and whether the window was searched to its end."""
-        from ortools.sat.python import cp_model
-
         self._hint()
-        solver: Any = cp_model.CpSolver()
-        for name, value in {**_LITE, **parameters}.items():
-            setattr(solver.parameters, name, value)
-        status = solver.solve(self.cp)
+        solver, found, done = run(self.cp, LITE, parameters)
         self.spent = solver.response_proto.deterministic_time
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, bool(status == cp_model.INFEASIBLE)
+        if not found:
+            return None, done
         staying = {pair for pair, here in self.toggles.items() if not solver.value(here)}
         away = (self.starts.away | set(self.toggles)) - staying
         start = {key: solver.value(self.at_of(key)) for key in (*self.now, *self.at)}
         start = {key: t for key, t in start.items() if key[0] not in "OL" or key[1:] in away}
-        return Starts(start, away, self.starts.fused), bool(status == cp_model.OPTIMAL)
+        return Starts(start, away, self.starts.fused), done
 
     def _hint(self) -> None:
         """Everything where it is."""

@@ -11,13 +11,14 @@ import random
 from collections.abc import Iterator
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.formulation import Key
+from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel, Tidy
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
-from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, nine_digits
+from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, some_neighbours, some_stretch
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import COARSE
 from jaxpipe.schedule.timeline import Timeline
@@ -45,34 +46,8 @@ def offload_window_search(
     """
     instance = Instance.of(task, COARSE)
     timeline = simulate(start, task.costs)
-    if instance.fits(timeline) and task.fits(timeline):
+    if task.fits(timeline):
         yield from _Search(instance, seed).run(timeline, bound_s, budget)
-
-
-def times_of(instance: Instance, timeline: Timeline) -> Starts | None:
-    """The times of a simulated schedule in ticks; None if it has ops or slots that the model lacks.
-
-    A full backward that saves no time is taken apart: B, and W right behind it.
-    """
-    start: dict[Key, int] = {}
-    fused: set[tuple[int, int]] = set()
-    for event in timeline.events:
-        action = event.action
-        if event.lane == "send" or action.actions[0].op == "S":
-            continue
-        if not isinstance(action, Action) or action.op not in ("F", "B", "W", "BW", "O", "L"):
-            return None
-        i = action.microbatch
-        k = i % instance.problem.placement.num_flows * instance.num_stages + action.stage
-        at = instance.ticks.of(event.start_s)
-        if action.op != "BW":
-            start[action.op, k, i] = at
-            continue
-        length = "BW" if instance.may_fuse[k] else "B"
-        start["B", k, i], start["W", k, i] = at, at + instance.duration[length][k]
-        if instance.may_fuse[k]:
-            fused.add((k, i))
-    return Starts(start, frozenset((k, i) for op, k, i in start if op == "O"), frozenset(fused))
 
 
 class _Search:
@@ -145,7 +120,7 @@ class _Search:
             schedule, timeline = schedule_of(self.instance, starts, "solved")
         except ScheduleError:
             return None
-        return (schedule, timeline) if self.instance.fits(timeline) and self.instance.task.fits(timeline) else None
+        return (schedule, timeline) if self.instance.task.fits(timeline) else None
 
     def _tidy(self) -> Tidy:
         """What to prefer among equals: F late and B early hold less, anything else leads elsewhere."""
@@ -163,21 +138,14 @@ class _Search:
         rng, p = self.random, self.instance.problem.num_ranks
         ranks = range(p)
         if kind == "ranks":
-            count = rng.randint(max(2, p // 4), max(3, p // 2))
-            first = rng.randint(0, p - count)
-            ranks = range(first, first + count)
+            ranks = some_neighbours(rng, p)
         times = sorted(
             t for (op, k, _), t in starts.start.items() if op in "FBW" and self.instance.problem.rank[k] in ranks
         )
         want = int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1)
-        want = min(len(times), want)
-        last = len(times) - want
-        place = rng.random()
-        at = 0 if place < _EDGE else last if place < 2 * _EDGE else rng.randint(0, last)
-        end = times[at + want] if at + want < len(times) else times[-1] + 1
-        end = max(end, times[at] + 1)
-        chosen = self._chosen(starts, times[at], end) if kind == "microbatches" else None
-        return OffloadWindow(times[at], end, frozenset(ranks), chosen)
+        begin, end = some_stretch(rng, times, want, _EDGE)
+        chosen = self._chosen(starts, begin, end) if kind == "microbatches" else None
+        return OffloadWindow(begin, end, frozenset(ranks), chosen)
 
     def _chosen(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.solve.cp_sat import WHOLE_RESERVOIRS, configure
 from jaxpipe.schedule.solve.formulation import Cuts, Formulation
 from jaxpipe.schedule.solve.hints import starts_of
 from jaxpipe.schedule.solve.instance import Instance
@@ -212,11 +213,7 @@ class Search:
         parameters.random_seed = self.seed
         parameters.num_workers = self.workers
         if form == "reservoir":
-            # Expanded into pairs of events, no answer was found in time where this is solved. Kept whole, OR-Tools 9.15's local
-            # search by violations does not see them and hands out answers that break them; so it is left out.
-            parameters.expand_reservoir_constraints = False
-            parameters.use_feasibility_jump = False
-            parameters.num_violation_ls = 0
+            configure(solver, WHOLE_RESERVOIRS)
         if self.deterministic:
             parameters.max_deterministic_time = max(self.left_s, 0.01)
             parameters.interleave_search = self.workers > 1
@@ -251,8 +248,8 @@ class Search:
     def _take(self, starts: Starts, cost: int, phase: _Phase) -> tuple[Schedule, Timeline, float] | None:
         """The schedule of an answer, if it keeps the limits and is better (or refines)."""
         schedule, timeline = schedule_of(self.instance, starts, "cp-sat")
-        value = self.instance.objective_of(timeline)
-        if not self.instance.fits(timeline):
+        value = self.instance.task.seconds(timeline)
+        if not self.instance.task.fits(timeline):
             return None
         allowed = self.value * (_SLACK if self.instance.ticks.exact else 1 + 1e-4)
         if self.best is not None and (value > allowed if phase.aim != "time" else value >= self.value):

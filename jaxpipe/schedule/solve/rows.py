@@ -54,7 +54,7 @@ def schedule_of(instance: Instance, starts: Starts, name: str) -> tuple[Schedule
     syncs: set[tuple[int, int]] = set()
     for _ in range(_ROUNDS):
         schedule, timeline = _simulated(instance, name, lanes, syncs)
-        if instance.fits(timeline):
+        if instance.task.fits(timeline):
             return schedule, timeline
         more = {pair for lane in lanes for pair in lane.missing(timeline, syncs)}
         if not more:

@@ -11,11 +11,11 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpipe.schedule.blocks.finish import Finisher
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, Retimer, peaks
+from jaxpipe.schedule.retime import Draft, Retimer, nine_digits, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
 
@@ -24,6 +24,8 @@ DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the dev
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _RECIPES = 20
 _TIDY = 0.3  # of windows
+_EDGE = 0.15  # of windows are at the start, and as many at the end
+T = TypeVar("T", int, float)
 
 
 @dataclass(slots=True)
@@ -78,11 +80,6 @@ class Target:
 
     def reached(self, draft: Draft) -> bool:
         return self.value(draft) <= self.bound * _SLACK
-
-
-def nine_digits(x: float) -> float:
-    """Equal but for rounding is equal."""
-    return float(f"{x:.9g}")
 
 
 def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
@@ -174,13 +171,25 @@ class WindowSearch:
         rng, p = self.random, self.problem.num_ranks
         ranks = range(p)
         if p > 4 and rng.random() < 0.5:
-            count = rng.randint(max(2, p // 4), max(3, p // 2))
-            first = rng.randint(0, p - count)
-            ranks = range(first, first + count)
+            ranks = some_neighbours(rng, p)
         order = sorted(starts[code] for rank in ranks for code in rows[rank])
-        want = min(len(order), int(self.size * rng.uniform(0.7, 1.2)))
-        last = len(order) - want
-        place = rng.random()
-        at = 0 if place < 0.15 else last if place < 0.3 else rng.randint(0, last)
-        end = order[at + want] if at + want < len(order) else order[-1] + 1
-        return Window(order[at], max(end, order[at] + 1), frozenset(ranks))
+        begin, end = some_stretch(rng, order, int(self.size * rng.uniform(0.7, 1.2)), _EDGE)
+        return Window(begin, end, frozenset(ranks))
+
+
+def some_neighbours(rng: random.Random, num_ranks: int) -> range:
+    """A quarter to a half of the ranks, one beside the other."""
+    count = rng.randint(max(2, num_ranks // 4), max(3, num_ranks // 2))
+    first = rng.randint(0, num_ranks - count)
+    return range(first, first + count)
+
+
+def some_stretch(rng: random.Random, starts: Sequence[T], want: int, edge: float) -> tuple[T, T]:
+    """Begin and end of a stretch of about ``want`` of ``starts`` (ascending ticks): with probability ``edge`` the first of
+    them, with ``edge`` the last."""
+    want = min(len(starts), want)
+    last = len(starts) - want
+    place = rng.random()
+    at = 0 if place < edge else last if place < 2 * edge else rng.randint(0, last)
+    end = starts[at + want] if at + want < len(starts) else starts[-1] + 1
+    return starts[at], max(end, starts[at] + 1)

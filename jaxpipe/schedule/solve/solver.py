@@ -19,15 +19,15 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
-from jaxpipe.schedule.solve import messages
-from jaxpipe.schedule.solve.board import Board, count_offloads
+from jaxpipe.schedule.solve.board import Board
 from jaxpipe.schedule.solve.crew import Crew
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.leaner import TIME_SHARE, leaner
-from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask
+from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.solve.worker import families_of
 
 _SLACK = 1 + 1e-9
@@ -115,7 +115,7 @@ class _Race:
         for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
             if self.board.bounds[number] == float("inf"):
                 continue
-            size = group_size(problem, task.limits())
+            size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
                 draft = Retimer(problem).draft(rows)
@@ -166,7 +166,7 @@ class _Race:
 
     def _start(self, number: int) -> dict[str, Any] | None:
         known = self.board.per_task[number]
-        return None if known is None else messages.schedule_out(known[1])
+        return None if known is None else to_schedule(known[1])
 
     def _window(self) -> dict[str, Any] | None:
         """The next window job: mostly on the best schedule, now and then on the best of another placement."""
@@ -199,7 +199,7 @@ class _Race:
         if "bound" in answer:
             self.board.prove(answer["task"], answer["bound"], answer["source"])
         if "schedule" in answer:
-            self.board.offer(answer["task"], messages.schedule_in(answer["schedule"]), answer["source"])
+            self.board.offer(answer["task"], from_schedule(answer["schedule"]), answer["source"])
 
     # -- the two ways of running them ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.ir import Schedule, op_spec
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
@@ -35,23 +35,58 @@ class SolveTask:
     objective: Objective = "makespan"
 
     def limits(self) -> tuple[float, ...]:
-        """Per rank, the activations allowed at once, in units of its share of one microbatch."""
+        """Per rank, what no schedule of the task exceeds: activations in units of the rank's share of one microbatch."""
+        return self._limits(min, (0.0,) * self.placement.num_ranks)
+
+    def safe_limits(self) -> tuple[float, ...]:
+        """Per rank, activations that fit whatever runs: as :meth:`limits`, less the largest workspace of an action and the
+        cotangents that a B adds while it runs."""
+        costs, temp = self.costs, dict(self.costs.temp_bytes)
+        nothing = (0.0,) * costs.num_stages
+        passes = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
+        extra = [max(values[s] for values in passes) for s in range(costs.num_stages)]
+        placement = self.placement
+        return self._limits(max, [max(extra[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks)])
+
+    def _limits(self, share_of: Callable[[list[float]], float], taken: Sequence[float]) -> tuple[float, ...]:
         limits = [self.memory_limit] * self.placement.num_ranks
         if self.costs.memory_limit_bytes:
             static = static_bytes(self.placement, self.costs)
             for rank, allowed in enumerate(self.costs.memory_limit_bytes):
-                share = sum(self.costs.residual_bytes[s] for s in self.placement.stages_of(rank))
+                share = share_of(_shares(self.placement, self.costs, rank))
                 if share > 0:
-                    limits[rank] = min(limits[rank], (allowed - static[rank]) / share)
+                    limits[rank] = min(limits[rank], (allowed - static[rank] - taken[rank]) / share)
         return tuple(limits)
 
+    def seconds(self, timeline: Timeline) -> float:
+        """Seconds of what is minimised: the makespan, or the longest span."""
+        return timeline.max_span if self.objective == "span" else timeline.makespan
+
     def fits_peak(self, peak: float) -> bool:
-        """Whether a schedule that holds no more than ``peak`` on any rank keeps to the limits."""
-        return peak <= min(self.limits()) * _SLACK
+        """Whether a schedule that holds no more than ``peak`` activations on any rank keeps to the limits for sure."""
+        return peak <= min(self.safe_limits()) * _SLACK
 
     def fits(self, timeline: Timeline) -> bool:
-        """Whether a timeline keeps to the limits."""
-        return all(a <= x * _SLACK for a, x in zip(timeline.peak_activations, self.limits(), strict=True))
+        """Whether a timeline keeps to the limits: in activations, and in bytes with workspace where the costs limit them."""
+        if any(peak > self.memory_limit * _SLACK for peak in timeline.peak_activations):
+            return False
+        allowed = self.costs.memory_limit_bytes or (float("inf"),) * timeline.num_ranks
+        return all(peak <= x * _SLACK for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
+
+
+def _shares(placement: Placement, costs: CostProfile, rank: int) -> list[float]:
+    """Bytes of residuals that ``rank`` holds for a microbatch, flow by flow."""
+    return [sum(costs.residual_bytes[s] for s, group in enumerate(flow) if rank in group) for flow in placement.flows]
+
+
+def gap_of(value: float, lower_bound: float) -> float:
+    """How far a value may be from the optimum, as a fraction of the bound; 0 without a bound."""
+    return max(0.0, value / lower_bound - 1) if lower_bound > 0 else 0.0
+
+
+def count_offloads(schedule: Schedule) -> int:
+    """How many (stage, microbatch) pairs are copied to the host."""
+    return sum(op_spec(a.op).lane == "d2h" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +118,7 @@ class Progress:
     @property
     def gap(self) -> float:
         """How far the value may be from the optimum, as a fraction of the bound."""
-        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
+        return gap_of(self.value, self.lower_bound)
 
 
 OnProgress = Callable[[Progress, Schedule | None], None]
@@ -115,10 +150,10 @@ class Solution:
 
     @property
     def value(self) -> float:
-        """Seconds of what was minimised: the makespan, or the longest span."""
-        return self.timeline.max_span if self.task.objective == "span" else self.timeline.makespan
+        """Seconds of what was minimised."""
+        return self.task.seconds(self.timeline)
 
     @property
     def gap(self) -> float:
         """How far ``value`` may be from the optimum, as a fraction of the bound."""
-        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
+        return gap_of(self.value, self.lower_bound)

@@ -14,22 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
 from jaxpipe.schedule.retime import Retimer
+from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.schedule.solve.ticks import common_step
 
 _TICKS, _FINEST = 128, 1024  # per mean pass
 _UNITS = 1 << 20  # per rank's share of a microbatch
-_LITE = {
-    "symmetry_level": 0,
-    "cp_model_probing_level": 0,
-    "expand_reservoir_constraints": False,
-    "use_feasibility_jump": False,  # it does not see reservoirs that are kept whole (OR-Tools 9.15)
-    "num_violation_ls": 0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,9 @@ class Frame:
             up_s=whole(problem.up_s),
         )
         self.retimer = Retimer(self.ticked)
+        passes = (*self.ticked.f_s, *self.ticked.b_s, *self.ticked.w_s, *self.ticked.bw_s)
+        # until a pass's result is there, at most
+        self.longest = max(passes) + max(*self.ticked.down_s, *self.ticked.up_s)
         self.size = [int(x) for name in ("f_s", "b_s", "w_s", "bw_s") for x in getattr(self.ticked, name)]
         most = problem.num_microbatches + 1.0
         self.limits = [int(min(x, most) * _UNITS * (1 + 1e-9)) for x in limits]
@@ -151,7 +148,7 @@ class WindowModel:
         """Every wait that touches the window, or leads from before it to after it."""
         inside, after = self.inside, self.after
         for before, middle, _ in self.rows:
-            for code in (*before, *middle):
+            for code in (*self._reaching(before), *middle):
                 for then, lag in self._followers(code):
                     if code in inside or then in inside or then in after:
                         self.model.add(self._begins(then) >= self._begins(code) + lag)
@@ -163,6 +160,11 @@ class WindowModel:
                 if key in last:
                     self.model.add(self.at[code] >= self.at[last[key]] + self._size(last[key]))
                 last[key] = code
+
+    def _reaching(self, before: Sequence[int]) -> list[int]:
+        """Those before the window whose results may come after its begin; for all others nothing inside has to wait."""
+        last = self.begin - self.frame.longest
+        return list(takewhile(lambda code: self.starts[code] > last, reversed(before)))
 
     def _followers(self, code: int) -> list[tuple[int, int]]:
         """(pass, ticks after the start of ``code``) that wait for ``code`` and are in the order."""
@@ -245,19 +247,14 @@ class WindowModel:
 
     def solve(self, budget: dict[str, Any]) -> tuple[list[list[int]] | None, bool]:
         """Proposed rows, None if nothing was found; and whether the window was searched to its end."""
-        from ortools.sat.python import cp_model
-
         for code, at in self.at.items():
             self.model.add_hint(at, self._start(code))
         self.model.add_hint(self.shift, 0)
-        solver = cp_model.CpSolver()
-        for name, value in {**_LITE, **budget}.items():
-            setattr(solver.parameters, name, value)
-        status = solver.solve(self.model)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, status == cp_model.INFEASIBLE
+        solver, found, done = run(self.model, LITE, WHOLE_RESERVOIRS, budget)
+        if not found:
+            return None, done
         rows = []
         for before, middle, late in self.rows:
             placed = sorted(middle, key=lambda code: (solver.value(self.at[code]), code))
             rows.append([*before, *placed, *late])
-        return rows, bool(status == cp_model.OPTIMAL)
+        return rows, done

@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.schedule.explore import Candidate, best_for
+from jaxpipe.schedule.explore import Candidate, cheap_first, explore
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import drafted
@@ -76,7 +77,7 @@ class Worker:
     def _tell(self, job: Job, schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
         answer: dict[str, Any] = {"job": job["job"], "task": job["task"], "source": source}
         if schedule is not None:
-            answer["schedule"] = messages.schedule_out(schedule)
+            answer["schedule"] = to_schedule(schedule)
         if bound > 0:
             answer["bound"] = bound
         self.send(answer)
@@ -88,7 +89,7 @@ class Worker:
 
 def _families(task: SolveTask, job: Job, tell: Tell) -> None:
     """Every family of the task's placement among ``names``, each that beats those before it."""
-    limits = task.limits()
+    limits = task.safe_limits()
     asked = Task(
         task.placement.num_ranks,
         task.num_microbatches,
@@ -103,16 +104,14 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
             tell(candidate.schedule, f"family {candidate.setting}")
 
     for name in job["names"]:
-        with contextlib.suppress(JaxpipeError):  # it does not fit these sizes, costs or this limit
-            best_for(asked, [name], keep)
+        with contextlib.suppress(JaxpipeError):
+            explore(asked, [FAMILIES[name]], keep)
 
 
 def families_of(task: SolveTask) -> list[str]:
     """The families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
-    fitting = [f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task)]
-    fitting.sort(key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
-    return [f.name for f in fitting]
+    return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
 
 
 def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:
@@ -123,7 +122,7 @@ def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: Sol
 
 
 def _target(task: SolveTask, job: Job) -> Target:
-    return Target(task.limits(), task.objective == "span", float(job["bound"]))
+    return Target(task.safe_limits(), task.objective == "span", float(job["bound"]))
 
 
 def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
@@ -138,29 +137,20 @@ def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
 
 def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
-    start = drafted(problem, without_offloads(messages.schedule_in(job["start"])))
+    start = drafted(problem, without_offloads(from_schedule(job["start"])))
     if start is None:
         return
-    target, budget, last = _target(task, job), Budget(job["seconds"], job["reproducible"]), None
-    for draft in WindowSearch(problem, target, job["seed"]).run(start, budget):
-        last = draft
-        if not job["reproducible"]:
-            tell(problem.schedule("solved", draft.rows), "window")
-    if last is not None and job["reproducible"]:
-        tell(problem.schedule("solved", last.rows), "window")
+    search, budget = WindowSearch(problem, _target(task, job), job["seed"]), Budget(job["seconds"], job["reproducible"])
+    for draft in search.run(start, budget):
+        tell(problem.schedule("solved", draft.rows), "window")
 
 
 def _offload_windows(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.offload_windows import offload_window_search
 
-    start, last = messages.schedule_in(job["start"]), None
-    budget = Budget(job["seconds"], job["reproducible"])
+    start, budget = from_schedule(job["start"]), Budget(job["seconds"], job["reproducible"])
     for schedule in offload_window_search(task, start, float(job["bound"]), budget, job["seed"]):
-        last = schedule
-        if not job["reproducible"]:
-            tell(schedule, "window with offload")
-    if last is not None and job["reproducible"]:
-        tell(last, "window with offload")
+        tell(schedule, "window with offload")
 
 
 def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
@@ -168,7 +158,7 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.formulation import Cuts
     from jaxpipe.schedule.solve.model import solve_exact
 
-    start = messages.schedule_in(job["start"]) if job.get("start") else None
+    start = from_schedule(job["start"]) if job.get("start") else None
     seconds = job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0)
     for cuts in (Cuts(), Cuts(order=False)):
         result = solve_exact(

@@ -174,6 +174,18 @@ def prepare(config: TrainConfig) -> Prepared:
 def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done."""
+    config = prepared.config
+    pipeline = compile_pipeline(prepared, devices, progress)
+    with device_errors("setting up"):
+        progress("timing each stage alone")
+        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
+        pipeline.warm_up()
+    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+
+
+def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
+    """Trace and split the stages, each compiled when it first runs; costs are FLOP counts."""
     config, schedule = prepared.config, prepared.schedule
     progress(prepared.dataset.describe())
     progress(f"{prepared.plan}")
@@ -189,12 +201,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             recompute=config.pipeline.recompute,
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
-        pipeline = with_replannable_start(config, pipeline)
-        progress("timing each stage alone")
-        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
-        pipeline.warm_up()
-    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
-    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+        return with_replannable_start(config, pipeline)
 
 
 def within_memory_limit(

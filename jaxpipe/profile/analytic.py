@@ -1,0 +1,64 @@
+"""Costs from shapes alone: FLOPs of the jaxprs over a rate, exact bytes. No device needed, good enough to choose an order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpipe.schedule import CostProfile, HostLink, Link
+from jaxpipe.stage.functions import StageFunctions
+
+DEFAULT_FLOPS_PER_S = 1e11
+OPS = ("F", "B", "W", "BW")
+"""The functions of a stage that a schedule runs."""
+
+
+def analytic_profile(
+    stages: Sequence[StageFunctions], *, flops_per_s: float = DEFAULT_FLOPS_PER_S, link: Link | None = None
+) -> CostProfile:
+    """Costs from FLOP counts: seconds = FLOPs / ``flops_per_s`` (at least a microsecond, for functions without matmuls)."""
+    seconds = {op: tuple(max(1e-6, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in OPS}
+    return with_bytes(stages, seconds, link=link, source=f"analytic, {flops_per_s:.3g} FLOP/s")
+
+
+def with_bytes(
+    stages: Sequence[StageFunctions],
+    seconds: Mapping[str, tuple[float, ...]],
+    *,
+    source: str,
+    link: Link | None = None,
+    host: HostLink | None = None,
+    **more: Any,
+) -> CostProfile:
+    """A profile of these ``seconds`` (by op, an entry a stage) and the bytes that the stages know. ``more``: further fields."""
+
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(float(getattr(s, name)) for s in stages)
+
+    return CostProfile(
+        f_s=seconds["F"],
+        b_s=seconds["B"],
+        w_s=seconds["W"],
+        bw_s=seconds["BW"],
+        residual_bytes=each("residual_bytes"),
+        w_residual_bytes=each("w_residual_bytes"),
+        cotangent_bytes=each("cotangent_bytes"),
+        offloadable_bytes=tuple(float(offloadable_bytes(s)) for s in stages),
+        boundary_bytes=each("boundary_bytes"),
+        param_bytes=each("param_bytes"),
+        link=link if link is not None else Link(),
+        host=host if host is not None else HostLink(),
+        source=source,
+        **more,
+    )
+
+
+def offloadable_bytes(stage: StageFunctions) -> int:
+    """What O moves to the host, per microbatch and device: what F saves; the stage's input stays."""
+    known: int | None = getattr(stage, "offloadable_bytes", None)
+    if known is not None:
+        return known
+    f = stage.functions["F"]
+    return sum(
+        int(a.size * a.dtype.itemsize) for port, a in zip(f.outputs, f.avals_out, strict=True) if port.kind == "res"
+    )

@@ -180,17 +180,9 @@ class _RankLowering:
             self.present.update(values)
 
     def _sent_values(self, sender: Action) -> tuple[Value, ...]:
-        """What a send of ``sender`` carries: the values of its y or dx ports that the neighbour's functions read."""
-        function = self.stages[sender.stage].functions[sender.op]
-        sent = []
-        for port, aval in zip(function.outputs, function.avals_out, strict=True):
-            if port.kind in ("y", "dx"):
-                value = self._output(port, sender)
-                assert value is not None
-                if _is_read(self.stages[value.stage], value):
-                    sent.append(value)
-                    self.value_bytes[value] = _nbytes(aval)
-        return tuple(sent)
+        carried = message(self.stages, sender)
+        self.value_bytes.update({value: _nbytes(aval) for value, aval in carried})
+        return tuple(value for value, _ in carried)
 
     def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
         boundary = [v for p, v in zip(function.outputs, outputs, strict=True) if p.kind in ("y", "dx")]
@@ -209,6 +201,19 @@ class _RankLowering:
             if port.kind == "res"
         )
         self.steps.append(Step(kind, action, residuals, ()))
+
+
+def message(stages: Sequence[StageFunctions], sender: Action) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
+    """What a send of ``sender`` carries, in order: its y or dx that the neighbour's functions read (named as the neighbour
+    names them), with their shapes."""
+    function = stages[sender.stage].functions[sender.op]
+    kinds: Mapping[str, tuple[Literal["x", "dy"], int]] = {"y": ("x", sender.stage + 1), "dx": ("dy", sender.stage - 1)}
+    found = [
+        (Value(*kinds[port.kind], sender.microbatch, port.index), aval)
+        for port, aval in zip(function.outputs, function.avals_out, strict=True)
+        if port.kind in kinds
+    ]
+    return tuple((value, aval) for value, aval in found if _is_read(stages[value.stage], value))
 
 
 def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -27,6 +27,15 @@ from jaxpipe.schedule import Action, Event
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 Bank = list[Any]
+
+
+class Observer(Protocol):
+    """Is told around each instruction (by its position in the rank's program): ``after`` when its results are there and
+    nothing has been dropped yet. What it raises ends the step."""
+
+    def before(self, rank: int, at: int) -> None: ...
+
+    def after(self, rank: int, at: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,7 @@ class Executor:
         shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
+        observer: looks on; costs nothing where there is none.
     """
 
     def __init__(
@@ -118,12 +128,19 @@ class Executor:
         shardings: Sequence[jax.sharding.NamedSharding],
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
-        numbers = _message_numbers(self._programs if all_programs is None else all_programs)
+        numbers = message_numbers(self._programs if all_programs is None else all_programs)
         self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
+        if observer is not None:
+            visited = [(k, at) for k, at in order if not isinstance(self._programs[k].instructions[at], Free)]
+            self._code = [
+                linked._replace(run=_observed(linked.run, observer, linked.rank, at))
+                for linked, (_, at) in zip(self._code, visited, strict=True)
+            ]
         self._num_ranks = len(shardings)
 
     @property
@@ -238,7 +255,8 @@ class Executor:
 def _run_error(rank: int, action: Action, error: Exception) -> RunError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return RunError(
-        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}"
+        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}",
+        str(action),
     )
 
 
@@ -285,7 +303,18 @@ def _link(
     return code
 
 
-def _message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
+def _observed(run: Callable[..., Any], observer: Observer, rank: int, at: int) -> Callable[..., Any]:
+    def observed(*arguments: Any) -> Any:
+        observer.before(rank, at)
+        results = run(*arguments)
+        observer.after(rank, at)
+        return results
+
+    return observed
+
+
+def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
+    """The number of each message ``(src, dst, producing action)`` that ``programs`` send or receive."""
     messages = {
         (p.rank, i.dst, i.action) if isinstance(i, Send) else (i.src, p.rank, i.action)
         for p in programs

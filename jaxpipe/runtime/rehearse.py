@@ -1,0 +1,243 @@
+"""One rank's real program alone on one device: does it fit, and how long does each action take?
+
+A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
+gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.runtime.stand_ins`).
+Kernels, buffers, copies to the host and dispatch are the real ones; waiting for neighbours is what is missing, so the step
+time is the rank's own work. :func:`rehearsed_costs` turns reports of some or all ranks into a cost profile, and the simulator
+turns that into the step time of the whole cluster.
+
+*Memory.* On a CPU, bytes of live buffers at every instruction, results there and nothing dropped yet; workspace does not
+show. On a GPU, the peak that the device's allocator reports, workspace included; it never falls in a process, so ranks are
+best rehearsed from the smallest to the largest, and a peak that an earlier one hides is replaced by the most seen between
+instructions, and marked as inexact.
+
+*Time.* Steps without the recorder give the step time and the host's cost, steps with it the time of each action: medians over
+all microbatches and steps, the first step discarded. Not modelled: contention of several ranks for one host link, and
+collectives inside a rank (one device a rank).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.profile import Timing, time_function
+from jaxpipe.program.accounting import Kind, RankMemory, account
+from jaxpipe.program.ir import Program, Run
+from jaxpipe.program.order import issue_order
+from jaxpipe.runtime.device_memory import Watch, meter_of, out_of_memory
+from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
+from jaxpipe.runtime.rehearsed import OPS, MemoryCheck, RankReport, copy_reports, seconds_of, slowdown
+from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
+from jaxpipe.schedule import Action, Event, Timeline
+from jaxpipe.stage.footprint import device_bytes, footprint
+
+GPU_ALIGN = 256
+"""Bytes to which XLA's GPU allocator rounds."""
+
+
+class Rehearsal:
+    """One rank, ready to run.
+
+    Args:
+        pipeline: built with the same device for every rank.
+        rank: the one to rehearse.
+        vocab_size: integers of the stand-in batch are below it.
+        resident: arrays that a training step keeps on the rank beside what its functions use (master parameters, optimizer
+            state), by the kind the accounting gives them.
+        memory_limit_bytes: a smaller device than the real one: an instruction that needs more than this raises.
+
+    Raises:
+        ConfigError: no such rank, or ranks on several devices.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rank: int,
+        *,
+        vocab_size: int | None = None,
+        resident: Mapping[Kind, Sequence[jax.ShapeDtypeStruct]] | None = None,
+        memory_limit_bytes: float | None = None,
+    ) -> None:
+        self.pipeline, self.rank = pipeline, rank
+        ranks = pipeline.schedule.num_ranks
+        if not 0 <= rank < ranks:
+            raise ConfigError(
+                f"there is no rank {rank}: schedule {pipeline.schedule.name!r} has ranks 0 to {ranks - 1}"
+            )
+        devices = {d for mesh in pipeline.submeshes for d in mesh.devices.flat}
+        if len(devices) != 1:
+            raise ConfigError(
+                f"a rehearsal runs on one device, and this pipeline's ranks are on {len(devices)}: build it with the same "
+                "device for every rank, and one device a rank (dp · tp = 1)"
+            )
+        (self.device,) = devices
+        self.program: Program = pipeline.programs[rank]
+        self.functions = {at: f for at, f in pipeline.functions.items() if at[0] == rank}
+        self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
+        self._resident = dict(resident or {})
+        self._limit = memory_limit_bytes
+        self._timeline = pipeline.predicted_timeline()
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the accounting, without compiling anything: no workspace."""
+        return self.predicted(footprints=False).peak_bytes
+
+    def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
+        """What the accounting says this rank's program holds."""
+        align = 1 if self.device.platform == "cpu" else GPU_ALIGN
+        report = account(
+            [self.program],
+            issue_order([self.program], self._timeline),
+            self.functions,
+            num_microbatches=self.pipeline.schedule.num_microbatches,
+            resident={self.rank: {kind: sum(device_bytes(a, align) for a in r) for kind, r in self._resident.items()}},
+            timeline=timeline,
+            footprint_of=footprint if footprints else None,
+            align=align,
+        )
+        return report.ranks[0]
+
+    def run(
+        self, *, steps: int = 5, complete: bool = True, progress: Callable[[str], None] | None = None
+    ) -> RankReport:
+        """Run ``steps`` timed steps without and with the recorder, after one that compiles and watches the memory.
+
+        Args:
+            steps: at least 1.
+            complete: also time, alone, the functions of the rank's stages that its program does not call, so that the costs
+                serve other schedules.
+            progress: called with a line per phase.
+
+        Raises:
+            RunError: an instruction failed; out of memory, it says which one and what it wanted.
+        """
+        tell = progress if progress is not None else lambda text: None
+        tell(f"rank {self.rank}: compiling")
+        used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
+        footprints = {at: footprint(f) for at, f in used.items()}
+        gc.collect()
+        watch = Watch(self.program, self.functions, meter := meter_of(self.device), self._limit)
+        tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        host: list[float] = []
+        walls: list[float] = []
+        events: list[Sequence[Event]] = []
+        try:
+            inputs, kept = self._placed()
+            watch.look()
+            out = _finished(self._executor(watch).run(inputs))
+            measured, exact = meter.peak(watch.most)
+            executor = self._executor(None)
+            for n in range(2 * steps):
+                inputs = replace(inputs, acc=out.acc)
+                began = time.perf_counter()
+                out = _finished(executor.run(inputs, record=n >= steps))
+                if n < steps:
+                    walls.append(time.perf_counter() - began)
+                    host += out.instruction_s
+                else:
+                    events.append(out.events)
+        except Exception as error:
+            explained = self._explained(error, watch)
+            if explained is None:
+                raise
+            raise explained from error
+        del out, inputs, kept
+        predicted = self.predicted(timeline=None if meter.source == "live buffers" else self._with_times(events[-1]))
+        timings = seconds_of(events)
+        return RankReport(
+            rank=self.rank,
+            num_ranks=self.pipeline.schedule.num_ranks,
+            schedule=self.pipeline.schedule.name,
+            stages=tuple(sorted(s for _, s in self.functions)),
+            num_instructions=executor.num_instructions,
+            device=self.device.device_kind,
+            timings=timings,
+            alone=self._time_the_rest(timings, steps, tell) if complete else {},
+            step=Timing.of(walls),
+            host_us=statistics.median(host) * 1e6,
+            memory=MemoryCheck(
+                predicted,
+                predicted.live_peak_bytes if meter.source == "live buffers" else predicted.peak_bytes,
+                measured,
+                meter.source,
+                exact,
+            ),
+            copies=copy_reports(self.program, events),
+            slowdown=slowdown(events),
+            footprints=footprints,
+            events=tuple(events[-1]),
+        )
+
+    def _computes(self) -> set[Action]:
+        return {i.action for i in self.program.instructions if isinstance(i, Run)}
+
+    def _executor(self, observer: Watch | None) -> Executor:
+        pipe = self.pipeline
+        return Executor(
+            [self.program],
+            issue_order([self.program], self._timeline),
+            pipe.functions,
+            [batch_sharded(m) for m in pipe.submeshes],
+            StandIns(self.program, pipe.programs, pipe.stages),
+            all_programs=pipe.programs,
+            observer=observer,
+        )
+
+    def _placed(self) -> tuple[StepInputs, Any]:
+        """What a step starts from, and what else a training step keeps on the device."""
+        m = self.pipeline.schedule.num_microbatches
+        params, acc, data = {}, {}, {}
+        for at, f in self.functions.items():
+            params[at] = maker(f.param_avals, PARAMETER)() if f.param_avals else []
+            acc[at] = self.pipeline.zeros(at)
+            if made := batches(f, m, self._vocab):
+                data[at] = made
+        keys: dict[int, Sequence[jax.Array]] = {}
+        if any(f.uses_key for f in self.functions.values()):
+            home = self.pipeline.submeshes[self.rank]
+            keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0), m), replicated(home))
+        kept = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
+        inputs = StepInputs(params, acc, data, keys)
+        jax.block_until_ready((params, acc, data, keys, kept))
+        return inputs, kept
+
+    def _with_times(self, events: Sequence[Event]) -> Timeline:
+        """On a GPU a buffer on its way to the host stays until the copy ends; the measured times say when that was."""
+        return replace(self._timeline, events=tuple(events))
+
+    def _time_the_rest(
+        self, known: Mapping[tuple[str, int], Timing], repeats: int, tell: Callable[[str], None]
+    ) -> dict[tuple[str, int], Timing]:
+        found = {}
+        for (_, s), stage in sorted(self.functions.items()):
+            for op in OPS:
+                if (op, s) not in known and op in stage.functions:
+                    tell(f"rank {self.rank}: {op} of stage {s} alone (its program does not run it)")
+                    found[(op, s)] = time_function(stage.functions[op], repeats)
+        return found
+
+    def _explained(self, error: Exception, watch: Watch) -> RunError | None:
+        """An error that means that memory ran out, as one line; None for any other."""
+        stats = self.device.memory_stats() or {}
+        limit = self._limit if self._limit is not None else stats.get("bytes_limit")
+        kinds: tuple[Kind, ...] = ("parameters", "gradients", "masters", "optimizer", "data")
+        placed = self.predicted(footprints=False).peaks
+        return out_of_memory(error, watch, self.program, self.functions, sum(placed.get(k, 0) for k in kinds), limit)
+
+
+def _finished(out: StepOutputs) -> StepOutputs:
+    out.wait()
+    jax.block_until_ready((dict(out.acc), list(out.losses)))
+    return out

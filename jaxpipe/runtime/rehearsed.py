@@ -1,0 +1,225 @@
+"""What a rehearsal told, and the costs that follow from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe.profile import Timing
+from jaxpipe.program.accounting import RankMemory
+from jaxpipe.program.ir import Offload, Program, Reload
+from jaxpipe.runtime.device_memory import Source
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
+from jaxpipe.stage.footprint import Footprint
+from jaxpipe.stage.functions import StageFunctions
+
+OPS = ("F", "B", "W", "BW")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """Bytes on the device. ``predicted``: what the accounting says, its peak broken down by kind; ``predicted_bytes`` is the
+    figure to compare ``measured_bytes`` with: with workspace where the allocator was asked (``memory statistics``), without
+    where buffers were counted (``live buffers``). ``exact``: false if an earlier peak of this process hid the real one, and
+    ``measured_bytes`` is the most seen between instructions."""
+
+    predicted: RankMemory
+    predicted_bytes: int
+    measured_bytes: int
+    source: Source
+    exact: bool
+
+    @property
+    def ratio(self) -> float:
+        """Predicted ÷ measured."""
+        return self.predicted_bytes / self.measured_bytes if self.measured_bytes else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Copies to the host (``d2h``) or back (``h2d``): ``count`` and ``bytes`` a step, seconds of one, and the fraction of their
+    time in which the rank computed."""
+
+    lane: str
+    count: int
+    bytes: int
+    timing: Timing
+    hidden: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth reached."""
+        return self.bytes / self.count / self.timing.median_s if self.timing.median_s > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What rehearsing one rank told.
+
+    ``timings`` by (op, stage), actions of the program; ``alone``: of functions that it does not run, each timed on its own.
+    ``step``: the rank's program without waiting for anybody. ``host_us``: median host time of one instruction. ``slowdown``:
+    compute time while copying ÷ without, median over functions that did both, or None. ``footprints``: XLA's own figures.
+    """
+
+    rank: int
+    num_ranks: int
+    schedule: str
+    stages: tuple[int, ...]
+    num_instructions: int
+    device: str
+    timings: Mapping[tuple[str, int], Timing]
+    alone: Mapping[tuple[str, int], Timing]
+    step: Timing
+    host_us: float
+    memory: MemoryCheck
+    copies: tuple[CopyReport, ...]
+    slowdown: float | None
+    footprints: Mapping[tuple[str, int], Footprint]
+    events: tuple[Event, ...]
+
+    def seconds(self, op: str, stage: int) -> float | None:
+        """Median seconds of an op of one of the rank's stages, in the program or alone; None if it was not timed."""
+        known = self.timings.get((op, stage)) or self.alone.get((op, stage))
+        return known.median_s if known is not None else None
+
+
+def seconds_of(steps: Sequence[Sequence[Event]]) -> dict[tuple[str, int], Timing]:
+    """Seconds of each (op, stage) over all microbatches and steps."""
+    samples: dict[tuple[str, int], list[float]] = {}
+    for events in steps:
+        for e in events:
+            for action in e.action.actions:
+                samples.setdefault((action.op, action.stage), []).append(e.end_s - e.start_s)
+    return {at: Timing.of(values) for at, values in samples.items()}
+
+
+def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[CopyReport, ...]:
+    """Copies out and in over some recorded steps of ``program``."""
+    found = []
+    for lane, kind in (("d2h", Offload), ("h2d", Reload)):
+        copies = [(span, k) for k, events in enumerate(steps) for span in _spans(events, lane)]
+        if not copies:
+            continue
+        moved = sum(
+            sum(written)
+            for i, written in zip(program.instructions, program.written_bytes, strict=True)
+            if isinstance(i, kind)
+        )
+        compute = [_spans(events, "compute") for events in steps]
+        lengths = [b - a for (a, b), _ in copies]
+        hidden = sum(_shared(span, compute[k]) for span, k in copies)
+        total = sum(lengths)
+        found.append(
+            CopyReport(lane, len(copies) // len(steps), moved, Timing.of(lengths), hidden / total if total > 0 else 1.0)
+        )
+    return tuple(found)
+
+
+def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
+    """Seconds of a function while copies are under way for more than half of it ÷ seconds with none: the median over (op,
+    stage) of the ratio of medians; None where no function ran both ways."""
+    groups: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+    for events in steps:
+        copies = _merged([*_spans(events, "d2h"), *_spans(events, "h2d")])
+        for e in events:
+            length = e.end_s - e.start_s
+            if e.lane != "compute" or length <= 0:
+                continue
+            shared = _shared((e.start_s, e.end_s), copies) / length
+            for action in e.action.actions:
+                during, without = groups.setdefault((action.op, action.stage), ([], []))
+                if shared > 0.5:
+                    during.append(length)
+                elif shared == 0:
+                    without.append(length)
+    ratios = [statistics.median(a) / statistics.median(b) for a, b in groups.values() if a and b]
+    return statistics.median(ratios) if ratios else None
+
+
+Span = tuple[float, float]
+
+
+def _spans(events: Sequence[Event], lane: str) -> list[Span]:
+    """When ``lane`` was busy; a sync only waits, so it does not count as compute."""
+    chosen = [e for e in events if e.lane == lane and not all(op_spec(a.op).is_sync for a in e.action.actions)]
+    return sorted((e.start_s, e.end_s) for e in chosen)
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _shared(span: Span, others: Sequence[Span]) -> float:
+    """Seconds of ``span`` that lie in one of ``others``, which do not overlap each other."""
+    return sum(max(0.0, min(span[1], b) - max(span[0], a)) for a, b in others)
+
+
+def rehearsed_costs(
+    pipeline: Pipeline,
+    reports: Sequence[RankReport],
+    *,
+    link: Link | None = None,
+    host: HostLink | None = None,
+) -> CostProfile:
+    """The measured cost profile of the ranks in ``reports``.
+
+    A stage that no report timed gets the seconds that its FLOPs take at the rate of the stages that were (per op). Copies to
+    the host take what they took in the program; a stage that offloads nothing gets what ``host`` says. ``link``: between any
+    two ranks; free by default. Workspace (``temp_bytes``) is known only if every stage was timed.
+    """
+    stages = pipeline.stages
+    seconds = {op: _filled(op, stages, reports) for op in OPS}
+    known = {s for r in reports for s in r.stages}
+    base = pipeline.costs
+    temp = []
+    for op in OPS:
+        found = {s: f.temp_bytes for r in reports for (o, s), f in r.footprints.items() if o == op}
+        if len(found) == len(stages):
+            temp.append((op, tuple(float(found[s]) for s in range(len(stages)))))
+    names = ", ".join(str(r.rank) for r in reports)
+    source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"
+    if len(known) < len(stages):
+        source += "; other stages from FLOPs at the measured rate"
+    costs = replace(
+        base,
+        f_s=seconds["F"],
+        b_s=seconds["B"],
+        w_s=seconds["W"],
+        bw_s=seconds["BW"],
+        temp_bytes=tuple(temp),
+        offload_s=(),
+        load_s=(),
+        link=link if link is not None else base.link,
+        host=host if host is not None else base.host,
+        source=source,
+    )
+    moves = {op: [_median(reports, op, s) for s in range(len(stages))] for op in ("O", "L")}
+    return replace(
+        costs,
+        offload_s=tuple(c if m is None else m for m, c in zip(moves["O"], costs.offload_s, strict=True)),
+        load_s=tuple(c if m is None else m for m, c in zip(moves["L"], costs.load_s, strict=True)),
+    )
+
+
+def _filled(op: str, stages: Sequence[StageFunctions], reports: Sequence[RankReport]) -> tuple[float, ...]:
+    measured = [_median(reports, op, s) for s in range(len(stages))]
+    if None not in measured:
+        return tuple(float(x) for x in measured if x is not None)
+    known = [(stages[s].flops.get(op, 0), x) for s, x in enumerate(measured) if x is not None]
+    flops, total = sum(f for f, _ in known), sum(x for _, x in known)
+    mean = total / len(known) if known else 0.0
+    rate = total / flops if flops else 0.0
+    return tuple(x if x is not None else (stages[s].flops.get(op, 0) * rate or mean) for s, x in enumerate(measured))
+
+
+def _median(reports: Sequence[RankReport], op: str, stage: int) -> float | None:
+    found = [x for r in reports if (x := r.seconds(op, stage)) is not None]
+    return statistics.median(found) if found else None

@@ -27,6 +27,7 @@ from jaxpipe.schedule import Action, Event
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 Bank = list[Any]
+Probe = Callable[[int, Sequence[jax.Array]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ class Executor:
         shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
+
+    ``sequence``: (rank, index in its program) of each instruction that the loop visits, in order of dispatch.
     """
 
     def __init__(
@@ -125,6 +128,9 @@ class Executor:
         numbers = _message_numbers(self._programs if all_programs is None else all_programs)
         self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
         self._num_ranks = len(shardings)
+        self.sequence = tuple(
+            (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
+        )
 
     @property
     def num_instructions(self) -> int:
@@ -136,8 +142,9 @@ class Executor:
         """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
         return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
 
-    def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
-        """Run one step. Returns without waiting unless ``record``.
+    def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
+        """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
+        instruction of :attr:`sequence` has put its results into slots, before it drops anything.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
@@ -145,8 +152,8 @@ class Executor:
         self._bind(inputs)
         try:
             if record:
-                return self._run_recorded(inputs)
-            tokens, stamps = self._dispatch(None)
+                return self._run_recorded(inputs, probe)
+            tokens, stamps = self._dispatch(None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
@@ -155,17 +162,19 @@ class Executor:
             for bank in self._banks:
                 bank[:] = [None] * len(bank)
 
-    def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
+    def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens, stamps = self._dispatch(recorder)
+            tokens, stamps = self._dispatch(recorder, probe)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(self, recorder: Recorder | None) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+    def _dispatch(
+        self, recorder: Recorder | None, probe: Probe | None
+    ) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens, stamps = [], []
@@ -185,6 +194,8 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
+                if probe is not None:
+                    probe(at, results)
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and results:

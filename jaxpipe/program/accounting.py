@@ -53,6 +53,7 @@ _KIND_OF_PORT: Mapping[str, Kind] = {
     "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
 }  # fmt: skip
 _KEY_BYTES = 8
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +390,15 @@ class _Walk:
         buffer.slots -= 1
         if buffer.slots == 0:
             self.held[k].add(buffer.kind, -buffer.bytes)
+
+
+def batch_bytes(stage: StageFunctions, num_microbatches: int) -> int:
+    """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
+    and keys, losses, and a scalar per action (F, B and W; one less with BW)."""
+    data = total_device_bytes(list(_data_avals(stage))) + (_KEY_BYTES if stage.uses_key else 0)
+    forward = stage.functions["F"]
+    losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]
+    return num_microbatches * (data + total_device_bytes(losses) + 3 * _TOKEN_BYTES)
 
 
 def _placed(

@@ -110,7 +110,7 @@ class Executor:
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
 
-    ``sequence``: (rank, index in its program) of each instruction that the loop visits, in order of dispatch.
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class Executor:
         numbers = _message_numbers(self._programs if all_programs is None else all_programs)
         self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
         self._num_ranks = len(shardings)
+        self.order = tuple(order)
         self.sequence = tuple(
             (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
         )
@@ -180,7 +181,7 @@ class Executor:
         tokens, stamps = [], []
         clock = time.perf_counter
         try:
-            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
                 stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))

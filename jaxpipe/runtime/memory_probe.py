@@ -143,7 +143,7 @@ class _Counter:
             return known[1]
         on_host = array.sharding.memory_kind in HOST_KINDS
         if len(array.sharding.device_set) == 1:
-            (device,) = array.sharding.device_set
+            device: jax.Device = next(iter(array.sharding.device_set))
             found: tuple[Any, ...] = (((device.id, on_host, array.unsafe_buffer_pointer()), array.nbytes),)
         else:
             found = tuple(

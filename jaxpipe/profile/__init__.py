@@ -11,6 +11,7 @@ from jaxpipe.profile.measured import (
     time_function,
     with_measured_times,
 )
+from jaxpipe.profile.memory import with_memory
 from jaxpipe.profile.timing import Timing
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "median_seconds",
     "time_function",
     "with_measured_times",
+    "with_memory",
 ]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
+from jaxpipe.profile.memory import OPS, offloadable_bytes, with_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.footprint import Footprint
+from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 DEFAULT_FLOPS_PER_S = 1e11
-OPS = ("F", "B", "W", "BW")
-"""The functions of a stage that a schedule runs."""
 
 
 def analytic_profile(
@@ -28,14 +27,15 @@ def with_bytes(
     source: str,
     link: Link | None = None,
     host: HostLink | None = None,
-    **more: Any,
+    footprint_of: Callable[[StageFunction], Footprint] | None = None,
 ) -> CostProfile:
-    """A profile of these ``seconds`` (by op, an entry a stage) and the bytes that the stages know. ``more``: further fields."""
+    """A profile of these ``seconds`` (by op, an entry a stage) and the bytes that the stages know, workspace included where
+    ``footprint_of`` tells it."""
 
     def each(name: str) -> tuple[float, ...]:
         return tuple(float(getattr(s, name)) for s in stages)
 
-    return CostProfile(
+    costs = CostProfile(
         f_s=seconds["F"],
         b_s=seconds["B"],
         w_s=seconds["W"],
@@ -49,16 +49,5 @@ def with_bytes(
         link=link if link is not None else Link(),
         host=host if host is not None else HostLink(),
         source=source,
-        **more,
     )
-
-
-def offloadable_bytes(stage: StageFunctions) -> int:
-    """What O moves to the host, per microbatch and device: what F saves; the stage's input stays."""
-    known: int | None = getattr(stage, "offloadable_bytes", None)
-    if known is not None:
-        return known
-    f = stage.functions["F"]
-    return sum(
-        int(a.size * a.dtype.itemsize) for port, a in zip(f.outputs, f.avals_out, strict=True) if port.kind == "res"
-    )
+    return with_memory(costs, stages, footprint_of)

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.profile.analytic import OPS, with_bytes
+from jaxpipe.profile.analytic import with_bytes
 from jaxpipe.profile.host_link import HostLinkMeasurement
+from jaxpipe.profile.memory import OPS
 from jaxpipe.profile.timing import Timing
 from jaxpipe.schedule import CostProfile, Link
 from jaxpipe.stage.footprint import Footprint, footprint
@@ -46,18 +47,18 @@ class StageMeasurements:
     host: HostLinkMeasurement | None = None
 
     def costs(self, link: Link | None = None) -> CostProfile:
-        """As a profile: medians, and workspace as ``temp_bytes``. ``link``: between any two ranks; free by default."""
+        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default."""
         stages = range(len(self.stages))
         seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
-        temp = tuple(
-            (op, tuple(float(self.footprints[(op, s)].temp_bytes) for s in stages))
-            for op in OPS
-            if all((op, s) in self.footprints for s in stages)
-        )
         count = min(t.count for t in self.timings.values())
         host = self.host.host_link() if self.host is not None else None
         return with_bytes(
-            self.stages, seconds, source=f"measured, median of {count}", link=link, host=host, temp_bytes=temp
+            self.stages,
+            seconds,
+            source=f"measured, median of {count}",
+            link=link,
+            host=host,
+            footprint_of=footprint if self.footprints else None,
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,15 +27,7 @@ from jaxpipe.schedule import Action, Event
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 Bank = list[Any]
-
-
-class Observer(Protocol):
-    """Is told around each instruction (by its position in the rank's program): ``after`` when its results are there and
-    nothing has been dropped yet. What it raises ends the step."""
-
-    def before(self, rank: int, at: int) -> None: ...
-
-    def after(self, rank: int, at: int) -> None: ...
+Probe = Callable[[int, Sequence[jax.Array]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,8 @@ class Executor:
         shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
-        observer: looks on; costs nothing where there is none.
+
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
     """
 
     def __init__(
@@ -128,20 +121,17 @@ class Executor:
         shardings: Sequence[jax.sharding.NamedSharding],
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
-        observer: Observer | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
-        if observer is not None:
-            visited = [(k, at) for k, at in order if not isinstance(self._programs[k].instructions[at], Free)]
-            self._code = [
-                linked._replace(run=_observed(linked.run, observer, linked.rank, at))
-                for linked, (_, at) in zip(self._code, visited, strict=True)
-            ]
         self._num_ranks = len(shardings)
+        self.order = tuple(order)
+        self.sequence = tuple(
+            (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
+        )
 
     @property
     def num_instructions(self) -> int:
@@ -153,8 +143,9 @@ class Executor:
         """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
         return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
 
-    def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
-        """Run one step. Returns without waiting unless ``record``.
+    def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
+        """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
+        instruction of :attr:`sequence` has put its results into slots, before it drops anything.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
@@ -162,8 +153,8 @@ class Executor:
         self._bind(inputs)
         try:
             if record:
-                return self._run_recorded(inputs)
-            tokens, stamps = self._dispatch(None)
+                return self._run_recorded(inputs, probe)
+            tokens, stamps = self._dispatch(None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
@@ -172,23 +163,25 @@ class Executor:
             for bank in self._banks:
                 bank[:] = [None] * len(bank)
 
-    def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
+    def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens, stamps = self._dispatch(recorder)
+            tokens, stamps = self._dispatch(recorder, probe)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(self, recorder: Recorder | None) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+    def _dispatch(
+        self, recorder: Recorder | None, probe: Probe | None
+    ) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens, stamps = [], []
         clock = time.perf_counter
         try:
-            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
                 stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
@@ -202,6 +195,8 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
+                if probe is not None:
+                    probe(at, results)
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and results:
@@ -301,16 +296,6 @@ def _link(
         last_of[k] = len(code)
         code.append(linked)
     return code
-
-
-def _observed(run: Callable[..., Any], observer: Observer, rank: int, at: int) -> Callable[..., Any]:
-    def observed(*arguments: Any) -> Any:
-        observer.before(rank, at)
-        results = run(*arguments)
-        observer.after(rank, at)
-        return results
-
-    return observed
 
 
 def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:

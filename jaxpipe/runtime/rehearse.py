@@ -30,13 +30,15 @@ import jax
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import batch_sharded, replicated
 from jaxpipe.profile import Timing, time_function
+from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import issue_order
-from jaxpipe.runtime.device_memory import Watch, meter_of, out_of_memory
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
+from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
-from jaxpipe.runtime.rehearsed import OPS, MemoryCheck, RankReport, copy_reports, seconds_of, slowdown
+from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.schedule import Action, Event, Timeline
 from jaxpipe.stage.footprint import device_bytes, footprint
@@ -128,17 +130,18 @@ class Rehearsal:
         used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
         footprints = {at: footprint(f) for at, f in used.items()}
         gc.collect()
-        watch = Watch(self.program, self.functions, meter := meter_of(self.device), self._limit)
+        watch = Watch(self.program, self.functions, self._limit)
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        before = self.device.memory_stats() or {}
+        executor = self._executor()
         host: list[float] = []
         walls: list[float] = []
         events: list[Sequence[Event]] = []
         try:
+            watch.begin(self._placed_bytes())
             inputs, kept = self._placed()
-            watch.look()
-            out = _finished(self._executor(watch).run(inputs))
-            measured, exact = meter.peak(watch.most)
-            executor = self._executor(None)
+            probed = probe_step(executor, inputs, [[self.device]], resident=kept, look=watch)
+            out = _finished(probed.outputs)
             for n in range(2 * steps):
                 inputs = replace(inputs, acc=out.acc)
                 began = time.perf_counter()
@@ -153,8 +156,8 @@ class Rehearsal:
             if explained is None:
                 raise
             raise explained from error
-        del out, inputs, kept
-        predicted = self.predicted(timeline=None if meter.source == "live buffers" else self._with_times(events[-1]))
+        memory = self._memory(probed.ranks[0], events[-1], before)
+        del out, inputs, kept, probed
         timings = seconds_of(events)
         return RankReport(
             rank=self.rank,
@@ -167,13 +170,7 @@ class Rehearsal:
             alone=self._time_the_rest(timings, steps, tell) if complete else {},
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
-            memory=MemoryCheck(
-                predicted,
-                predicted.live_peak_bytes if meter.source == "live buffers" else predicted.peak_bytes,
-                measured,
-                meter.source,
-                exact,
-            ),
+            memory=memory,
             copies=copy_reports(self.program, events),
             slowdown=slowdown(events),
             footprints=footprints,
@@ -183,7 +180,7 @@ class Rehearsal:
     def _computes(self) -> set[Action]:
         return {i.action for i in self.program.instructions if isinstance(i, Run)}
 
-    def _executor(self, observer: Watch | None) -> Executor:
+    def _executor(self) -> Executor:
         pipe = self.pipeline
         return Executor(
             [self.program],
@@ -192,7 +189,6 @@ class Rehearsal:
             [batch_sharded(m) for m in pipe.submeshes],
             StandIns(self.program, pipe.programs, pipe.stages),
             all_programs=pipe.programs,
-            observer=observer,
         )
 
     def _placed(self) -> tuple[StepInputs, Any]:
@@ -213,9 +209,19 @@ class Rehearsal:
         jax.block_until_ready((params, acc, data, keys, kept))
         return inputs, kept
 
-    def _with_times(self, events: Sequence[Event]) -> Timeline:
-        """On a GPU a buffer on its way to the host stays until the copy ends; the measured times say when that was."""
-        return replace(self._timeline, events=tuple(events))
+    def _memory(self, measured: RankMeasured, events: Sequence[Event], before: Mapping[str, int]) -> MemoryCheck:
+        """Prediction and measurement. An allocator counts workspace, and a buffer on its way to the host until the copy has
+        ended; the recorded times say when that was. ``before``: its statistics before anything was placed."""
+        if not before:
+            predicted = self.predicted()
+            return MemoryCheck(
+                predicted, predicted.live_peak_bytes, measured.live_peak_bytes, "live buffers", exact=True
+            )
+        predicted = self.predicted(timeline=replace(self._timeline, events=tuple(events)))
+        peak = self.device.memory_stats()["peak_bytes_in_use"]
+        exact = peak > before["peak_bytes_in_use"]
+        most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
+        return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
 
     def _time_the_rest(
         self, known: Mapping[tuple[str, int], Timing], repeats: int, tell: Callable[[str], None]
@@ -232,9 +238,13 @@ class Rehearsal:
         """An error that means that memory ran out, as one line; None for any other."""
         stats = self.device.memory_stats() or {}
         limit = self._limit if self._limit is not None else stats.get("bytes_limit")
+        return out_of_memory(error, watch, self.program, self.functions, self._placed_bytes(), limit)
+
+    def _placed_bytes(self) -> int:
+        """Parameters, accumulators, batch and what else stays: on the device before the first instruction."""
         kinds: tuple[Kind, ...] = ("parameters", "gradients", "masters", "optimizer", "data")
         placed = self.predicted(footprints=False).peaks
-        return out_of_memory(error, watch, self.program, self.functions, sum(placed.get(k, 0) for k in kinds), limit)
+        return sum(placed.get(k, 0) for k in kinds)
 
 
 def _finished(out: StepOutputs) -> StepOutputs:

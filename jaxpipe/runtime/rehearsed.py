@@ -5,17 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from jaxpipe.profile import Timing
+from jaxpipe.profile import Timing, with_memory
+from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import RankMemory
 from jaxpipe.program.ir import Offload, Program, Reload
-from jaxpipe.runtime.device_memory import Source
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
-from jaxpipe.stage.footprint import Footprint
+from jaxpipe.stage.footprint import Footprint, footprint
 from jaxpipe.stage.functions import StageFunctions
-
-OPS = ("F", "B", "W", "BW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class MemoryCheck:
     predicted: RankMemory
     predicted_bytes: int
     measured_bytes: int
-    source: Source
+    source: Literal["live buffers", "memory statistics"]
     exact: bool
 
     @property
@@ -173,17 +172,14 @@ def rehearsed_costs(
 
     A stage that no report timed gets the seconds that its FLOPs take at the rate of the stages that were (per op). Copies to
     the host take what they took in the program; a stage that offloads nothing gets what ``host`` says. ``link``: between any
-    two ranks; free by default. Workspace (``temp_bytes``) is known only if every stage was timed.
+    two ranks; free by default. XLA's workspace is in ``temp_bytes`` only if every stage was rehearsed.
     """
     stages = pipeline.stages
     seconds = {op: _filled(op, stages, reports) for op in OPS}
     known = {s for r in reports for s in r.stages}
     base = pipeline.costs
-    temp = []
-    for op in OPS:
-        found = {s: f.temp_bytes for r in reports for (o, s), f in r.footprints.items() if o == op}
-        if len(found) == len(stages):
-            temp.append((op, tuple(float(found[s]) for s in range(len(stages)))))
+    if len(known) == len(stages):
+        base = with_memory(base, stages, footprint)
     names = ", ".join(str(r.rank) for r in reports)
     source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"
     if len(known) < len(stages):
@@ -194,7 +190,6 @@ def rehearsed_costs(
         b_s=seconds["B"],
         w_s=seconds["W"],
         bw_s=seconds["BW"],
-        temp_bytes=tuple(temp),
         offload_s=(),
         load_s=(),
         link=link if link is not None else base.link,

@@ -1,25 +1,19 @@
-"""How full a device is while a program runs, and what to say when it is too full.
+"""When a rehearsal runs out of memory: at which instruction, and what did it want?
 
-A :class:`Meter` counts bytes from when it was made: live buffers on a CPU, the allocator's statistics on a GPU. A
-:class:`Watch` observes the executor (:class:`~jaxpipe.runtime.executor.Observer`): it knows which instruction runs, what was
-held before it and the most that was held, and enforces a limit smaller than the device. :func:`out_of_memory` is the line
-for people.
+A :class:`Watch` follows a probed step (:func:`~jaxpipe.runtime.memory_probe.probe_step`) and enforces a limit smaller than the
+device, if the user set one; :func:`out_of_memory` makes one line of what an allocator, or the watch, raised.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Literal, Protocol
-
-import jax
+from collections.abc import Mapping, Sequence
 
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.stage.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import StageFunctions
 
-Source = Literal["live buffers", "memory statistics"]
 ADVICE = "use a smaller microbatch, more ranks, recomputation, offload, or a schedule with a lower peak"
 
 
@@ -27,105 +21,48 @@ class LimitError(Exception):
     """More than the limit that the user set."""
 
 
-class Meter(Protocol):
-    """Bytes in use on one device, counted from when the meter was made."""
-
-    @property
-    def source(self) -> Source: ...
-
-    def held(self) -> int:
-        """Now."""
-
-    def peak(self, seen: int) -> tuple[int, bool]:
-        """The most so far, and whether that is exact; ``seen``: the most that :meth:`held` said."""
-
-
-def meter_of(device: jax.Device) -> Meter:
-    """The allocator's statistics where there are some, else live buffers."""
-    return LiveBuffers(device) if device.memory_stats() is None else Statistics(device)
-
-
-class LiveBuffers:
-    """Sum over the arrays of this process that are in the device's own memory; arrays that share a buffer count once."""
-
-    source: Source = "live buffers"
-
-    def __init__(self, device: jax.Device) -> None:
-        self._device = device
-        self._before = self._count()
-
-    def _count(self) -> int:
-        sizes: dict[int, int] = {}
-        for array in jax.live_arrays(self._device.platform):
-            if array.is_deleted() or self._device not in array.devices() or array.sharding.memory_kind == "pinned_host":
-                continue
-            for shard in array.addressable_shards:
-                if shard.device == self._device and shard.data.size:
-                    sizes[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-        return sum(sizes.values())
-
-    def held(self) -> int:
-        return self._count() - self._before
-
-    def peak(self, seen: int) -> tuple[int, bool]:
-        return seen, True
-
-
-class Statistics:
-    """What the device's allocator says. Its peak never falls: one that this meter has not seen rise is an earlier one's."""
-
-    source: Source = "memory statistics"
-
-    def __init__(self, device: jax.Device) -> None:
-        self._device = device
-        self._before, self._peak_before = self._read()
-
-    def _read(self) -> tuple[int, int]:
-        stats: Mapping[str, int] = self._device.memory_stats()
-        return stats["bytes_in_use"], stats["peak_bytes_in_use"]
-
-    def held(self) -> int:
-        return self._read()[0] - self._before
-
-    def peak(self, seen: int) -> tuple[int, bool]:
-        peak = self._read()[1]
-        return (peak - self._before, True) if peak > self._peak_before else (seen, False)
-
-
 class Watch:
-    """Follows one step of one rank. ``at``: the instruction it is at (None before the first); ``held``: bytes before it;
-    ``most``: the most held once an instruction had its results.
+    """Where a probed step of one rank is. ``at``: the instruction being run (None: the first has not begun); ``held``: bytes
+    when it began, or a little earlier (what the instruction before it dropped still counts).
 
-    Raises:
-        LimitError: from :meth:`look` and :meth:`before`: what is held and what the instruction allocates exceed ``limit``.
+    Args:
+        program: of the rank.
+        functions: of its stages.
+        limit: bytes; None for the device's own.
     """
 
     def __init__(
-        self,
-        program: Program,
-        functions: Mapping[tuple[int, int], StageFunctions],
-        meter: Meter,
-        limit: float | None,
+        self, program: Program, functions: Mapping[tuple[int, int], StageFunctions], limit: float | None
     ) -> None:
-        self._program, self._functions, self._meter, self._limit = program, functions, meter, limit
+        self._program, self._functions, self._limit = program, functions, limit
+        self._visited = [k for k, i in enumerate(program.instructions) if not isinstance(i, Free)]
         self.at: int | None = None
-        self.held = self.most = 0
+        self.held = 0
 
-    def look(self) -> None:
-        """Read the meter between steps."""
-        self.held = self._meter.held()
-        self.most = max(self.most, self.held)
-        if self._limit is not None and self.held > self._limit:
+    def begin(self, placed_bytes: int) -> None:
+        """The step starts with ``placed_bytes`` on the device.
+
+        Raises:
+            LimitError: that is more than the limit.
+        """
+        self.held = placed_bytes
+        if self._limit is not None and placed_bytes > self._limit:
             raise LimitError
+        self.at = self._visited[0] if self._visited else None
 
-    def before(self, rank: int, at: int) -> None:
-        self.at = at
-        self.held = self._meter.held()
-        if self._limit is not None and self.held + sum(needs(self._program, self._functions, at)) > self._limit:
+    def __call__(self, n: int, held: Sequence[int]) -> None:
+        """The ``n``-th instruction has its results, and ``held[0]`` bytes are on the device.
+
+        Raises:
+            LimitError: with the instruction's workspace that is more than the limit.
+        """
+        results, workspace = needs(self._program, self._functions, self._visited[n])
+        if self._limit is not None and held[0] + workspace > self._limit:
+            self.held = held[0] - results
             raise LimitError
-
-    def after(self, rank: int, at: int) -> None:
-        self.most = max(self.most, self._meter.held())
+        self.held = held[0]
+        if n + 1 < len(self._visited):
+            self.at = self._visited[n + 1]
 
 
 def needs(program: Program, functions: Mapping[tuple[int, int], StageFunctions], at: int) -> tuple[int, int]:

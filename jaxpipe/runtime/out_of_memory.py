@@ -101,19 +101,19 @@ def out_of_memory(
         return None
     wanted = _bytes_in(str(error))
     at = _blamed(program, watch.at, error.action if isinstance(error, RunError) else "")
-    of = "" if limit is None else f" of {_mb(limit)}"
+    of = "" if limit is None else f" of {_size(limit)}"
     if at is None:
-        more = f"; an allocation of {_mb(wanted)} failed" if wanted else ""
+        more = f"; an allocation of {_size(wanted)} failed" if wanted else ""
         return RunError(
             f"rank {program.rank}: out of memory before the first instruction: parameters, accumulators, optimizer state and "
-            f"data take {_mb(placed_bytes)}{of}{more}; {ADVICE}"
+            f"data take {_size(placed_bytes)}{of}{more}; {ADVICE}"
         )
     instruction = program.instructions[at]
     results, workspace = needs(program, functions, at)
     return RunError(
         f"rank {program.rank}: out of memory at instruction {at} of {len(program.instructions)}, {_name(instruction)}, which "
-        f"wanted {_mb(wanted or results + workspace)} (its results take {_mb(results)}, its workspace {_mb(workspace)}) with "
-        f"{_mb(watch.held)} held{of}; {ADVICE}",
+        f"wanted {_size(wanted or results + workspace)} (its results take {_size(results)}, its workspace {_size(workspace)}) "
+        f"with {_size(watch.held)} held{of}; {ADVICE}",
         _action(instruction),
     )
 
@@ -155,5 +155,7 @@ def _bytes_in(text: str) -> int:
     return int(float(found[1].rstrip(".")) * _UNITS[found[2] or ""]) if found else 0
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
+def _size(num_bytes: float) -> str:
+    """``1.07 GB``; three significant digits, decimal units as device sizes are given in."""
+    power = next((k for k in range(4) if num_bytes < 999.5 * 1000**k), 4)
+    return f"{num_bytes / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"

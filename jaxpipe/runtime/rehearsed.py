@@ -205,14 +205,23 @@ def rehearsed_costs(
 
 
 def _filled(op: str, stages: Sequence[StageFunctions], reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """Seconds of an op on every stage: measured, or by FLOPs at the rate of the same op elsewhere (of all ops, if it was
+    measured nowhere)."""
     measured = [_median(reports, op, s) for s in range(len(stages))]
-    if None not in measured:
-        return tuple(float(x) for x in measured if x is not None)
-    known = [(stages[s].flops.get(op, 0), x) for s, x in enumerate(measured) if x is not None]
-    flops, total = sum(f for f, _ in known), sum(x for _, x in known)
-    mean = total / len(known) if known else 0.0
-    rate = total / flops if flops else 0.0
-    return tuple(x if x is not None else (stages[s].flops.get(op, 0) * rate or mean) for s, x in enumerate(measured))
+    rate = _seconds_per_flop((op,), stages, reports) or _seconds_per_flop(OPS, stages, reports)
+    return tuple(max(1e-6, rate * stages[s].flops.get(op, 0)) if x is None else x for s, x in enumerate(measured))
+
+
+def _seconds_per_flop(ops: Sequence[str], stages: Sequence[StageFunctions], reports: Sequence[RankReport]) -> float:
+    """Over all measured functions of these ops; 0 if there are none with FLOPs."""
+    known = [
+        (stages[s].flops.get(op, 0), x)
+        for op in ops
+        for s in range(len(stages))
+        if (x := _median(reports, op, s)) is not None
+    ]
+    flops = sum(f for f, _ in known)
+    return sum(x for _, x in known) / flops if flops else 0.0
 
 
 def _median(reports: Sequence[RankReport], op: str, stage: int) -> float | None:

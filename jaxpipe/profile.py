@@ -137,6 +137,19 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
     return replace(costs, source="measured in the run", **changed)
 
 
+def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:
+    """``costs`` of stages that offload other bytes: seconds of O and L in proportion, or as the host link says where nothing
+    was offloaded before."""
+    ratios = [new / old if old else 0.0 for new, old in zip(offloadable_bytes, costs.offloadable_bytes, strict=True)]
+    linked = replace(costs, offloadable_bytes=offloadable_bytes, offload_s=(), load_s=())
+
+    def scaled(name: str) -> tuple[float, ...]:
+        rows = zip(getattr(costs, name), getattr(linked, name), ratios, costs.offloadable_bytes, strict=True)
+        return tuple(seconds * ratio if old else link_s for seconds, link_s, ratio, old in rows)
+
+    return replace(linked, offload_s=scaled("offload_s"), load_s=scaled("load_s"))
+
+
 def _with_bytes(
     stages: Sequence[StageFunctions],
     f_s: tuple[float, ...],
@@ -157,6 +170,7 @@ def _with_bytes(
         residual_bytes=each("residual_bytes"),
         w_residual_bytes=each("w_residual_bytes"),
         cotangent_bytes=each("cotangent_bytes"),
+        offloadable_bytes=each("offloadable_bytes"),
         boundary_bytes=each("boundary_bytes"),
         param_bytes=each("param_bytes"),
         link=link if link is not None else Link(),

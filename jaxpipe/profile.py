@@ -139,6 +139,19 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
     return replace(costs, source="measured in the run", **changed)
 
 
+def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:
+    """``costs`` of stages that offload other bytes: seconds of O and L in proportion, or as the host link says where nothing
+    was offloaded before."""
+    ratios = [new / old if old else 0.0 for new, old in zip(offloadable_bytes, costs.offloadable_bytes, strict=True)]
+    linked = replace(costs, offloadable_bytes=offloadable_bytes, offload_s=(), load_s=())
+
+    def scaled(name: str) -> tuple[float, ...]:
+        rows = zip(getattr(costs, name), getattr(linked, name), ratios, costs.offloadable_bytes, strict=True)
+        return tuple(seconds * ratio if old else link_s for seconds, link_s, ratio, old in rows)
+
+    return replace(linked, offload_s=scaled("offload_s"), load_s=scaled("load_s"))
+
+
 def _with_bytes(
     stages: Sequence[StageFunctions],
     f_s: tuple[float, ...],
@@ -160,7 +173,7 @@ def _with_bytes(
         residual_bytes=each("residual_bytes"),
         w_residual_bytes=each("w_residual_bytes"),
         cotangent_bytes=each("cotangent_bytes"),
-        offloadable_bytes=tuple(float(_offloadable_bytes(s)) for s in stages),
+        offloadable_bytes=each("offloadable_bytes"),
         boundary_bytes=each("boundary_bytes"),
         param_bytes=each("param_bytes"),
         link=link if link is not None else Link(),
@@ -201,12 +214,6 @@ def with_memory(
         optimizer_bytes=tuple(float(total_device_bytes(s.acc_avals) + code(s)) for s in stages),
         boundary_buffers=True,
     )
-
-
-def _offloadable_bytes(stage: StageFunctions) -> int:
-    """Bytes of what O moves: the residuals that F makes; a stage input stays."""
-    forward = stage.functions["F"]
-    return total_device_bytes([a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"])
 
 
 def _passing_bytes(stage: StageFunctions, function: StageFunction) -> int:

@@ -27,6 +27,7 @@ from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs
 from jaxpipe.runtime.memory_probe import MeasuredMemory, measured_peaks, probe_step
+from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
     FAMILIES,
@@ -52,6 +53,8 @@ from tests.pipelines import some_schedule
 from tests.schedule_strategies import random_schedule
 
 BATCH = 4
+Case = tuple[str, str, Schedule, float]
+"""Toy model, placement, schedule, fraction that is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,10 @@ def batch_of(pipe: Pipeline) -> dict[str, np.ndarray]:
     return {n: np.stack([toy.make_batch(i, BATCH)[n] for i in range(m)]) for n in toy.make_batch(0, BATCH)}
 
 
-def probed(name: str, where: str, schedule: Schedule) -> tuple[Pipeline, MeasuredMemory]:
+def probed(name: str, where: str, schedule: Schedule, fraction: float) -> tuple[Pipeline, MeasuredMemory]:
     pipe = built(name, where).with_schedule(schedule)
+    if fraction < 1:
+        pipe = pipe.with_offload(OffloadOptions(fraction=fraction))
     return pipe, measured_peaks(pipe, placed(name, where), batch_of(pipe), jax.random.key(0))
 
 
@@ -134,18 +139,22 @@ def assert_exact(predicted: MemoryReport, measured: MeasuredMemory) -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn, pairs: list[tuple[str, str]]) -> tuple[str, str, Schedule]:
+def cases(draw: st.DrawFn, pairs: list[tuple[str, str]]) -> Case:
     name, where = draw(st.sampled_from(pairs))
     placement = PLACEMENTS[where]
     m = draw(st.integers(1, 6)) * (2 if placement.num_flows == 2 else 1)
     offload, braid = draw(st.sampled_from([0.0, 0.4, 1.0])), draw(st.sampled_from([0.0, 0.5]))
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    return name, where, random_schedule(placement, m, rng, offload=offload, braid=braid)
+    return (
+        name,
+        where,
+        random_schedule(placement, m, rng, offload=offload, braid=braid),
+        draw(st.sampled_from([1.0, 0.5])),
+    )
 
 
-def check_case(case: tuple[str, str, Schedule]) -> None:
-    name, where, schedule = case
-    pipe, measured = probed(name, where, schedule)
+def check_case(case: Case) -> None:
+    pipe, measured = probed(*case)
     report = pipe.memory_report(workspace=False)
     assert_exact(report, measured)
     for rank in report.ranks:
@@ -159,14 +168,14 @@ def check_case(case: tuple[str, str, Schedule]) -> None:
 
 @settings(max_examples=25)
 @given(case=cases(DEFAULT))
-def test_predicted_memory_is_what_a_random_schedule_holds(case: tuple[str, str, Schedule]) -> None:
+def test_predicted_memory_is_what_a_random_schedule_holds(case: Case) -> None:
     check_case(case)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
 @given(case=cases([(n, w) for n in TOYS for w in PLACEMENTS]))
-def test_predicted_memory_is_what_200_random_schedules_hold(case: tuple[str, str, Schedule]) -> None:
+def test_predicted_memory_is_what_200_random_schedules_hold(case: Case) -> None:
     check_case(case)
 
 

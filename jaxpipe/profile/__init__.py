@@ -11,7 +11,7 @@ from jaxpipe.profile.measured import (
     time_function,
     with_measured_times,
 )
-from jaxpipe.profile.memory import with_memory
+from jaxpipe.profile.memory import with_memory, with_offloadable_bytes
 from jaxpipe.profile.timing import Timing
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "time_function",
     "with_measured_times",
     "with_memory",
+    "with_offloadable_bytes",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxpipe.profile.memory import OPS, offloadable_bytes, with_memory
+from jaxpipe.profile.memory import OPS, with_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link
 from jaxpipe.stage.footprint import Footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -43,7 +43,7 @@ def with_bytes(
         residual_bytes=each("residual_bytes"),
         w_residual_bytes=each("w_residual_bytes"),
         cotangent_bytes=each("cotangent_bytes"),
-        offloadable_bytes=tuple(float(offloadable_bytes(s)) for s in stages),
+        offloadable_bytes=each("offloadable_bytes"),
         boundary_bytes=each("boundary_bytes"),
         param_bytes=each("param_bytes"),
         link=link if link is not None else Link(),

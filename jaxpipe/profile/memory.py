@@ -47,10 +47,17 @@ def with_memory(
     )
 
 
-def offloadable_bytes(stage: StageFunctions) -> int:
-    """Bytes of what O moves: the residuals that F makes; a stage input stays."""
-    forward = stage.functions["F"]
-    return total_device_bytes([a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"])
+def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:
+    """``costs`` of stages that offload other bytes: seconds of O and L in proportion, or as the host link says where nothing
+    was offloaded before."""
+    ratios = [new / old if old else 0.0 for new, old in zip(offloadable_bytes, costs.offloadable_bytes, strict=True)]
+    linked = replace(costs, offloadable_bytes=offloadable_bytes, offload_s=(), load_s=())
+
+    def scaled(name: str) -> tuple[float, ...]:
+        rows = zip(getattr(costs, name), getattr(linked, name), ratios, costs.offloadable_bytes, strict=True)
+        return tuple(seconds * ratio if old else link_s for seconds, link_s, ratio, old in rows)
+
+    return replace(linked, offload_s=scaled("offload_s"), load_s=scaled("load_s"))
 
 
 def _passing_bytes(stage: StageFunctions, function: StageFunction) -> int:

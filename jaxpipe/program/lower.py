@@ -2,9 +2,9 @@
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
-Offload and load actions move the stage's residuals; S waits for the copy. Slots are assigned, and dropped after the last
-reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a
-chain.
+Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
+Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
+several ranks, and stage graphs other than a chain.
 """
 
 from __future__ import annotations
@@ -196,11 +196,8 @@ class _RankLowering:
                 self.steps.append(Step("send", action, values, (), peer=dst))
 
     def _move(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
-        residuals = tuple(
-            Value("res", action.stage, action.microbatch, port.index)
-            for port in self.stages[action.stage].functions["F"].outputs
-            if port.kind == "res"
-        )
+        chosen = self.stages[action.stage].offloaded
+        residuals = tuple(Value("res", action.stage, action.microbatch, index) for index in chosen)
         self.steps.append(Step(kind, action, residuals, ()))
 
 

@@ -20,7 +20,7 @@ import jax
 
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.runtime.offload import require_pinned_host, to_device, to_host, wait_for_copies
+from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
 from jaxpipe.schedule import Action, Event
@@ -109,8 +109,12 @@ class Executor:
         shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
+        offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
+
+    Raises:
+        ProgramError: the programs offload, and devices have no pinned host memory.
     """
 
     def __init__(
@@ -121,12 +125,14 @@ class Executor:
         shardings: Sequence[jax.sharding.NamedSharding],
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
+        offload_fallback: bool = False,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
-        self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
+        copies = _HostCopies(shardings, offload_fallback)
+        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers)
         self._num_ranks = len(shardings)
         self.order = tuple(order)
         self.sequence = tuple(
@@ -199,8 +205,8 @@ class Executor:
                     probe(at, results)
                 for slot in clear:
                     bank[slot] = None
-                if recorder is not None and results:
-                    recorder.dispatched(rank, lane, action, results[marker])
+                if recorder is not None and kind != _SEND:
+                    recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error) from error
@@ -259,7 +265,7 @@ def _link(
     programs: Sequence[Program],
     order: Sequence[tuple[int, int]],
     functions: Mapping[tuple[int, int], StageFunctions],
-    shardings: Sequence[jax.sharding.NamedSharding],
+    copies: _HostCopies,
     transport: Transport,
     banks: Sequence[Bank],
     numbers: Mapping[tuple[int, int, Action], int],
@@ -283,9 +289,10 @@ def _link(
                 recv = _receiver(transport, numbers[(src, rank, action)])
                 linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
             case Offload(action, device, host):
-                require_pinned_host(shardings[rank])
+                to_host, _ = copies.of(rank, action.stage)
                 linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
             case Reload(action, host, device):
+                _, to_device = copies.of(rank, action.stage)
                 linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
             case Sync(action, host):
                 linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
@@ -296,6 +303,21 @@ def _link(
         last_of[k] = len(code)
         code.append(linked)
     return code
+
+
+class _HostCopies:
+    """The functions that move what a stage offloads, made once per (rank, stage)."""
+
+    def __init__(self, shardings: Sequence[jax.sharding.Sharding], fallback: bool) -> None:
+        self._shardings = shardings
+        self._fallback = fallback
+        self._made: dict[tuple[int, int], tuple[Copy, Copy]] = {}
+
+    def of(self, rank: int, stage: int) -> tuple[Copy, Copy]:
+        """To the host, and back."""
+        if (rank, stage) not in self._made:
+            self._made[(rank, stage)] = host_copies(self._shardings[rank], fallback=self._fallback)
+        return self._made[(rank, stage)]
 
 
 def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:

@@ -3,8 +3,8 @@
 Linking turns programs into a list of small tuples: the compiled function, an ``itemgetter`` over the rank's slots, the slots to
 fill and the slots to clear. The loop does nothing else. Programs are interleaved in the order of simulated time
 (:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
-the devices, and memory is freed by dropping references. Only a sync (S) holds the loop up, and with it every rank of this
-process: until the offload it waits for has left the device.
+the devices, and memory is freed by dropping references. Two things hold the loop up, and with it every rank of this process,
+until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 """
 
 from __future__ import annotations
@@ -96,7 +96,12 @@ class _Linked(NamedTuple):
     lane: str
 
 
-_RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
+_RUN, _SEND, _RECV, _COPY, _SYNC, _HOLD = range(6)
+_UNRECORDED = (_SEND, _HOLD)
+_KINDS = ("run", "send", "recv", "copy", "sync", "hold")
+
+Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
+"""Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
 
 
 class Executor:
@@ -110,6 +115,7 @@ class Executor:
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
         offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
+        holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
 
@@ -126,13 +132,14 @@ class Executor:
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
         offload_fallback: bool = False,
+        holds: Holds | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         copies = _HostCopies(shardings, offload_fallback)
-        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers)
+        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers, holds or {})
         self._num_ranks = len(shardings)
         self.order = tuple(order)
         self.sequence = tuple(
@@ -146,8 +153,8 @@ class Executor:
 
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
-        """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
-        return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
+        """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``hold`` of each of them, in order of dispatch."""
+        return tuple(_KINDS[i.kind] for i in self._code)
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
@@ -205,7 +212,7 @@ class Executor:
                     probe(at, results)
                 for slot in clear:
                     bank[slot] = None
-                if recorder is not None and kind != _SEND:
+                if recorder is not None and kind not in _UNRECORDED:
                     recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
         except Exception as error:
             failed = self._code[at]
@@ -269,12 +276,15 @@ def _link(
     transport: Transport,
     banks: Sequence[Bank],
     numbers: Mapping[tuple[int, int, Action], int],
+    holds: Holds,
 ) -> list[_Linked]:
     code: list[_Linked] = []
     last_of: dict[int, int] = {}
     for k, at in order:
         program, bank = programs[k], banks[k]
         rank, instruction = program.rank, program.instructions[at]
+        for moved, slots in holds.get((k, at), ()):
+            code.append(_Linked(_HOLD, wait_for_copies, _getter(slots), bank, (), (), rank, moved, 0, "compute"))
         match instruction:
             case Run(action, ins, outs):
                 function = functions[(rank, action.stage)].functions[action.op]

@@ -289,11 +289,11 @@ def test_other_stages_take_what_their_flops_take_at_the_measured_rate() -> None:
     assert "other stages from FLOPs" in costs.source
 
 
-def test_functions_that_the_program_does_not_call_are_timed_alone() -> None:
+def test_every_function_is_timed_alone_too() -> None:
     schedule = generate("1f1b", 2, 2)
     report = Rehearsal(pipeline(schedule), 1).run(steps=1)
     assert report.timings.keys() == {("F", 1), ("BW", 1)}
-    assert report.alone.keys() == {("B", 1), ("W", 1)}
+    assert report.alone.keys() == {(op, 1) for op in ("F", "B", "W", "BW")}
     assert all(t.median_s > 0 for t in report.alone.values())
 
 
@@ -365,7 +365,7 @@ def test_out_of_memory_names_the_instruction_and_what_it_wanted(message: str) ->
     schedule = generate("zb-h1", 3, 4)
     pipe = _failing(pipeline(schedule), 1, "W", f"RESOURCE_EXHAUSTED: {message}", after=1)
     with pytest.raises(RunError) as caught:
-        Rehearsal(pipe, 1).run(steps=1)
+        Rehearsal(pipe, 1).run(steps=1, complete=False)
     text = str(caught.value)
     program = pipe.programs[1]
     at = [k for k, i in enumerate(program.instructions) if isinstance(i, Run) and i.action.op == "W"][1]
@@ -377,23 +377,36 @@ def test_out_of_memory_names_the_instruction_and_what_it_wanted(message: str) ->
     assert "\n" not in text
 
 
+def test_a_function_too_large_to_run_alone_is_left_to_the_program() -> None:
+    pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")
+    said: list[str] = []
+    report = Rehearsal(pipe, 1).run(steps=1, progress=said.append)
+    assert report.alone.keys() == {("F", 1), ("B", 1), ("W", 1)}
+    assert "rank 1: no memory for BW of stage 1 alone: not timed" in said
+    costs = rehearsed_costs(pipe, [report])
+    assert costs.bw_s[1] > 0
+    pipe = _failing(pipeline(generate("1f1b", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")
+    with pytest.raises(RunError, match=r"BW1\.0 \(stage 1, microbatch 0\), which wanted"):
+        Rehearsal(pipe, 1).run(steps=1)
+
+
 def test_out_of_memory_that_says_no_size() -> None:
     pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 0, "F", "RESOURCE_EXHAUSTED: no more")
     with pytest.raises(RunError, match=r"instruction 0 of .*F0\.0 .*wanted [0-9.]+ K?B \(its results take"):
-        Rehearsal(pipe, 0).run(steps=1)
+        Rehearsal(pipe, 0).run(steps=1, complete=False)
 
 
 def test_out_of_memory_in_a_later_step() -> None:
     """After the probed step: the action is known, the instruction is found."""
     pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 1, "B", "RESOURCE_EXHAUSTED: no more", after=6)
     with pytest.raises(RunError, match=r"rank 1: out of memory at instruction \d+ of \d+, B1\.2 "):
-        Rehearsal(pipe, 1).run(steps=2)
+        Rehearsal(pipe, 1).run(steps=2, complete=False)
 
 
 def test_other_failures_stay_what_they_are() -> None:
     pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 1, "B", "INTERNAL: a cable fell out")
     with pytest.raises(RunError, match=r"rank 1, action B1\.0 .*cable"):
-        Rehearsal(pipe, 1).run(steps=1)
+        Rehearsal(pipe, 1).run(steps=1, complete=False)
 
 
 def test_a_memory_limit_is_a_smaller_device() -> None:

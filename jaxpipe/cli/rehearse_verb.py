@@ -79,24 +79,26 @@ def _rehearse(args: argparse.Namespace) -> int:
     prepared = prepare(config)
     pipeline = pipeline_on_one_device(prepared, device, progress)
     with device_errors("rehearse"):
+        measured = None
+        if not args.no_host_link:
+            progress("timing copies to the host and back")
+            measured = measure_host_link([device])
+        host = measured.host_link() if measured is not None else None
         chosen = rehearsals(
             prepared,
             pipeline,
             range(ranks) if args.all_ranks else [args.rank],
             optimizer=not args.no_optimizer,
             memory_limit_bytes=args.memory,
+            host=host,
         )
         reports = [r.run(steps=args.steps, progress=progress) for r in chosen]
-        host = None
-        if not args.no_host_link:
-            progress("timing copies to the host and back")
-            host = measure_host_link([device])
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     costs = rehearsed_costs(
         pipeline,
         reports,
         link=Link(args.link_latency * 1e-6, rate),
-        host=host.host_link() if host is not None else None,
+        host=host,
     )
     done = Rehearsed.of(pipeline, reports, costs)
     if args.output:

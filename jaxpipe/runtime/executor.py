@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -145,6 +145,8 @@ class Executor:
         self.sequence = tuple(
             (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
         )
+        visits = count()
+        self._visits = tuple(-1 if linked.kind == _HOLD else next(visits) for linked in self._code)
 
     @property
     def num_instructions(self) -> int:
@@ -208,8 +210,8 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
-                if probe is not None:
-                    probe(at, results)
+                if probe is not None and kind != _HOLD:
+                    probe(self._visits[at], results)
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind not in _UNRECORDED:

@@ -24,9 +24,9 @@ import numpy as np
 from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
-from jaxpipe.profile import analytic_profile, measured_profile, with_offloadable_bytes
+from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
-from jaxpipe.program.ir import Program
+from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
@@ -388,8 +388,12 @@ class Pipeline:
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
-        """Run every stage function alone and time it."""
-        return measured_profile(self.stages, repeats=repeats, progress=progress)
+        """Run every stage function alone and time it; time the link to the host, if the schedule uses it."""
+        host = None
+        if any(isinstance(i, Offload) for program in self.programs for i in program.instructions):
+            host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
+        measured = measure_stages(self.stages, repeats=repeats, progress=progress)
+        return replace(measured, host=host).costs()
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""

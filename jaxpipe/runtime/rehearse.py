@@ -33,14 +33,14 @@ from jaxpipe.profile import Timing, time_function
 from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
-from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, seconds_of, slowdown
+from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
-from jaxpipe.schedule import Action, Event, Timeline
+from jaxpipe.schedule import Action, Event, HostLink, Timeline, simulate
 from jaxpipe.stage.footprint import device_bytes, footprint
 
 GPU_ALIGN = 256
@@ -57,6 +57,7 @@ class Rehearsal:
         resident: arrays that a training step keeps on the rank beside what its functions use (master parameters, optimizer
             state), by the kind the accounting gives them.
         memory_limit_bytes: a smaller device than the real one: an instruction that needs more than this raises.
+        host: the link to the host as measured. The runtime holds back what waits for an offload's memory, by these times.
 
     Raises:
         ConfigError: no such rank, or ranks on several devices.
@@ -70,6 +71,7 @@ class Rehearsal:
         vocab_size: int | None = None,
         resident: Mapping[Kind, Sequence[jax.ShapeDtypeStruct]] | None = None,
         memory_limit_bytes: float | None = None,
+        host: HostLink | None = None,
     ) -> None:
         self.pipeline, self.rank = pipeline, rank
         ranks = pipeline.schedule.num_ranks
@@ -89,6 +91,7 @@ class Rehearsal:
         self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
         self._resident = dict(resident or {})
         self._limit = memory_limit_bytes
+        self._host = host
         self._timeline = pipeline.predicted_timeline()
 
     @property
@@ -118,8 +121,8 @@ class Rehearsal:
 
         Args:
             steps: at least 1.
-            complete: also time, alone, the functions of the rank's stages that its program does not call, so that the costs
-                serve other schedules.
+            complete: first time every function of the rank's stages alone: those that its program does not call too, so that
+                the costs serve other schedules; and the order of dispatch follows from measured times, as in training.
             progress: called with a line per phase.
 
         Raises:
@@ -129,11 +132,14 @@ class Rehearsal:
         tell(f"rank {self.rank}: compiling")
         used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
         footprints = {at: footprint(f) for at, f in used.items()}
-        gc.collect()
         watch = Watch(self.program, self.functions, self._limit)
+        if complete:
+            tell(f"rank {self.rank}: each function alone")
+        alone = self._alone(steps, tell) if complete else {}
+        executor = self._executor(self._timeline_of(alone))
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        gc.collect()
         before = self.device.memory_stats() or {}
-        executor = self._executor()
         host: list[float] = []
         walls: list[float] = []
         events: list[Sequence[Event]] = []
@@ -164,10 +170,10 @@ class Rehearsal:
             num_ranks=self.pipeline.schedule.num_ranks,
             schedule=self.pipeline.schedule.name,
             stages=tuple(sorted(s for _, s in self.functions)),
-            num_instructions=executor.num_instructions,
+            num_instructions=len(executor.sequence),
             device=self.device.device_kind,
             timings=timings,
-            alone=self._time_the_rest(timings, steps, tell) if complete else {},
+            alone=alone,
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
             memory=memory,
@@ -180,15 +186,25 @@ class Rehearsal:
     def _computes(self) -> set[Action]:
         return {i.action for i in self.program.instructions if isinstance(i, Run)}
 
-    def _executor(self) -> Executor:
+    def _timeline_of(self, alone: Mapping[tuple[str, int], Timing]) -> Timeline:
+        """The schedule simulated with what is known of the costs."""
+        if not alone:
+            return self._timeline
+        seconds = {key: t.median_s for key, t in alone.items()}
+        costs = costs_from(self.pipeline, seconds, source="functions alone", host=self._host)
+        return simulate(self.pipeline.schedule, costs)
+
+    def _executor(self, timeline: Timeline) -> Executor:
         pipe = self.pipeline
         return Executor(
             [self.program],
-            issue_order([self.program], self._timeline),
+            issue_order([self.program], timeline),
             pipe.functions,
             [batch_sharded(m) for m in pipe.submeshes],
             StandIns(self.program, pipe.programs, pipe.stages),
             all_programs=pipe.programs,
+            offload_fallback=pipe.offload.fallback,
+            holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
         )
 
     def _placed(self) -> tuple[StepInputs, Any]:
@@ -223,15 +239,18 @@ class Rehearsal:
         most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
         return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
 
-    def _time_the_rest(
-        self, known: Mapping[tuple[str, int], Timing], repeats: int, tell: Callable[[str], None]
-    ) -> dict[tuple[str, int], Timing]:
+    def _alone(self, repeats: int, tell: Callable[[str], None]) -> dict[tuple[str, int], Timing]:
+        """Every function of the rank's stages. One for which memory does not suffice is left out: should the program call it,
+        its step will say more."""
         found = {}
         for (_, s), stage in sorted(self.functions.items()):
             for op in OPS:
-                if (op, s) not in known and op in stage.functions:
-                    tell(f"rank {self.rank}: {op} of stage {s} alone (its program does not run it)")
+                try:
                     found[(op, s)] = time_function(stage.functions[op], repeats)
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    tell(f"rank {self.rank}: no memory for {op} of stage {s} alone: not timed")
         return found
 
     def _explained(self, error: Exception, watch: Watch) -> RunError | None:

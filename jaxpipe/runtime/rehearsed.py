@@ -57,7 +57,7 @@ class CopyReport:
 class RankReport:
     """What rehearsing one rank told.
 
-    ``timings`` by (op, stage), actions of the program; ``alone``: of functions that it does not run, each timed on its own.
+    ``timings`` by (op, stage): actions of the program; ``alone``: every function of its stages, nothing else running.
     ``step``: the rank's program without waiting for anybody. ``host_us``: median host time of one instruction. ``slowdown``:
     compute time while copying ÷ without, median over functions that did both, or None. ``footprints``: XLA's own figures.
     """
@@ -168,62 +168,64 @@ def rehearsed_costs(
     link: Link | None = None,
     host: HostLink | None = None,
 ) -> CostProfile:
-    """The measured cost profile of the ranks in ``reports``.
-
-    A stage that no report timed gets the seconds that its FLOPs take at the rate of the stages that were (per op). Copies to
-    the host take what they took in the program; a stage that offloads nothing gets what ``host`` says. ``link``: between any
-    two ranks; free by default. XLA's workspace is in ``temp_bytes`` only if every stage was rehearsed.
-    """
-    stages = pipeline.stages
-    seconds = {op: _filled(op, stages, reports) for op in OPS}
-    known = {s for r in reports for s in r.stages}
-    base = pipeline.costs
-    if len(known) == len(stages):
-        base = with_memory(base, stages, footprint)
+    """The measured cost profile of the ranks in ``reports``: seconds in the program, alone where the program does not call a
+    function; copies to the host take what they took in the program. For the rest see :func:`costs_from`."""
+    keys = {key for r in reports for key in (*r.timings, *r.alone)}
+    seconds = {key: statistics.median(x for r in reports if (x := r.seconds(*key)) is not None) for key in keys}
     names = ", ".join(str(r.rank) for r in reports)
     source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"
-    if len(known) < len(stages):
+    return costs_from(pipeline, seconds, source=source, link=link, host=host)
+
+
+def costs_from(
+    pipeline: Pipeline,
+    seconds: Mapping[tuple[str, int], float],
+    *,
+    source: str,
+    link: Link | None = None,
+    host: HostLink | None = None,
+) -> CostProfile:
+    """A profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L.
+
+    An op of a stage that was not measured gets the seconds that its FLOPs take at the rate of the same op elsewhere (of all
+    ops, if it was measured nowhere); a copy what ``host`` says. ``link``: between any two ranks; free by default. XLA's
+    workspace is in ``temp_bytes`` only if some function of every stage was measured.
+    """
+    stages = pipeline.stages
+    base = pipeline.costs
+    if {s for _, s in seconds} >= set(range(len(stages))):
+        base = with_memory(base, stages, footprint)
+    else:
         source += "; other stages from FLOPs at the measured rate"
+    f_s, b_s, w_s, bw_s = (_filled(op, stages, seconds) for op in OPS)
     costs = replace(
         base,
-        f_s=seconds["F"],
-        b_s=seconds["B"],
-        w_s=seconds["W"],
-        bw_s=seconds["BW"],
+        f_s=f_s,
+        b_s=b_s,
+        w_s=w_s,
+        bw_s=bw_s,
         offload_s=(),
         load_s=(),
         link=link if link is not None else base.link,
         host=host if host is not None else base.host,
         source=source,
     )
-    moves = {op: [_median(reports, op, s) for s in range(len(stages))] for op in ("O", "L")}
     return replace(
         costs,
-        offload_s=tuple(c if m is None else m for m, c in zip(moves["O"], costs.offload_s, strict=True)),
-        load_s=tuple(c if m is None else m for m, c in zip(moves["L"], costs.load_s, strict=True)),
+        offload_s=tuple(seconds.get(("O", s), x) for s, x in enumerate(costs.offload_s)),
+        load_s=tuple(seconds.get(("L", s), x) for s, x in enumerate(costs.load_s)),
     )
 
 
-def _filled(op: str, stages: Sequence[StageFunctions], reports: Sequence[RankReport]) -> tuple[float, ...]:
-    """Seconds of an op on every stage: measured, or by FLOPs at the rate of the same op elsewhere (of all ops, if it was
-    measured nowhere)."""
-    measured = [_median(reports, op, s) for s in range(len(stages))]
-    rate = _seconds_per_flop((op,), stages, reports) or _seconds_per_flop(OPS, stages, reports)
-    return tuple(max(1e-6, rate * stages[s].flops.get(op, 0)) if x is None else x for s, x in enumerate(measured))
+def _filled(op: str, stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
+    rate = _seconds_per_flop((op,), stages, seconds) or _seconds_per_flop(OPS, stages, seconds)
+    return tuple(seconds.get((op, s), max(1e-6, rate * stage.flops.get(op, 0))) for s, stage in enumerate(stages))
 
 
-def _seconds_per_flop(ops: Sequence[str], stages: Sequence[StageFunctions], reports: Sequence[RankReport]) -> float:
+def _seconds_per_flop(
+    ops: Sequence[str], stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]
+) -> float:
     """Over all measured functions of these ops; 0 if there are none with FLOPs."""
-    known = [
-        (stages[s].flops.get(op, 0), x)
-        for op in ops
-        for s in range(len(stages))
-        if (x := _median(reports, op, s)) is not None
-    ]
+    known = [(stages[s].flops.get(op, 0), x) for (op, s), x in seconds.items() if op in ops]
     flops = sum(f for f, _ in known)
     return sum(x for _, x in known) / flops if flops else 0.0
-
-
-def _median(reports: Sequence[RankReport], op: str, stage: int) -> float | None:
-    found = [x for r in reports if (x := r.seconds(op, stage)) is not None]
-    return statistics.median(found) if found else None

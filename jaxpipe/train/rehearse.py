@@ -8,7 +8,7 @@ rank beside the program (master parameters where the compute dtype is smaller, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,15 +16,18 @@ import jax.numpy as jnp
 
 from jaxpipe.profile import Timing
 from jaxpipe.program.accounting import Kind
+from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.runtime.rehearsed import RankReport
-from jaxpipe.schedule import CostProfile, Timeline, simulate
+from jaxpipe.schedule import CostProfile, HostLink, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_bytes
-from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, optimizer_of
+from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, offload_options, optimizer_of
 from jaxpipe.train.step import trained
+
+_NO_LIMIT_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,11 @@ def pipeline_on_one_device(prepared: Prepared, device: jax.Device, progress: Pro
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
-    return compile_pipeline(prepared, [device] * prepared.schedule.num_ranks, progress)
+    config = prepared.config
+    roomy = replace(
+        config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB)
+    )  # a rank at a time: checked there
+    return compile_pipeline(replace(prepared, config=roomy), [device] * prepared.schedule.num_ranks, progress)
 
 
 def rehearsals(
@@ -57,12 +64,17 @@ def rehearsals(
     *,
     optimizer: bool = True,
     memory_limit_bytes: float | None = None,
+    host: HostLink | None = None,
 ) -> list[Rehearsal]:
     """Rehearsals of ``ranks``, the one that needs least memory first (an allocator's peak never falls).
 
     Raises:
         ConfigError: no such rank.
+        ProgramError: the host has no room for what a rank offloads.
     """
+    for rank in ranks:
+        platform = pipeline.submeshes[rank].devices.flat[0].platform
+        check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
     found = [
         Rehearsal(
             pipeline,
@@ -70,6 +82,7 @@ def rehearsals(
             vocab_size=prepared.dataset.tokenizer.vocab_size,
             resident=resident(prepared.config, pipeline, rank) if optimizer else None,
             memory_limit_bytes=memory_limit_bytes,
+            host=host,
         )
         for rank in ranks
     ]
@@ -173,11 +186,14 @@ def _rank_text(r: RankReport) -> str:
         f"{format_bytes(m.measured_bytes)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
         f"          with workspace {format_bytes(m.predicted.peak_bytes)}, at {m.predicted.at}: {kinds}",
         f"  step    {r.step} without waiting for other ranks; {r.host_us:.0f} µs of the host per instruction",
-        "  op  stage        ms  spread  samples",
+        "  op  stage        ms  spread  samples  alone ms",
     ]
-    for note, timings in (("", r.timings), ("  (alone; not in this program)", r.alone)):
-        for (op, s), t in sorted(timings.items(), key=lambda x: x[0][::-1]):
-            lines.append(f"  {op:<2}  {s:>5}  {t.median_s * 1e3:>8.3f}  {t.spread:>6.0%}  {t.count:>7}{note}")
+    for op, s in sorted({*r.timings, *r.alone}, key=lambda at: at[::-1]):
+        t, alone = r.timings.get((op, s)), r.alone.get((op, s))
+        cells = (
+            f"{t.median_s * 1e3:>8.3f}  {t.spread:>6.0%}  {t.count:>7}" if t is not None else f"{'-':>8}{'-':>8}{0:>9}"
+        )
+        lines.append(f"  {op:<2}  {s:>5}  {cells}" + (f"  {alone.median_s * 1e3:>8.3f}" if alone is not None else ""))
     lines += [
         f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count)}, "
         f"{c.bytes_per_s / 1e9:.2f} GB/s, {c.hidden:.0%} of their time under compute"

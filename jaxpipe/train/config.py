@@ -58,7 +58,7 @@ class PipelineConfig:
     chunks: int = 1
     schedule: str = "1f1b"
     memory_limit: float | None = None
-    recompute: Literal["none", "cheap", "dots", "attention", "full"] = "none"
+    recompute: Literal["none", "cheap", "dots", "attention", "full", "fused", "flash"] = "none"
     cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
 
 

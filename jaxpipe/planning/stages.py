@@ -100,7 +100,7 @@ class StageKey:
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
         names = first if len(self.layers) == 1 else f"{first} to {last}"
-        return f"a stage of {names}, recompute={self.policy}"
+        return f"a stage of {names}, microbatches of {self.size}, recompute={self.policy}"
 
 
 @dataclass(slots=True)

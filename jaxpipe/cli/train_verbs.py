@@ -29,13 +29,19 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print all settings (changed ones marked *) and stop"
     )
+    parser.add_argument(
+        "--offload-fallback",
+        action="store_true",
+        help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
 
 
 def _train(args: argparse.Namespace) -> int:
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    fallback = ["offload.fallback=true"] if args.offload_fallback else []
+    config = load_config(args.config, [*args.overrides, *fallback])
     if args.print_config:
         print(config.describe())
         return 0

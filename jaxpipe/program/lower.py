@@ -2,9 +2,9 @@
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
-Offload and load actions move the stage's residuals; S waits for the copy. Slots are assigned, and dropped after the last
-reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a
-chain.
+Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
+Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
+several ranks, and stage graphs other than a chain.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import jax
-
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import Step, assign_slots
 from jaxpipe.schedule import Action, Schedule, check_schedule, op_spec
+from jaxpipe.stage.footprint import device_bytes
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 
 
@@ -115,10 +114,10 @@ class _RankLowering:
         self._receive(action, inputs)
         outputs = [self._output(port, action) for port in function.outputs]
         for value, aval in zip(inputs, function.avals_in, strict=True):
-            self.value_bytes[value] = _nbytes(aval)
+            self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
             if out is not None:
-                self.value_bytes[out] = _nbytes(aval)
+                self.value_bytes[out] = device_bytes(aval)
         self.steps.append(Step("run", action, tuple(inputs), tuple(outputs)))
         self.present.update(v for v in outputs if v is not None)
         self._send(action, function, outputs)
@@ -189,7 +188,7 @@ class _RankLowering:
                 assert value is not None
                 if _is_read(self.stages[value.stage], value):
                     sent.append(value)
-                    self.value_bytes[value] = _nbytes(aval)
+                    self.value_bytes[value] = device_bytes(aval)
         return tuple(sent)
 
     def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
@@ -203,11 +202,8 @@ class _RankLowering:
                 self.steps.append(Step("send", action, values, (), peer=dst))
 
     def _move(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
-        residuals = tuple(
-            Value("res", action.stage, action.microbatch, port.index)
-            for port in self.stages[action.stage].functions["F"].outputs
-            if port.kind == "res"
-        )
+        chosen = self.stages[action.stage].offloaded
+        residuals = tuple(Value("res", action.stage, action.microbatch, index) for index in chosen)
         self.steps.append(Step(kind, action, residuals, ()))
 
 
@@ -224,7 +220,3 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
 def _is_read(stage: StageFunctions, value: Value) -> bool:
     wanted = Port(value.kind, value.index)
     return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
-
-
-def _nbytes(aval: jax.ShapeDtypeStruct) -> int:
-    return int(aval.size * aval.dtype.itemsize)

@@ -28,6 +28,7 @@ from jaxpipe.mesh import DP
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Params
+from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.recompute import policy
 from jaxpipe.stage.split import Part, Split, split
@@ -223,6 +224,7 @@ def _assemble(
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
         notes=traced.split.notes,
     )
+    built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))
     return built
 
@@ -250,7 +252,7 @@ def _portable(const: Any) -> Any:
     return const
 
 
-def _sizes(parts: Mapping[str, Part]) -> dict[str, int]:
+def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
     """Bytes held between the operations, per device."""
     held = {
         op: {p: aval_bytes(v.aval) for p, v in zip(parts[op].inputs, parts[op].invars, strict=True)}

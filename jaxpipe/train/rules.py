@@ -39,14 +39,15 @@ _AT_LEAST: Mapping[str, int] = {
     "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
     "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
     "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
-    "replan.min_gain": 0, "replan.workers": 1,
+    "replan.min_gain": 0, "replan.workers": 1, "offload.fraction": 0,
 }  # fmt: skip
 _AT_MOST: Mapping[str, float] = {
     "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1,
-    "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024,
+    "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024, "offload.fraction": 1,
 }  # fmt: skip
 _POSITIVE = (
-    "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit"
+    "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit",
+    "offload.host_memory_gb",
 )  # fmt: skip
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")

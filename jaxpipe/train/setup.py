@@ -14,6 +14,7 @@ import optax
 
 from jaxpipe import profile
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
 from jaxpipe.stage.layer import Model
@@ -187,6 +188,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             devices=devices,
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,
+            offload=offload_options(config),
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         pipeline = with_replannable_start(config, pipeline)
@@ -195,6 +197,12 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
         pipeline.warm_up()
     step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
     return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+
+
+def offload_options(config: TrainConfig) -> OffloadOptions:
+    """What ``[offload]`` says, in bytes."""
+    o = config.offload
+    return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
 def within_memory_limit(
@@ -216,6 +224,7 @@ def within_memory_limit(
         relative_costs(stage_costs),
         residual_bytes=pipeline.costs.residual_bytes,
         w_residual_bytes=pipeline.costs.w_residual_bytes,
+        offloadable_bytes=pipeline.costs.offloadable_bytes,
     )
     progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
     return pipeline.with_schedule(

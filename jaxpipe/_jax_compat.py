@@ -277,7 +277,6 @@ def aval_bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
 
 
-<<<<<<< HEAD
 def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:
     """``count`` CUDA devices that are not there: lowering and compiling for them works, running does not.
 
@@ -295,14 +294,10 @@ def compile_only_devices(name: str, description: str, count: int = 1) -> Sequenc
     return list(topology.devices)
 
 
-def copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """A function that starts copying arrays to ``sharding`` (as many devices as they are on now) and returns the copies.
-=======
 def copier(
     target: jax.sharding.Sharding | Sequence[jax.sharding.Sharding],
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """A function that starts copying arrays to ``target`` (as many devices as they are on now) and returns the copies.
->>>>>>> memory
 
     It does what ``jax.device_put(arrays, target)`` does without finding out each time how; the caller vouches that the
     arrays live on as many devices as ``target`` has, all of this process, split the same way. ``target``: one sharding for

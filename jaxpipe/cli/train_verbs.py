@@ -175,6 +175,7 @@ def _profile(args: argparse.Namespace) -> int:
     request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.stage.recompute_report import policy_tables
     from jaxpipe.train.report import cost_table
     from jaxpipe.train.setup import build
 
@@ -182,6 +183,7 @@ def _profile(args: argparse.Namespace) -> int:
     devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
     setup = build(config, devices, lambda text: print(text, file=stream, flush=True), repeats=args.repeats)
     costs = setup.pipeline.costs
+    print(policy_tables(setup.pipeline.compare_policies()), file=stream)
     if args.output:
         write_costs(costs, args.output)
     print(json.dumps(to_costs(costs)) if args.json else cost_table(costs))

@@ -23,8 +23,8 @@ def cost_profile(
     """Seconds by roofline, bytes from shapes, links of the target.
 
     ``optimizer_bytes`` holds what stays beside the parameters a stage computes with: gradient accumulators, master parameters
-    and the two moments of Adam. ``memory_limit_bytes``: for everything on a device; the profile's limit is what is left of it
-    for activations is up to the caller.
+    and the two moments of Adam. Boundaries count as the runtime holds them: while an action reads or makes
+    them (in ``temp_bytes``, with XLA's workspace) and while they wait (``boundary_buffers``).
     """
     seconds = {op: tuple(max(_LEAST_S, _seconds(s, op, target, efficiency, sharding)) for s in stages) for op in OPS}
     host = host_link(target, efficiency, sharding, ranks)
@@ -40,11 +40,12 @@ def cost_profile(
         boundary_bytes=tuple(s.boundary for s in stages),
         param_bytes=tuple(s.parameters for s in stages),
         optimizer_bytes=tuple(s.gradients + s.optimizer for s in stages),
-        temp_bytes=tuple((op, tuple(s.temp[op] for s in stages)) for op in OPS),
+        temp_bytes=tuple((op, tuple(s.temp[op] + s.passing[op] for s in stages)) for op in OPS),
         link=Link(target.network_latency_s, target.network_bytes_per_s * efficiency.link),
         links=tuple(_near_links(ranks, target, efficiency, sharding).items()),
         host=host,
         memory_limit_bytes=(memory_limit_bytes,) * ranks,
+        boundary_buffers=True,
         source=f"roofline of {target.name}, {efficiency.matmul:g} of peak, {efficiency.bandwidth:g} of memory bandwidth",
     )
 

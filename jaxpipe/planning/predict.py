@@ -2,8 +2,8 @@
 
 Assumed: AdamW with float32 moments; float32 master parameters and gradient accumulators beside parameters in the compute dtype
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
-them and as Megatron-LM does. No data parallelism, so no sharded optimizer. A rank holds one boundary array in each direction
-per chunk on top of what the stages keep. The update reads and writes its state once at the memory's bandwidth.
+them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
+(megabytes). The update reads and writes its state once at the memory's bandwidth.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype.
@@ -11,14 +11,15 @@ over the step and the dense peak of the compute dtype.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe.planning.costs import cost_profile
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import PlannedStage, Sharding, Workbench, microbatch_size
+from jaxpipe.planning.stages import OPS, PlannedStage, Sharding, Workbench, microbatch_size
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, Timeline, generate, simulate
+from jaxpipe.schedule import FAMILIES, CostProfile, MemoryCurve, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
 from jaxpipe.train.config import TrainConfig
@@ -112,7 +113,7 @@ def predict(
     size, pipe = microbatch_size(config), config.pipeline
 
     def planned(num_stages: int) -> tuple[PlannedStage, ...]:
-        return bench.stages(bench.plan(config, num_stages).cut, pipe.recompute, size)
+        return bench.stages(bench.plan(config, num_stages).cut, pipe.recompute, size, config.offload.fraction)
 
     def costs_of(stages: Sequence[PlannedStage]) -> CostProfile:
         return cost_profile(stages, pipe.ranks, target, efficiency, sharding, limit_bytes)
@@ -148,15 +149,14 @@ def _prediction(
     limit_bytes: float,
 ) -> Prediction:
     placement = schedule.placement
-    bare = simulate(schedule, replace(costs, temp_bytes=()))  # the same times; curves without workspace
-    memory, activations, copied = [], [], []
+    passing = tuple((op, tuple(s.passing[op] for s in stages)) for op in OPS)
+    held = simulate(schedule, replace(costs, temp_bytes=passing)).memory  # the same times, without workspace
+    kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory  # nor boundaries
+    memory, copied = [], []
     for rank in range(schedule.num_ranks):
-        mine = placement.stages_of(rank)
-        full, held = timeline.memory[rank], bare.memory[rank]
-        peak = full.peak
-        at = full.times_s[full.bytes.index(peak)] if full.bytes else 0.0
-        residuals = _value_at(held.times_s, held.bytes, at)
-        edges = sum(2 * stages[s].boundary for s in mine)
+        mine, full = placement.stages_of(rank), timeline.memory[rank]
+        at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
+        residuals, activations = _value_at(kept[rank], at), _value_at(held[rank], at)
         memory.append(
             RankMemory(
                 rank,
@@ -164,11 +164,10 @@ def _prediction(
                 sum(stages[s].gradients for s in mine),
                 sum(stages[s].optimizer for s in mine),
                 residuals,
-                max(0.0, peak - residuals),
-                edges,
+                max(0.0, full.peak - activations),
+                max(0.0, activations - residuals),
             )
         )
-        activations.append(held.peak + edges)
         copied.append(sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if a.op == "O"))
     static = max(m.parameters + m.gradients + m.optimizer for m in memory)
     flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches
@@ -178,7 +177,7 @@ def _prediction(
         costs=costs,
         timeline=timeline,
         memory=tuple(memory),
-        activation_bytes=tuple(activations),
+        activation_bytes=tuple(curve.peak for curve in held),
         limit_bytes=limit_bytes,
         update_s=2 * static / (target.memory_bytes_per_s * efficiency.bandwidth),
         model_flops=flops,
@@ -190,10 +189,7 @@ def _prediction(
     )
 
 
-def _value_at(times: Sequence[float], values: Sequence[float], at: float) -> float:
-    value = 0.0
-    for time, x in zip(times, values, strict=True):
-        if time > at:
-            break
-        value = x
-    return value
+def _value_at(curve: MemoryCurve, at: float) -> float:
+    """Live bytes from the last change at or before ``at`` on."""
+    index = bisect_right(curve.times_s, at)
+    return curve.bytes[index - 1] if index else 0.0

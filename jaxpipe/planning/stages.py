@@ -21,14 +21,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpipe._jax_compat import aval_bytes
-from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, param_avals, plan_stages
+from jaxpipe.stage.policies import per_stage
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -50,7 +51,8 @@ class PlannedStage:
 
     Bytes: ``residual w_residual cotangent boundary`` a microbatch as in :class:`~jaxpipe.schedule.costs.CostProfile`;
     ``offloadable`` of the residuals; ``parameters gradients optimizer`` for good. ``work``: by operation, on the whole rank.
-    ``streams``: layers that all-reduce under TP. ``temp``: workspace by operation.
+    ``streams``: layers that all-reduce under TP. ``passing``: by
+    operation, of boundaries it reads or makes that are no residual; ``temp``: workspace.
     """
 
     key: StageKey
@@ -66,6 +68,7 @@ class PlannedStage:
     num_params: int
     streams: int
     work: Mapping[str, Work]
+    passing: Mapping[str, float]
     temp: Mapping[str, float]
 
 
@@ -82,7 +85,7 @@ class TempOf(Protocol):
 @dataclass(frozen=True, slots=True)
 class StageKey:
     """What a stage is built from: layers, the first one's index in the model, what enters, whether it is the last, its
-    recompute policy, and sequences in a microbatch."""
+    recompute policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
 
     layers: tuple[Layer, ...]
     offset: int
@@ -90,12 +93,13 @@ class StageKey:
     last: bool
     policy: str
     size: int
+    offload_fraction: float = 1.0
 
     @property
     def kind(self) -> Hashable:
         """Equal for stages that cost the same."""
         layers = tuple((layer.kind or layer.name, tuple(sorted(layer.tied.items()))) for layer in self.layers)
-        return (layers, str(self.x), self.last, self.policy, self.size)
+        return (layers, str(self.x), self.last, self.policy, self.size, self.offload_fraction)
 
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -153,21 +157,21 @@ class Workbench:
             return plan_stages(self.model, boundaries=cut, costs=costs, costs_from="analytic")
         return plan_stages(self.model, num_stages, costs=costs, costs_from="analytic")
 
-    def stages(self, cut: Cut, recompute: str | Sequence[str], size: int) -> tuple[PlannedStage, ...]:
+    def stages(
+        self, cut: Cut, recompute: str | Sequence[str], size: int, offload_fraction: float = 1.0
+    ) -> tuple[PlannedStage, ...]:
         """The stages of a cut for microbatches of ``size`` sequences, in order.
 
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
-        policies = [recompute] * len(cut) if isinstance(recompute, str) else list(recompute)
-        if len(policies) != len(cut):
-            raise ConfigError(
-                f"pipeline.recompute names {len(policies)} policies and there are {len(cut)} stages; give one, or one a stage"
-            )
+        policies = per_stage(recompute, len(cut))
         made: list[PlannedStage] = []
         for (start, stop), policy in zip(cut, policies, strict=True):
             x = made[-1].functions.y if made else None
-            key = StageKey(self.model.layers[start:stop], start, x, stop == len(self.model.layers), policy, size)
+            key = StageKey(
+                self.model.layers[start:stop], start, x, stop == len(self.model.layers), policy, size, offload_fraction
+            )
             if key.kind not in self._known:
                 self.progress(f"tracing {key}")
                 self._known[key.kind] = self._make(key)
@@ -205,7 +209,8 @@ class Workbench:
         )
 
     def _make(self, key: StageKey) -> PlannedStage:
-        functions, layers, x = self.functions_of(key), key.layers, key.x
+        functions = with_offload(self.functions_of(key), key.offload_fraction)
+        layers, x = key.layers, key.x
         work = {op: work_of(functions.functions[op].jaxpr, self.target, self.efficiency) for op in OPS}
         temp = {op: w.workspace_bytes for op, w in work.items()}
         tp, stream = self.sharding.tp, _stream_shapes(functions, x)
@@ -214,11 +219,10 @@ class Workbench:
         def shard(ports: Mapping[Port, Any]) -> float:
             return sum(aval_bytes(a) * (whole if tuple(a.shape) in stream else 1 / tp) for a in ports.values())
 
-        held = {op: _ports(functions, op) for op in ("B", "W", "F")}
+        held = {op: _ports(functions, op) for op in ("F", "B", "W", "BW")}
         kept = {p: a for op in ("B", "W") for p, a in held[op].items() if p.kind in ("x", "res")}
         for_w = {p: a for p, a in held["W"].items() if p.kind in ("x", "res", "wres")}
-        moves = getattr(functions, "offloaded", None)
-        offloadable = kept if moves is None else {p: a for p, a in kept.items() if p.kind == "res" and p.index in moves}
+        moved = {p: a for p, a in kept.items() if p.kind == "res" and p.index in functions.offloaded}
         layout = functions.layout
         params = float(sum(aval_bytes(b) for b in layout.buffers))
         acc = layout.acc_avals(jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32)
@@ -230,7 +234,7 @@ class Workbench:
             residual=shard(kept),
             w_residual=shard(for_w),
             cotangent=shard({p: a for p, a in for_w.items() if p.kind == "wres"}),
-            offloadable=shard(offloadable),
+            offloadable=shard(moved),
             boundary=functions.boundary_bytes * whole,
             parameters=params / tp,
             gradients=grads / tp,
@@ -238,6 +242,7 @@ class Workbench:
             num_params=sum(a.size for a in acc),
             streams=sum(_keeps_stream(layer, self.avals) for layer in layers),
             work=work,
+            passing={op: shard(_passing(functions, op, kept)) for op in OPS},
             temp={op: n / tp for op, n in temp.items()},
         )
 
@@ -269,6 +274,19 @@ def microbatch_size(config: TrainConfig) -> int:
 def _ports(functions: StageFunctions, op: str) -> dict[Port, Any]:
     f = functions.functions[op]
     return dict(zip(f.inputs, f.avals_in, strict=True))
+
+
+def _passing(functions: StageFunctions, op: str, kept: Mapping[Port, Any]) -> dict[Port, Any]:
+    """Boundaries that are there while ``op`` runs: x where no backward pass reads it, dy unless it is handed on to W, y and dx."""
+    f = functions.functions[op]
+    handed = {k for n, k in f.forwarded.items() if f.outputs[n].kind == "wres"}
+    read = {
+        p: a
+        for k, (p, a) in enumerate(zip(f.inputs, f.avals_in, strict=True))
+        if (p.kind == "dy" and k not in handed) or (p.kind == "x" and p not in kept)
+    }
+    made = {p: a for p, a in zip(f.outputs, f.avals_out, strict=True) if p.kind in ("y", "dx")}
+    return read | made
 
 
 def _stream_shapes(functions: StageFunctions, x: Any) -> set[tuple[int, ...]]:

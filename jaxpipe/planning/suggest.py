@@ -20,7 +20,7 @@ from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule
 from jaxpipe.schedule.passes import offload
-from jaxpipe.stage.recompute import POLICIES
+from jaxpipe.stage.policies import STANDARD
 from jaxpipe.train.config import TrainConfig
 
 Transform = Callable[[Schedule, CostProfile], Schedule]
@@ -134,7 +134,7 @@ def _joined(changes: Sequence[_Change]) -> _Change:
 
 
 def _recompute(config: TrainConfig) -> Iterator[_Change]:
-    for name in POLICIES:
+    for name in STANDARD:
         if name != config.pipeline.recompute:
             yield _Change(f"recompute {name}", (f"pipeline.recompute={name}",))
 
@@ -189,7 +189,7 @@ def _limit_in_activations(current: Prediction) -> float:
         mine = placement.stages_of(rank)
         share = sum(costs.residual_bytes[s] for s in mine)
         workspace = max((max(values[s] for s in mine) for values in temp.values()), default=0.0)
-        taken = memory.parameters + memory.gradients + memory.optimizer + memory.boundaries + workspace
+        taken = memory.parameters + memory.gradients + memory.optimizer + workspace
         if share > 0:
             least = min(least, (current.limit_bytes - taken) / share)
     return least

@@ -119,10 +119,11 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
     sharding = Sharding(args.tp, args.sequence_parallel)
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
+    bench = workbench(config, target, efficiency, sharding, progress)
     compiler = None
     if args.compile_seconds > 0:
         compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds)
-    bench = workbench(config, target, efficiency, sharding, progress, temp_of=compiler)
+        bench.temp_of = compiler
     prediction = predict(config, bench, target, efficiency, sharding, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
     if compiler is not None and compiler.count:

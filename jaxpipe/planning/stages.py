@@ -277,7 +277,7 @@ def _ports(functions: StageFunctions, op: str) -> dict[Port, Any]:
 
 
 def _passing(functions: StageFunctions, op: str, kept: Mapping[Port, Any]) -> dict[Port, Any]:
-    """Boundaries that are there while ``op`` runs: x where no backward pass reads it, dy unless it is handed on to W, y and dx."""
+    """Boundaries that are there while ``op`` runs: x where no backward pass reads it, dy unless it is handed to W, y, dx."""
     f = functions.functions[op]
     handed = {k for n, k in f.forwarded.items() if f.outputs[n].kind == "wres"}
     read = {

@@ -20,6 +20,8 @@ name                           why
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
+``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
+                               needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
 =============================  ==========================================================================================
 
 Not handled: jaxprs with mutable references or "high" types.
@@ -52,6 +54,7 @@ __all__ = [
     "called_jaxpr",
     "checkpoint_name_of",
     "close_jaxpr",
+    "compile_only_devices",
     "copier",
     "dtype_of",
     "eval_jaxpr",
@@ -272,6 +275,23 @@ def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
     itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
+
+
+def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:
+    """``count`` CUDA devices that are not there: lowering and compiling for them works, running does not.
+
+    ``description``: text proto of the GPU (``gpu_device_info`` and so on). Returns the reason, for people, where it can't be:
+    wheels that are not installed, or a plugin that refuses the description.
+    """
+    from jax.experimental import topologies
+
+    try:
+        topology = topologies.get_topology_desc(name, "cuda", target_config=description, topology=f"1x1x{count}")
+    except NotImplementedError:
+        return "the CUDA plugin is not installed (pip install jaxpipe[cuda12], or [cuda13])"
+    except Exception as error:
+        return f"the CUDA plugin refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return list(topology.devices)
 
 
 def copier(

@@ -196,6 +196,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.stage.recompute_report import policy_tables
     from jaxpipe.train.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare
 
@@ -211,6 +212,7 @@ def _profile(args: argparse.Namespace) -> int:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
     costs = measured.costs()
+    progress(policy_tables(pipeline.compare_policies()))
     if args.output:
         write_costs(costs, args.output)
     if args.details:

@@ -40,6 +40,8 @@ from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
+from jaxpipe.stage.policies import STANDARD
+from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
 
 Batch = Mapping[str, np.ndarray | jax.Array]
 Instance = tuple[int, int]
@@ -94,7 +96,7 @@ class Pipeline:
         boundaries: Sequence[tuple[int, int]],
         devices: Sequence[jax.Device] | None = None,
         compute_dtype: Any = jnp.float32,
-        recompute: str = "none",
+        recompute: str | Sequence[str] = "none",
         costs: CostProfile | None = None,
         offload: OffloadOptions = OFFLOAD_ALL,
     ) -> Pipeline:
@@ -107,7 +109,7 @@ class Pipeline:
             boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
             devices: one a rank, in order; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
-            recompute: policy by name (:mod:`jaxpipe.stage.recompute`).
+            recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
             costs: for the dispatch order and the prediction; FLOP counts by default.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
 
@@ -217,6 +219,18 @@ class Pipeline:
     def layers(self, stage: int) -> tuple[Layer, ...]:
         a, b = self.boundaries[stage]
         return self.model.layers[a:b]
+
+    def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
+        """What each recompute policy would save and cost, by stage (:mod:`jaxpipe.stage.recompute_report`). Runs nothing."""
+        stages = range(len(self.boundaries))
+        return compare_policies(
+            [self.layers(s) for s in stages],
+            _param_avals(self.model.layers, self.compute_dtype),
+            self.model.batch_spec(self.microbatch_size),
+            [self.submeshes[self.primary(s)[0]] for s in stages],
+            policies,
+            self.master_dtype,
+        )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

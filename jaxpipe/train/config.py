@@ -48,8 +48,8 @@ class DataConfig:
 class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``schedule``: the name of a family, or a schedule file (``.sched``
     ``.json`` ``.csv``). ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch
-    (1F1B needs p), or none. ``recompute``: policy on what F may save
-    (:mod:`jaxpipe.stage.recompute`). ``cut``: how layers become stages: ``analytic`` or
+    (1F1B needs p), or none. ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy,
+    such as ``cheap`` or ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or
     ``measured`` costs, or the layers (indices or names) at which the second and later stages start.
     """
 
@@ -58,7 +58,7 @@ class PipelineConfig:
     chunks: int = 1
     schedule: str = "1f1b"
     memory_limit: float | None = None
-    recompute: Literal["none", "cheap", "dots", "attention", "full"] = "none"
+    recompute: str | tuple[str, ...] = "none"
     cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
 
 

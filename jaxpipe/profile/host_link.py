@@ -127,7 +127,8 @@ def fit(points: Sequence[tuple[int, float]]) -> Fit:
     t = np.array([max(p[1], 1e-9) for p in points], np.float64)
     latency, slope = 0.0, 0.0
     if len(points) > 1:
-        latency, slope = np.linalg.lstsq(np.stack([1 / t, n / t], 1), np.ones(len(t)), rcond=None)[0]
+        unit = n.max()  # both unknowns in seconds: better conditioned
+        latency, slope = np.linalg.lstsq(np.stack([1 / t, n / unit / t], 1), np.ones(len(t)), rcond=None)[0] / [1, unit]
     if latency < 0 or slope <= 0:
         latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
     return Fit(float(latency), float(1 / slope), tuple((int(a), float(b)) for a, b in points))

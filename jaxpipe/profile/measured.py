@@ -122,9 +122,11 @@ def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, ca
 
     sample(1)  # compiles
     warm = [sample(1) for _ in range(warm_up)]
-    if calls is None:
+    if calls is None and _on_cpu(function):
+        calls = 1
+    elif calls is None:
         once = min(warm) if warm else sample(1)
-        calls = 1 if _on_cpu(function) else min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
+        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
     return Timing.of([sample(calls) for _ in range(repeats)])
 
 

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError, ScheduleError, StageError
+from jaxpipe.profile import with_offloadable_bytes
 from jaxpipe.program.liveness import host_bytes, live_bytes, live_host_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds
@@ -184,6 +185,18 @@ def _text(row: str) -> Schedule:
     return schedule
 
 
+def test_seconds_of_a_copy_follow_the_bytes() -> None:
+    link = HostLink(d2h_bytes_per_s=4.0, h2d_bytes_per_s=8.0)
+    costs = CostProfile(
+        (1.0,) * 2, (1.0,) * 2, (1.0,) * 2, (2.0,) * 2, (8.0,) * 2, (4.0,) * 2, (0.0,) * 2, (8.0, 0.0), host=link
+    )
+    assert (costs.offload_s, costs.load_s) == ((2.0, 0.0), (1.0, 0.0))
+    changed = with_offloadable_bytes(replace(costs, offload_s=(3.0, 0.0)), (4.0, 4.0))
+    assert changed.offloadable_bytes == (4.0, 4.0)
+    assert changed.offload_s == (1.5, 1.0), "in proportion, or as the link says"
+    assert changed.load_s == (0.5, 0.5)
+
+
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +271,17 @@ def test_answers_of_the_solver_have_the_bits_of_the_order_without_offload(model:
     *_, schedule = offload_candidates(task, bound, lambda: False, most=20)
     assert set(ops) <= set(_ops(schedule))
     _check_bits(model, schedule)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32), m=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.2, 0.6, 0.9]))
+def test_random_schedules_with_part_of_the_residuals_moved(seed: int, m: int, fraction: float) -> None:
+    with jax.enable_x64(True):
+        schedule = random_schedule(circular(2, 2), m, random.Random(seed), offload=0.5)
+        pipe = pipeline_for("gpt", schedule).with_offload(OffloadOptions(fraction))
+        out, want = _run(pipe, "gpt"), _run(pipe.with_schedule(without_offloads(schedule)), "gpt")
+        assert_same_arrays(dict(out.acc), dict(want.acc))
+        assert_same_arrays(list(out.losses), list(want.losses))
 
 
 def test_a_copy_compiles_nothing_and_returns_to_the_same_place() -> None:

@@ -200,17 +200,18 @@ def test_seconds_of_a_copy_follow_the_bytes() -> None:
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-_USUAL = ("gis", "po-h", "po-f", "ada-offload")
+_USUAL = ("gis", "po", "po-h", "po-f", "ada-offload")
+_BY_DEFAULT = {(2, "gpt", False), (2, "gpt", True), (2, "llama", True), (4, "gpt", True)}
 
 
 def _families() -> list[Any]:
-    """All at p = 1..4 on both models; by default p = 2, and some at 4 on one."""
+    """All at p = 1..4 on both models; by default p = 2 on one, and of those that offload or may, p = 2 on both and 4 on one."""
     return [
         pytest.param(model, name, p, id=f"{name}-p{p}-{model}", marks=[] if usual else [pytest.mark.soak])
         for p in (1, 2, 3, 4)
         for name in FAMILIES
         for model in NAMES
-        for usual in [p == 2 or (p == 4 and model == "gpt" and name in _USUAL)]
+        for usual in [(p, model, name in _USUAL) in _BY_DEFAULT]
     ]
 
 

@@ -194,8 +194,11 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
         pipeline = with_replannable_start(config, pipeline)
         progress("timing each stage alone")
         pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
+        step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+        pipeline = pipeline.with_costs(step.costs_with_state())
+        step = step.with_pipeline(pipeline)
         pipeline.warm_up()
-    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+        progress(f"{step.memory_report()}")
     return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
 
 

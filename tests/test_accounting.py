@@ -218,6 +218,29 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
         assert_exact(predicted, measured)
 
 
+def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
+    """An allocator that knows of live arrays, of 1000 bytes of its own, and of a peak that the step raises."""
+    pipe = built("bfloat16", "one").with_schedule(generate("zb-h1", 2, 4))
+    peak: dict[Any, int] = {}
+
+    def statistics(device: jax.Device) -> tuple[int, int]:
+        here = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
+        held = sum(here.values()) + 1000
+        peak[device] = max(peak.get(device, 0), held + 50)
+        return held, peak[device]
+
+    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    inputs = pipe.step_inputs(placed("bfloat16", "one"), acc, batch_of(pipe))
+    del acc
+    devices = [list(mesh.devices.flat) for mesh in pipe.submeshes]
+    measured = probe_step(pipe.executor, inputs, devices, statistics=statistics)
+    for rank in measured.ranks:
+        assert rank.in_use_bytes == rank.live_bytes
+        assert rank.allocator_peak_bytes == rank.live_peak_bytes + 50
+    again = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.all_instances}), devices)
+    assert all(r.in_use_bytes == () and r.allocator_peak_bytes is None for r in again.ranks), "the CPU keeps none"
+
+
 def runnable_families() -> list[str]:
     """Families whose schedules the runtime runs: chains of stages, one rank each."""
     found = []

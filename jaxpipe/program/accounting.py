@@ -438,4 +438,6 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _number(value: float) -> str:
-    return "-" if value == 0 else f"{value:.4g}" if value < 999.95 else f"{value:.0f}"
+    if value < 0.001:
+        return "-" if value == 0 else "<0.001"
+    return f"{value:.4g}" if value < 999.95 else f"{value:.0f}"

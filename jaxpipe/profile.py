@@ -2,7 +2,7 @@
 
 *Analytic*: FLOPs of the jaxprs over a rate; no device needed, good enough to choose an order. *Measured*: each compiled
 function is run alone on its device, median of several calls after a warm-up. Bytes are exact in both (shapes of residuals,
-boundaries, parameters). Not modelled: workspace inside a function (``temp_bytes`` stays empty).
+boundaries, parameters); XLA's workspace, known once a function is compiled, is in the measured one only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.schedule import CostProfile, Link
+from jaxpipe.stage.footprint import Footprint, footprint, total_device_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, LayerContext, Model
 from jaxpipe.stage.reference import init_params, with_tied_leaves
 
 DEFAULT_FLOPS_PER_S = 1e11
+_TIMED = ("F", "B", "W", "BW")
 
 
 def analytic_profile(
@@ -59,7 +61,7 @@ def measured_profile(
             if progress is not None:
                 progress(f"stage {s} {op}: {row[-1] * 1e3:.3f} ms")
     f, b, w, bw = (tuple(seconds[op]) for op in ("F", "B", "W", "BW"))
-    return _with_bytes(stages, f, b, w, bw, link, f"measured, median of {repeats}")
+    return _with_bytes(stages, f, b, w, bw, link, f"measured, median of {repeats}", footprint)
 
 
 def median_seconds(function: StageFunction, repeats: int) -> float:
@@ -158,11 +160,12 @@ def _with_bytes(
     bw_s: tuple[float, ...],
     link: Link | None,
     source: str,
+    footprint_of: Callable[[StageFunction], Footprint] | None = None,
 ) -> CostProfile:
     def each(name: str) -> tuple[float, ...]:
         return tuple(float(getattr(s, name)) for s in stages)
 
-    return CostProfile(
+    costs = CostProfile(
         f_s=f_s,
         b_s=b_s,
         w_s=w_s,
@@ -176,3 +179,57 @@ def _with_bytes(
         link=link if link is not None else Link(),
         source=source,
     )
+    return with_memory(costs, stages, footprint_of)
+
+
+def with_memory(
+    costs: CostProfile,
+    stages: Sequence[StageFunctions],
+    footprint_of: Callable[[StageFunction], Footprint] | None = None,
+) -> CostProfile:
+    """``costs`` with every byte of the stages in it, so that the simulator's peak bounds what the runtime holds.
+
+    ``temp_bytes`` of an op: XLA's workspace (with ``footprint_of``, which compiles; 0 without) and what the runtime holds
+    while the op runs beside residuals and cotangents: x where no backward pass reads it, y, dy and dx. Between actions
+    ``boundary_buffers`` count what was sent and not read. ``param_bytes``: parameters. ``optimizer_bytes``: gradient
+    accumulators and compiled code; add optimizer state and masters to them. Left to the caller, as it depends on the number
+    of microbatches: batch arrays, keys and losses.
+    """
+
+    def temp(stage: StageFunctions, op: str) -> float:
+        function = stage.functions[op]
+        workspace = 0
+        if footprint_of is not None:
+            found = footprint_of(function)
+            donated = total_device_bytes([function.avals_in[k] for k in function.donated])
+            workspace = found.temp_bytes + max(0, donated - found.alias_bytes)
+        return float(workspace + _passing_bytes(stage, function))
+
+    def code(stage: StageFunctions) -> int:
+        return 0 if footprint_of is None else sum(footprint_of(stage.functions[op]).code_bytes for op in _TIMED)
+
+    return replace(
+        costs,
+        temp_bytes=tuple((op, tuple(temp(s, op) for s in stages)) for op in _TIMED),
+        optimizer_bytes=tuple(float(total_device_bytes(s.acc_avals) + code(s)) for s in stages),
+        boundary_buffers=True,
+    )
+
+
+def _passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
+    """Bytes of the boundaries that a function reads or makes and that are no residual: gone when it has run and sent."""
+    kept = {p for op in ("B", "W") for p in stage.functions[op].inputs if p.kind == "x"}
+    shared = {
+        k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"
+    }  # a dy that is handed to W counts as a cotangent
+    read = [
+        aval
+        for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True))
+        if (port.kind == "dy" and k not in shared) or (port.kind == "x" and port not in kept)
+    ]
+    made = [
+        aval
+        for n, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
+        if port.kind in ("y", "dx") and n not in function.forwarded
+    ]
+    return total_device_bytes([*read, *made])

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import jax
-
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import Step, assign_slots
 from jaxpipe.schedule import Action, Schedule, check_schedule, op_spec
+from jaxpipe.stage.footprint import device_bytes
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 
 
@@ -115,10 +114,10 @@ class _RankLowering:
         self._receive(action, inputs)
         outputs = [self._output(port, action) for port in function.outputs]
         for value, aval in zip(inputs, function.avals_in, strict=True):
-            self.value_bytes[value] = _nbytes(aval)
+            self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
             if out is not None:
-                self.value_bytes[out] = _nbytes(aval)
+                self.value_bytes[out] = device_bytes(aval)
         self.steps.append(Step("run", action, tuple(inputs), tuple(outputs)))
         self.present.update(v for v in outputs if v is not None)
         self._send(action, function, outputs)
@@ -189,7 +188,7 @@ class _RankLowering:
                 assert value is not None
                 if _is_read(self.stages[value.stage], value):
                     sent.append(value)
-                    self.value_bytes[value] = _nbytes(aval)
+                    self.value_bytes[value] = device_bytes(aval)
         return tuple(sent)
 
     def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
@@ -221,7 +220,3 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
 def _is_read(stage: StageFunctions, value: Value) -> bool:
     wanted = Port(value.kind, value.index)
     return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
-
-
-def _nbytes(aval: jax.ShapeDtypeStruct) -> int:
-    return int(aval.size * aval.dtype.itemsize)

@@ -27,6 +27,7 @@ from jaxpipe.schedule import Action, Event
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 Bank = list[Any]
+Probe = Callable[[int, Sequence[jax.Array]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ class Executor:
         offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
 
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
+
     Raises:
         ProgramError: the programs offload, and devices have no pinned host memory.
     """
@@ -138,6 +141,10 @@ class Executor:
         copies = _HostCopies(shardings, offload_fallback)
         self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers, holds or {})
         self._num_ranks = len(shardings)
+        self.order = tuple(order)
+        self.sequence = tuple(
+            (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
+        )
 
     @property
     def num_instructions(self) -> int:
@@ -149,8 +156,9 @@ class Executor:
         """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``hold`` of each of them, in order of dispatch."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
-    def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
-        """Run one step. Returns without waiting unless ``record``.
+    def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
+        """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
+        instruction of :attr:`sequence` has put its results into slots, before it drops anything.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
@@ -158,8 +166,8 @@ class Executor:
         self._bind(inputs)
         try:
             if record:
-                return self._run_recorded(inputs)
-            tokens, stamps = self._dispatch(None)
+                return self._run_recorded(inputs, probe)
+            tokens, stamps = self._dispatch(None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
@@ -168,23 +176,25 @@ class Executor:
             for bank in self._banks:
                 bank[:] = [None] * len(bank)
 
-    def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
+    def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens, stamps = self._dispatch(recorder)
+            tokens, stamps = self._dispatch(recorder, probe)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(self, recorder: Recorder | None) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+    def _dispatch(
+        self, recorder: Recorder | None, probe: Probe | None
+    ) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens, stamps = [], []
         clock = time.perf_counter
         try:
-            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
                 stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
@@ -198,6 +208,8 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
+                if probe is not None:
+                    probe(at, results)
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind not in _UNRECORDED:

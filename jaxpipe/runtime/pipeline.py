@@ -25,8 +25,8 @@ from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.profile import analytic_profile, measured_profile, with_offloadable_bytes
+from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Program
-from jaxpipe.program.liveness import live_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
@@ -35,6 +35,7 @@ from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
 from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
@@ -43,6 +44,9 @@ from jaxpipe.stage.params import ParamLayout, stage_params
 Batch = Mapping[str, np.ndarray | jax.Array]
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
+
+_ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
+"""To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,11 @@ class Pipeline:
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
 
     @property
+    def casts(self) -> bool:
+        """Whether master parameters are kept beside those that are computed with."""
+        return bool(self.master_dtype != self.compute_dtype)
+
+    @property
     def all_instances(self) -> tuple[Instance, ...]:
         return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
 
@@ -333,12 +342,21 @@ class Pipeline:
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
     def predicted_timeline(self) -> Timeline:
-        """The schedule simulated with :attr:`costs`."""
-        return simulate(self.schedule, self.costs)
+        """The schedule simulated with :attr:`costs`; static bytes hold the batch too."""
+        return simulate(self.schedule, self._costs_with_batch())
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
         """What a recorded step did."""
-        return measured_timeline(self.schedule, self.costs, outputs.events)
+        return measured_timeline(self.schedule, self._costs_with_batch(), outputs.events)
+
+    def _costs_with_batch(self) -> CostProfile:
+        """:attr:`costs`, where what is placed once a step or stays until its end (batch arrays, keys, losses, a scalar per
+        action) counts as static bytes."""
+        if not self.costs.boundary_buffers:
+            return self.costs
+        batch = [float(batch_bytes(s, self.schedule.num_microbatches)) for s in self.stages]
+        static = tuple(a + b for a, b in zip(self.costs.optimizer_bytes, batch, strict=True))
+        return replace(self.costs, optimizer_bytes=static)
 
     def replay_ratio(self, outputs: StepOutputs) -> float:
         """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.measured`)."""
@@ -347,7 +365,35 @@ class Pipeline:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Per rank, the most bytes a step holds: parameters, accumulators, data and activations (no workspace)."""
-        return tuple(max(live_bytes(p), default=0) for p in self.programs)
+        return self.memory_report(workspace=False).peak_bytes
+
+    def memory_report(
+        self,
+        *,
+        resident: Mapping[int, Mapping[Kind, int]] | None = None,
+        workspace: bool = True,
+        timed_copies: bool = False,
+        curves: bool = False,
+    ) -> MemoryReport:
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+
+        Args:
+            resident: by rank, bytes that stay through a step beside parameters, accumulators and data.
+            workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
+            timed_copies: offloaded bytes leave when the copy ends in the predicted timeline, not when it is issued.
+            curves: keep what is held after each instruction.
+        """
+        return account(
+            self.programs,
+            self.executor.order,
+            self.functions,
+            num_microbatches=self.schedule.num_microbatches,
+            resident=resident,
+            timeline=self.predicted_timeline() if timed_copies else None,
+            footprint_of=footprint if workspace else None,
+            align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            curves=curves,
+        )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
         """Run every stage function alone and time it."""

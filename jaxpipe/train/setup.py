@@ -198,8 +198,11 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
         progress("timing each stage alone")
         pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
+        step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+        pipeline = pipeline.with_costs(step.costs_with_state())
+        step = step.with_pipeline(pipeline)
         pipeline.warm_up()
-    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+        progress(f"{step.memory_report()}")
     return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
 
 

@@ -14,7 +14,7 @@ Arrays that were alive before the step and are not among its inputs are left out
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import jax
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Batch, Buffers, Instance, Pipeline
 
+Statistics = Callable[[jax.Device], tuple[int, int]]
 HOST_KINDS = frozenset({"pinned_host", "unpinned_host"})
 
 
@@ -90,13 +91,20 @@ def measured_peaks(
 
 
 def probe_step(
-    executor: Executor, inputs: StepInputs, devices: Sequence[Sequence[jax.Device]], *, resident: Any = ()
+    executor: Executor,
+    inputs: StepInputs,
+    devices: Sequence[Sequence[jax.Device]],
+    *,
+    resident: Any = (),
+    statistics: Statistics | None = None,
 ) -> MeasuredMemory:
-    """Run one step and count bytes after each instruction. ``devices``: those of each rank of this process.
+    """Run one step and count bytes after each instruction. ``devices``: those of each rank of this process. ``statistics``:
+    (bytes in use, peak) of a device's allocator; by default what JAX reports.
 
     Raises:
         RunError: an instruction failed.
     """
+    read = statistics if statistics is not None else allocator_statistics
     ours = {id(a) for a in jax.tree.leaves((inputs.params, inputs.acc, inputs.data, inputs.keys, resident))}
     counter = _Counter()
     others = [a for a in jax.live_arrays() if id(a) not in ours]  # kept alive, so that no address is used again
@@ -104,7 +112,7 @@ def probe_step(
         at for a in jax.live_arrays() if id(a) in ours for at, _ in counter.buffers(a)
     }
     flat = [d for group in devices for d in group]
-    before = {d: _statistics(d) for d in flat}
+    before = {d: read(d) for d in flat}
     aside = {d: n - _on_device(counter.count(foreign), d) for d, (n, _) in before.items()}
     live: list[list[int]] = [[] for _ in devices]
     host: list[list[int]] = [[] for _ in devices]
@@ -117,13 +125,13 @@ def probe_step(
             live[r].append(max(_on_device(held, d) for d in group))
             host[r].append(max(held.get((d.id, True), 0) for d in group))
             if before[group[0]][1]:
-                used[r].append(max(_statistics(d)[0] - aside[d] for d in group))
+                used[r].append(max(read(d)[0] - aside[d] for d in group))
 
     outputs = executor.run(inputs, probe=probe)
     outputs.wait()
     ranks = []
     for r, group in enumerate(devices):
-        peaks = [(before[d][1], _statistics(d)[1], aside[d]) for d in group]
+        peaks = [(before[d][1], read(d)[1], aside[d]) for d in group]
         raised = [now - apart for was, now, apart in peaks if now > was]
         top = max(raised) if len(raised) == len(peaks) else None
         ranks.append(RankMeasured(r, tuple(live[r]), tuple(host[r]), tuple(used[r]), top))
@@ -170,7 +178,7 @@ def _on_device(held: Mapping[tuple[int, bool], int], device: jax.Device) -> int:
     return held.get((device.id, False), 0)
 
 
-def _statistics(device: jax.Device) -> tuple[int, int]:
+def allocator_statistics(device: jax.Device) -> tuple[int, int]:
     """Bytes in use and the peak of the device's allocator; zeros if it keeps no statistics."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_in_use", 0)), int(stats.get("peak_bytes_in_use", 0))

@@ -28,7 +28,7 @@ from jaxpipe.profile import analytic_profile, measured_profile, with_offloadable
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Program
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
@@ -204,6 +204,11 @@ class Pipeline:
     def stages(self) -> tuple[StageFunctions, ...]:
         """Per stage, the functions on its primary rank."""
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
+
+    @property
+    def casts(self) -> bool:
+        """Whether master parameters are kept beside those that are computed with."""
+        return bool(self.master_dtype != self.compute_dtype)
 
     @property
     def all_instances(self) -> tuple[Instance, ...]:
@@ -382,6 +387,7 @@ class Pipeline:
         resident: Mapping[int, Mapping[Kind, int]] | None = None,
         workspace: bool = True,
         timed_copies: bool = False,
+        curves: bool = False,
     ) -> MemoryReport:
         """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
 
@@ -389,6 +395,7 @@ class Pipeline:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.
             workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
             timed_copies: offloaded bytes leave when the copy ends in the predicted timeline, not when it is issued.
+            curves: keep what is held after each instruction.
         """
         return account(
             self.programs,
@@ -399,6 +406,7 @@ class Pipeline:
             timeline=self.predicted_timeline() if timed_copies else None,
             footprint_of=footprint if workspace else None,
             align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            curves=curves,
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
@@ -464,9 +472,11 @@ def _executor(
     submeshes: Sequence[jax.sharding.Mesh],
     offload: OffloadOptions,
 ) -> Executor:
-    order = issue_order(programs, simulate(schedule, costs))
+    timeline = simulate(schedule, costs)
+    order = issue_order(programs, timeline)
+    held = {(k, at): ended for k, p in enumerate(programs) for at, ended in holds(p, timeline).items()}
     homes = [batch_sharded(m) for m in submeshes]
-    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback)
+    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback, holds=held)
 
 
 def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:

@@ -180,7 +180,7 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
     b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
     w = backward - b
     free = _free_for_w(graph, again)
-    b |= cheapest_moves(graph, w, free)
+    b |= cheapest_moves(graph, w, free, _recomputation(graph, backward))
     w = backward - b
     crossing, redo = _crossing(graph, b, w, [a for _, a in acc], free)
 
@@ -283,6 +283,20 @@ def _delay(graph: Graph, part: Part) -> Part:
         lambda a: graph.of(a) is Level.FIXED,
         lambda eqn: all(graph.view_base(v) is not None for v in eqn.outvars),
     )
+
+
+def _recomputation(graph: Graph, backward: set[int]) -> set[int]:
+    """Backward equations that depend on no cotangent: those of F that run again, and those of a ``jax.checkpoint``."""
+    late = {v for v, p in graph.trace.inputs.items() if p.kind == "dy"}
+    late.update([graph.trace.seed] if graph.trace.seed is not None else [])
+    found = set()
+    for i in sorted(backward):
+        eqn = graph.eqns[i]
+        if eqn.effects or any(v in late for v in variables(eqn.invars)):
+            late.update(eqn.outvars)
+        else:
+            found.add(i)
+    return found
 
 
 def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:

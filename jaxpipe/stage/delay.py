@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxpipe._jax_compat import Atom, JaxprEqn, Var, fresh_var, is_key_dtype, variables
+from jaxpipe._jax_compat import Atom, JaxprEqn, Var, dtype_of, fresh_var, is_key_dtype, shape_of, variables
 
 if TYPE_CHECKING:
     from jaxpipe.stage.split import Part
@@ -112,8 +112,11 @@ class _Reordering:
     def run(self) -> list[JaxprEqn] | None:
         """None where a group is needed before its cotangents are there."""
         for k, eqn in enumerate(self.part.eqns):
-            if k not in self.delayed and not (self._ready(eqn.invars) and self._emit(eqn, self.names)):
+            if k in self.delayed:
+                continue
+            if not self._ready(eqn.invars):
                 return None
+            self._emit(eqn, self.names)
         return self.out if all(self._flush(g) for g in sorted(self.open, reverse=True)) else None
 
     def _ready(self, atoms: Sequence[Atom]) -> bool:
@@ -135,20 +138,21 @@ class _Reordering:
         self.out.append(_barrier(operands, results))
         behind = dict(zip(reads, results, strict=False))
         self.names.update(zip(self.cotangents[g], results[len(reads) :], strict=True))
-        return all(self._emit(eqn, behind) for eqn in eqns)
+        for eqn in eqns:
+            self._emit(eqn, behind)
+        return True
 
     def _held(self, v: Var) -> bool:
-        return not self.is_fixed(v) or is_key_dtype(v.aval.dtype)
+        return not self.is_fixed(v) or is_key_dtype(dtype_of(v))
 
-    def _emit(self, eqn: JaxprEqn, names: Mapping[Var, Var]) -> bool:
+    def _emit(self, eqn: JaxprEqn, names: Mapping[Var, Var]) -> None:
         invars = [names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
         self.out.append(eqn.replace(invars=invars))
         self.done.update(eqn.outvars)
-        return True
 
 
 def _barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
     (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
     placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
     return placed

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_stages as toy
+from flax import nnx
 
 from jaxpipe._jax_compat import Var
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.stage.adapters import from_nnx
 from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, LayerContext, Model
@@ -192,6 +194,46 @@ def test_checkpoint_inside_a_layer_is_honoured() -> None:
     up = 2 * toy.B * toy.T * toy.D * 4 * toy.D
     assert f.flops["B"] == f.flops["F"] + up, "the first product again; the second's result is not read"
     assert f.flops["W"] == f.flops["F"]
+
+
+@pytest.mark.parametrize("name", ["cheap", "dots"])
+def test_products_are_saved_in_the_type_they_are_read_in(name: str) -> None:
+    def apply(p: Any, x: Any, c: LayerContext) -> Any:
+        up = jnp.einsum("btd,df->btf", x, p["up"], preferred_element_type=jnp.float32).astype(x.dtype)
+        return x + jax.nn.gelu(up) @ p["down"]
+
+    def init(key: jax.Array) -> Any:
+        wide = 4 * toy.D
+        return {"up": toy.normal(key, toy.D, wide), "down": toy.normal(key, wide, toy.D)}
+
+    cut = [[toy.embedding()], [Layer("l", init, apply)], [toy.head(), toy.loss()]]
+    forward = build(cut, name, jnp.bfloat16)[0][1].functions["F"]
+    saved = [(a.shape, a.dtype) for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"]
+    assert saved == [((toy.B, toy.T, 4 * toy.D), jnp.bfloat16)]
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(toy.D, 4 * toy.D, rngs=rngs)
+        self.down = nnx.Linear(4 * toy.D, toy.D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(self.dropout(nnx.gelu(self.up(x))))
+
+
+def test_nnx_modules_recompute_as_other_layers_do() -> None:
+    cut = [[toy.embedding()], [from_nnx("n", NnxMLP)], [toy.head(), toy.loss()]]
+    results, wide = [], (toy.B, toy.T, 4 * toy.D)
+    for name in ("none", "cheap", "cheap+mlp"):
+        functions, params = build(cut, name)
+        runner = toy.Runner(functions, cut, params, compiled=False)
+        results.append((runner.microbatch(toy.make_batch()), runner.gradients()))
+        count = saved_shapes(functions[1]).count(wide)
+        assert count == {"cheap": 1, "cheap+mlp": 0}[name] if name != "none" else count > 1
+    for other in results[1:]:
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 CUSTOM = [

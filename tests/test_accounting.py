@@ -6,6 +6,7 @@ word is taken (tests/test_footprint.py).
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,8 @@ from jaxpipe.stage.footprint import UNKNOWN, footprint
 from jaxpipe.stage.layer import Layer, Model
 from jaxpipe.stage.params import stage_params
 from jaxpipe.stage.plan import cut
+from jaxpipe.train.step import TrainStep
+from tests import pipelines
 from tests import toy_stages as toy
 from tests.pipelines import some_schedule
 from tests.schedule_strategies import random_schedule
@@ -155,7 +159,7 @@ def cases(draw: st.DrawFn, pairs: list[tuple[str, str]]) -> Case:
 
 def check_case(case: Case) -> None:
     pipe, measured = probed(*case)
-    report = pipe.memory_report(workspace=False)
+    report = pipe.memory_report(workspace=False, curves=True)
     assert_exact(report, measured)
     for rank in report.ranks:
         assert sum(rank.by_kind.values()) == rank.peak_bytes == rank.live_peak_bytes
@@ -211,7 +215,31 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
             keys={},
         )
         measured = probe_step(executor, inputs, [list(m.devices.flat) for m in meshes])
-        assert_exact(account(programs, order, functions, num_microbatches=4, footprint_of=None), measured)
+        predicted = account(programs, order, functions, num_microbatches=4, footprint_of=None, curves=True)
+        assert_exact(predicted, measured)
+
+
+def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
+    """An allocator that knows of live arrays, of 1000 bytes of its own, and of a peak that the step raises."""
+    pipe = built("bfloat16", "one").with_schedule(generate("zb-h1", 2, 4))
+    peak: dict[Any, int] = {}
+
+    def statistics(device: jax.Device) -> tuple[int, int]:
+        here = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
+        held = sum(here.values()) + 1000
+        peak[device] = max(peak.get(device, 0), held + 50)
+        return held, peak[device]
+
+    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    inputs = pipe.step_inputs(placed("bfloat16", "one"), acc, batch_of(pipe))
+    del acc
+    devices = [list(mesh.devices.flat) for mesh in pipe.submeshes]
+    measured = probe_step(pipe.executor, inputs, devices, statistics=statistics)
+    for rank in measured.ranks:
+        assert rank.in_use_bytes == rank.live_bytes
+        assert rank.allocator_peak_bytes == rank.live_peak_bytes + 50
+    again = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.all_instances}), devices)
+    assert all(r.in_use_bytes == () and r.allocator_peak_bytes is None for r in again.ranks), "the CPU keeps none"
 
 
 def runnable_families() -> list[str]:
@@ -240,6 +268,41 @@ def test_the_simulated_peak_of_a_family_is_a_tight_bound(name: str) -> None:
     simulated = pipe.predicted_timeline().peak_bytes
     for held, bound in zip(report.peak_bytes, simulated, strict=True):
         assert held <= bound <= 1.05 * held
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("model", ["gpt", "llama-tied"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", runnable_families())
+def test_predicted_memory_is_what_a_family_holds(name: str, ranks: int, model: str) -> None:
+    """The real models, with every activation offloaded too where the pass finds room for the copies."""
+    schedule = generate(name, ranks, 2 * ranks)
+    plain = pipelines.pipeline_for(pipelines.sized(model, schedule), schedule)
+    params = plain.place(pipelines.parameters(pipelines.sized(model, schedule)))
+    for pipe in (plain, plain.with_schedule(offload_all(schedule))):
+        measured = measured_peaks(pipe, params, pipelines.random_batch(schedule.num_microbatches))
+        assert_exact(pipe.memory_report(workspace=False, curves=True), measured)
+
+
+def offload_all(schedule: Schedule) -> Schedule:
+    """Every activation leaves right after its F and comes back right before its first reader; a schedule that offloads
+    already stays as it is."""
+    if any(a.op == "O" for rank in range(schedule.num_ranks) for a in schedule.actions(rank)):
+        return schedule
+    rows = []
+    for row in schedule.rows:
+        new: list[Any] = []
+        left: set[tuple[int, int]] = set()
+        for slot in row:
+            back = [a for a in slot.actions if a.op in ("B", "BW") and (a.stage, a.microbatch) in left]
+            new += [Action("L", a.stage, a.microbatch) for a in back]
+            new.append(slot)
+            away = [a for a in slot.actions if a.op == "F"]
+            new += [Action("O", a.stage, a.microbatch) for a in away]
+            left |= {(a.stage, a.microbatch) for a in away}
+        rows.append(tuple(new))
+    return replace(schedule, rows=tuple(rows))
 
 
 def test_workspace_counts_in_program_and_simulator_alike() -> None:
@@ -346,3 +409,68 @@ def test_what_waits_on_its_own_rank_counts_too() -> None:
     timeline = simulate(schedule, replace(simulate_costs(True), f_s=(1.0, 1.0)))
     assert max(timeline.memory[0].bytes) == 3.25  # residuals of F0.0 F0.1 F1.0, and x1.1
     assert timeline.memory[0].bytes[-1] == 0
+
+
+# -- a training step: masters, optimizer state, the update ---------------------------------------------------------------
+
+
+@cache
+def training(name: str, where: str) -> TrainStep:
+    pipe = built(name, where)
+    schedule = generate("chimera" if pipe.schedule.placement.num_flows == 2 else "zb-h1", 2, 4)
+    return TrainStep(pipe.with_schedule(schedule), optax.adamw(1e-3), clip_norm=1.0)
+
+
+@pytest.mark.parametrize(("name", "where"), [("bfloat16", "one"), ("cheap", "both ways")])
+def test_a_training_step_holds_masters_and_optimizer_state(name: str, where: str) -> None:
+    step = training(name, where)
+    pipe = step.pipeline
+    state = step.init(toy.init_params(pipe.model.layers))
+    measured = measured_peaks(
+        pipe, state.compute, batch_of(pipe), jax.random.key(0), acc=state.acc, resident=(state.master, state.optimizer)
+    )
+    report = step.memory_report(workspace=False)
+    assert report.live_peak_bytes == measured.live_peak_bytes
+    assert all(("masters" in r.by_kind) == (name == "bfloat16") for r in report.ranks)
+    simulated = pipe.with_costs(step.costs_with_state()).predicted_timeline().peak_bytes
+    assert all(live <= peak for live, peak in zip(report.live_peak_bytes, simulated, strict=True))
+
+
+def test_the_update_is_compiled_once_for_the_report_and_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    step = training("bfloat16", "one")
+    report = step.memory_report()
+    assert all(r.peaks["temporaries"] > 0 for r in report.ranks)
+    state = step.init(toy.init_params(step.pipeline.model.layers))
+    with jax.log_compiles():
+        state, metrics = step(state, batch_of(step.pipeline))
+        jax.block_until_ready((state.master, metrics.loss))
+    compiled = [r.getMessage() for r in caplog.records if "XLA compilation of jit(" in r.getMessage()]
+    assert any("jit(_combine)" in line for line in compiled), "the log says what is compiled"
+    assert not [line for line in compiled if "jit(update)" in line]
+
+
+def test_the_update_may_be_the_peak() -> None:
+    """Large parameters and one small microbatch: both generations of compute copies, masters, moments and gradients."""
+    pipe = built("parameters", "one").with_schedule(generate("1f1b", 2, 1))
+    step = TrainStep(replace(pipe, compute_dtype=jnp.dtype(jnp.bfloat16)), optax.adamw(1e-3))
+    report = step.memory_report(workspace=False)
+    rank = report.ranks[0]
+    params = sum(device.size * 4 for device in pipe.stages[0].param_avals)
+    assert rank.by_kind["masters"] == params
+    assert rank.peaks["parameters"] == 2 * params  # computed with in float32 here: the stages are those of that dtype
+    assert rank.by_kind["optimizer"] >= 2 * params
+    assert MemoryReport.from_json(report.to_json()) == report
+
+
+def test_metrics_keep_no_accumulators() -> None:
+    """Those of replicas are no one else's, and would live as long as the metrics."""
+    step = training("cheap", "both ways")
+    state = step.init(toy.init_params(step.pipeline.model.layers))
+    held = []
+    for _ in range(3):
+        state, metrics = step(state, batch_of(step.pipeline), jax.random.key(0))
+        jax.block_until_ready((state.master, state.acc, metrics.loss))
+        gc.collect()
+        held.append(sum(a.nbytes for a in jax.live_arrays()))
+        assert not metrics.outputs.acc
+    assert held[1] == held[2]

@@ -315,7 +315,7 @@ def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Predicti
     found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
     assert found.fitting
     assert found.left_out == 0
-    speeds = [s.prediction.tokens_per_s for s in found.fitting]
+    speeds = [s.prediction.tokens_per_s_per_device for s in found.fitting]
     assert speeds == sorted(speeds, reverse=True)
     for s in found.fitting[:5]:
         assert s.prediction.worst.total <= limit
@@ -368,7 +368,9 @@ def _no_cuda() -> str:
     return devices if isinstance(devices, str) else ""
 
 
-@pytest.mark.parametrize("name", ["h100", "a100", "b200"])
+@pytest.mark.parametrize(
+    "name", ["h100", *(pytest.param(name, marks=pytest.mark.soak) for name in ("a100", "h20", "b200"))]
+)
 def test_compiling_for_a_gpu_that_is_not_here(name: str) -> None:
     if reason := _no_cuda():
         pytest.skip(reason)
@@ -478,3 +480,12 @@ def test_mistakes_are_one_line(
     assert err.startswith("jaxpipe: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_host_memory_is_what_is_out_at_once() -> None:
+    """One microbatch in flight at a time on one rank: all of its residuals that leave, and no more."""
+    config = small(ranks=2, schedule="po-h", chunks=2)
+    p = prediction_of(config)
+    for rank, host in enumerate(p.host_bytes):
+        moved = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
+        assert max(moved, default=0) <= host <= sum(moved)

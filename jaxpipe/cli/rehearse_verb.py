@@ -67,7 +67,6 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     request_devices(1, config.run.platform)
     from jaxpipe.profile import measure_host_link
-    from jaxpipe.runtime.rehearsed import rehearsed_costs
     from jaxpipe.schedule import Link, write_costs
     from jaxpipe.train.rehearse import Rehearsed, pipeline_on_one_device, rehearsals, rehearsed_json, rehearsed_text
     from jaxpipe.train.setup import prepare
@@ -94,15 +93,10 @@ def _rehearse(args: argparse.Namespace) -> int:
         )
         reports = [r.run(steps=args.steps, progress=progress) for r in chosen]
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
-    costs = rehearsed_costs(
-        pipeline,
-        reports,
-        link=Link(args.link_latency * 1e-6, rate),
-        host=host,
-    )
-    done = Rehearsed.of(pipeline, reports, costs)
+    link = Link(args.link_latency * 1e-6, rate)
+    done = Rehearsed.of(config, pipeline, reports, link=link, host=host)
     if args.output:
-        write_costs(costs, args.output)
+        write_costs(done.costs, args.output)
     print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))
     return 0
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from jaxpipe.planning.costs import cost_profile
 from jaxpipe.planning.roofline import Efficiency
@@ -52,7 +53,7 @@ class RankMemory:
 class Prediction:
     """Of one config. ``limit_bytes``: what arrays may fill on a device. ``activation_bytes``: per rank, the most that residuals
     and boundaries take at any time. ``offloaded``: share of residual bytes copied to the host; ``offload_bytes``: a rank and
-    step, one way. ``k``: round trip of everything ÷ compute."""
+    step, one way; ``host_bytes``: the most that a rank holds in host memory. ``k``: round trip of everything ÷ compute."""
 
     config: TrainConfig
     schedule: Schedule
@@ -67,6 +68,7 @@ class Prediction:
     peak_flops_per_s: float
     offloaded: float
     offload_bytes: tuple[float, ...]
+    host_bytes: tuple[float, ...]
     num_params: int
 
     @property
@@ -76,6 +78,10 @@ class Prediction:
     @property
     def tokens_per_s(self) -> float:
         return self.config.run.batch * self.config.data.seq_len / self.step_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.devices
 
     @property
     def mfu(self) -> float:
@@ -104,8 +110,8 @@ def predict(
     transform: Callable[[Schedule, CostProfile], Schedule] | None = None,
     compile_stages: bool = False,
 ) -> Prediction:
-    """The prediction for ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: take workspace from
-    compiling what the schedule uses, as far as the workbench can.
+    """The prediction for ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
+    schedule uses, as far as the workbench can, to know its workspace; what was compiled before is used in any case.
 
     Raises:
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
@@ -120,8 +126,8 @@ def predict(
 
     schedule = build_schedule(config, lambda n: [s.cost for s in bench.plan(config, n).stages])
     stages = planned(schedule.num_stages)
-    if compile_stages:
-        stages = bench.compiled(stages, {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)})
+    ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
+    stages = bench.compiled(stages, ops)
     costs = costs_of(stages)
     timeline = simulate(schedule, costs)
     limit = pipe.memory_limit
@@ -185,6 +191,7 @@ def _prediction(
         peak_flops_per_s=target.peak_flops_per_s(config.run.dtype),
         offloaded=offloaded_share(schedule, costs),
         offload_bytes=tuple(copied),
+        host_bytes=_host_peaks(timeline, costs),
         num_params=sum(s.num_params for s in stages),
     )
 
@@ -193,3 +200,19 @@ def _value_at(curve: MemoryCurve, at: float) -> float:
     """Live bytes from the last change at or before ``at`` on."""
     index = bisect_right(curve.times_s, at)
     return curve.bytes[index - 1] if index else 0.0
+
+
+def _host_peaks(timeline: Timeline, costs: CostProfile) -> tuple[float, ...]:
+    """Per rank, the most bytes in host memory: from the start of an O to the end of its L."""
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        for action in event.action.actions:
+            if action.op == "O":
+                changes[event.rank].append((event.start_s, costs.offloadable_bytes[action.stage]))
+            elif action.op == "L":
+                changes[event.rank].append((event.end_s, -costs.offloadable_bytes[action.stage]))
+    peaks = []
+    for mine in changes:
+        live = accumulate(change for _, change in sorted(mine))
+        peaks.append(max(live, default=0.0))
+    return tuple(peaks)

@@ -53,7 +53,8 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"activations {_gb(max(p.activation_bytes))} GB at most",
         f"step {_seconds(p.step_s)} (update {_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, MFU {100 * p.mfu:.1f}%, "
         f"bubble {100 * p.timeline.bubble_rate:.1f}% (by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
-        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_gb(max(p.offload_bytes))} GB a rank and step each way; "
+        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_gb(max(p.offload_bytes))} GB a rank and step each way, "
+        f"{_gb(max(p.host_bytes))} GB of host memory; "
         f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
     ]
     return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
@@ -76,11 +77,12 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
             f"none of {s.tried} changes fits; the least memory needed is "
             f"{_gb(least.prediction.worst.total)} GB ({least.change})"
         )
-    rows = [("change that fits", "peak GB", "step", "tokens/s", "override")]
+    rows = [("change that fits", "peak GB", "step", "tokens/s", "per device", "override")]
     for one in s.fitting[:_SHOWN]:
         q = one.prediction
         override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
-        rows.append((one.change, _gb(q.worst.total), _seconds(q.step_s), f"{q.tokens_per_s:,.0f}", override))
+        speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
+        rows.append((one.change, _gb(q.worst.total), _seconds(q.step_s), *speeds, override))
     more = len(s.fitting) - _SHOWN
     left = f"; no time for {s.left_out} more" if s.left_out else ""
     return _table(rows) + f"\n{s.tried} changes tried{left}" + (f"; {more} more that fit not shown" if more > 0 else "")
@@ -112,6 +114,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "span_bubble_rate": p.timeline.span_bubble_rate,
         "offloaded_share": p.offloaded,
         "offload_bytes": list(p.offload_bytes),
+        "host_bytes": list(p.host_bytes),
         "k": p.k,
         "costs_from": p.costs.source,
         "assumptions": list(lines),
@@ -133,6 +136,7 @@ def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
         "peak_bytes": q.worst.total,
         "step_s": q.step_s,
         "tokens_per_s": q.tokens_per_s,
+        "tokens_per_s_per_device": q.tokens_per_s_per_device,
         "mfu": q.mfu,
     }
 

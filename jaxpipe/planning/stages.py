@@ -179,7 +179,8 @@ class Workbench:
         return tuple(made)
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Iterable[str]) -> tuple[PlannedStage, ...]:
-        """The stages with workspace from compiling ``ops``, the commonest stages first; unchanged where nothing compiles."""
+        """The stages with workspace from compiling ``ops``, the commonest stages first, and from what was compiled before;
+        unchanged where nothing compiles."""
         if self.temp_of is None:
             return tuple(stages)
         counts = Counter(s.key.kind for s in stages)

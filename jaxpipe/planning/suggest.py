@@ -1,4 +1,4 @@
-"""Changes of a config that would make it fit, each predicted in full, the fastest first.
+"""Changes of a config that would make it fit, each predicted in full, the fastest (tokens per second and device) first.
 
 Single changes: another schedule family, the offload pass over the config's own schedule (just enough to fit, then as much as is
 free), another recompute policy, half the microbatch, twice the ranks. If none of them fits, pairs: a schedule of little memory
@@ -12,6 +12,7 @@ Not tried: the solver (``jaxpipe solve`` with ``jaxpipe plan --costs-out``), pol
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ Predict = Callable[[TrainConfig, Transform | None], Prediction]
 _LEAN = ("v-min", "v-half", "po-h", "po-f", "gis-h")
 """Families of little memory, the ones that pairs are made of; tried first."""
 _SEARCHES = frozenset({"v-adaptive", "ada-offload"})
-"""Families that take many seconds at large sizes: left out."""
+"""Families that search, and take many seconds at large sizes: left out there."""
+_MOST_PAIRS = 256  # ranks × microbatches up to which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Suggestions:
-    """``fitting``: by tokens per second. ``smallest``: of everything tried, what needs least. ``tried``: how many;
+    """``fitting``: by tokens per second and device. ``smallest``: of everything tried, what needs least. ``tried``: how many;
     ``left_out``: how many there was no time for."""
 
     fitting: tuple[Suggestion, ...]
@@ -79,9 +81,9 @@ def suggest(
 
     trials(_single(current))
     if not any(s.prediction.fits for s in tried) and not current.fits:
-        trials(_pairs(current.config))
+        trials(_pairs(current))
     itself = Suggestion("no change", (), current)
-    fitting = sorted((s for s in tried if s.prediction.fits), key=lambda s: -s.prediction.tokens_per_s)
+    fitting = sorted((s for s in tried if s.prediction.fits), key=lambda s: -s.prediction.tokens_per_s_per_device)
     smallest = min([itself, *tried], key=lambda s: s.prediction.worst.total)
     return Suggestions(tuple(fitting), smallest, len(tried), left_out)
 
@@ -107,17 +109,19 @@ def _tried(current: Prediction, change: _Change, predict: Predict) -> Suggestion
 
 
 def _single(current: Prediction) -> Iterator[_Change]:
-    config = current.config
+    config, units = current.config, _limit_in_activations(current)
     yield from _recompute(config)
-    yield from itertools.chain(_offloads(current), _smaller(config), _more_ranks(config))
-    rest = [name for name in FAMILIES if name not in _LEAN and name not in _SEARCHES]
-    yield from (_family(config, name) for name in (*_LEAN, *rest) if name != config.pipeline.schedule)
+    yield from itertools.chain(_offloads(units), _smaller(config), _more_ranks(config))
+    small = config.pipeline.ranks * config.pipeline.microbatches <= _MOST_PAIRS
+    rest = [name for name in FAMILIES if name not in _LEAN and (small or name not in _SEARCHES)]
+    yield from (_family(config, name, units) for name in (*_LEAN, *rest) if name != config.pipeline.schedule)
 
 
-def _pairs(config: TrainConfig) -> Iterator[_Change]:
+def _pairs(current: Prediction) -> Iterator[_Change]:
+    config, units = current.config, _limit_in_activations(current)
     policies = [*_recompute(config)]
     leaner = [*_smaller(config), *_more_ranks(config)]
-    families = [_family(config, name) for name in _LEAN]
+    families = [_family(config, name, units) for name in _LEAN]
     for combination in itertools.chain(
         itertools.product(families, policies),
         itertools.product(policies, leaner),
@@ -151,13 +155,15 @@ def _more_ranks(config: TrainConfig) -> Iterator[_Change]:
     yield _Change(f"{more} ranks", (f"pipeline.ranks={more}", *_cut_freed(config), *devices))
 
 
-def _family(config: TrainConfig, name: str) -> _Change:
-    family = FAMILIES[name]
+def _family(config: TrainConfig, name: str, units: float) -> _Change:
+    """A family with its own number of chunks; one that keeps a limit gets what there is room for, in whole chunks, up to p."""
+    family, pipe = FAMILIES[name], config.pipeline
     overrides = [f"pipeline.schedule={name}"]
-    if family.default_chunks != config.pipeline.chunks:
+    if family.default_chunks != pipe.chunks:
         overrides += [f"pipeline.chunks={family.default_chunks}", *_cut_freed(config)]
-    if "memory_limit" in family.options and config.pipeline.memory_limit is None:
-        overrides.append(f"pipeline.memory_limit={config.pipeline.ranks}")
+    if "memory_limit" in family.options and pipe.memory_limit is None:
+        room = math.floor(units * family.default_chunks) / family.default_chunks if units < math.inf else pipe.ranks
+        overrides.append(f"pipeline.memory_limit={min(room, pipe.ranks) if room >= 1 else pipe.ranks:g}")
     return _Change(f"schedule {name}", tuple(overrides))
 
 
@@ -166,23 +172,21 @@ def _cut_freed(config: TrainConfig) -> tuple[str, ...]:
     return ("pipeline.cut=analytic",) if isinstance(config.pipeline.cut, tuple) else ()
 
 
-def _offloads(current: Prediction) -> Iterator[_Change]:
-    units = _limit_in_activations(current)
-
+def _offloads(units: float) -> Iterator[_Change]:
     def free(schedule: Schedule, costs: CostProfile) -> Schedule:
         return offload(schedule, costs).schedule
 
     def within(schedule: Schedule, costs: CostProfile) -> Schedule:
         return offload(schedule, costs, memory_limit=units).schedule
 
-    if units > 0:
+    if 0 < units < math.inf:
         yield _Change(f"offload to {units:.2f} activations", (), within)
     yield _Change("all offload that is free", (), free)
 
 
 def _limit_in_activations(current: Prediction) -> float:
     """The memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
-    least = float("inf")
+    least = math.inf
     placement, costs = current.schedule.placement, current.costs
     temp = dict(costs.temp_bytes)
     for rank, memory in enumerate(current.memory):

@@ -63,7 +63,8 @@ class RankMemory:
     ``peak_bytes``: the most it holds; ``at``: during which instruction; ``by_kind``: what it holds then (sums to the peak).
     ``peaks``: the most of each kind, at whatever time. ``live_peak_bytes``: the most without temporaries and code, which is
     what live arrays show. ``host_peak_bytes``: the most in pinned host memory. ``live_bytes``: without temporaries and code,
-    after each dispatched instruction of any rank has its results and nothing is dropped yet (not in the JSON form).
+    after each dispatched instruction of any rank has its results and nothing is dropped yet, and ``host_bytes``, the same of
+    host memory: empty unless asked for, and not in the JSON form.
     """
 
     rank: int
@@ -148,6 +149,7 @@ def account(
     timeline: Timeline | None = None,
     footprint_of: Callable[[StageFunction], Footprint] | None = footprint,
     align: int = 1,
+    curves: bool = False,
 ) -> MemoryReport:
     """The predicted memory of the ranks of ``programs``.
 
@@ -160,8 +162,9 @@ def account(
         timeline: when copies to the host end; without it they take no time.
         footprint_of: memory of compiled functions; None leaves temporaries and code out (and compiles nothing).
         align: granularity of the device's allocator in bytes (256 on GPUs); 1 counts bytes as arrays do.
+        curves: keep what is held after each instruction (``live_bytes``, ``host_bytes``).
     """
-    walk = _Walk(programs, functions, num_microbatches, resident or {}, timeline, footprint_of, align)
+    walk = _Walk(programs, functions, num_microbatches, resident or {}, timeline, footprint_of, align, curves)
     for k, at in order:
         walk.visit(k, at)
     return walk.report()
@@ -225,8 +228,9 @@ class _Walk:
         timeline: Timeline | None,
         footprint_of: Callable[[StageFunction], Footprint] | None,
         align: int,
+        curves: bool,
     ) -> None:
-        self.programs, self.functions, self.align = programs, functions, align
+        self.programs, self.functions, self.align, self.curves = programs, functions, align, curves
         self.footprint_of = footprint_of
         self.notes: dict[str, None] = {}
         self.held = []
@@ -291,7 +295,7 @@ class _Walk:
                 pass
         held.look(f"{instruction.action}")
         held.add("temporaries", -workspace)
-        for other in self.held:
+        for other in self.held if self.curves else ():
             other.curve.append(other.live)
             other.host_curve.append(other.host)
         self._drop(k, instruction)
@@ -434,4 +438,6 @@ def _unit(largest: int) -> tuple[str, int]:
 
 
 def _number(value: float) -> str:
-    return "-" if value == 0 else f"{value:.4g}" if value < 999.95 else f"{value:.0f}"
+    if value < 0.001:
+        return "-" if value == 0 else "<0.001"
+    return f"{value:.4g}" if value < 999.95 else f"{value:.0f}"

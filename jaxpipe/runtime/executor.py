@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -96,9 +96,8 @@ class _Linked(NamedTuple):
     lane: str
 
 
-_RUN, _SEND, _RECV, _COPY, _SYNC, _HOLD = range(6)
-_UNRECORDED = (_SEND, _HOLD)
-_KINDS = ("run", "send", "recv", "copy", "sync", "hold")
+_RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
+_KINDS = ("run", "send", "recv", "copy", "sync")
 
 Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
 """Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
@@ -145,8 +144,6 @@ class Executor:
         self.sequence = tuple(
             (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
         )
-        visits = count()
-        self._visits = tuple(-1 if linked.kind == _HOLD else next(visits) for linked in self._code)
 
     @property
     def num_instructions(self) -> int:
@@ -155,7 +152,7 @@ class Executor:
 
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
-        """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``hold`` of each of them, in order of dispatch."""
+        """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
@@ -210,11 +207,11 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
-                if probe is not None and kind != _HOLD:
-                    probe(self._visits[at], results)
+                if probe is not None:
+                    probe(at, results)
                 for slot in clear:
                     bank[slot] = None
-                if recorder is not None and kind not in _UNRECORDED:
+                if recorder is not None and kind != _SEND:
                     recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
         except Exception as error:
             failed = self._code[at]
@@ -285,8 +282,6 @@ def _link(
     for k, at in order:
         program, bank = programs[k], banks[k]
         rank, instruction = program.rank, program.instructions[at]
-        for moved, slots in holds.get((k, at), ()):
-            code.append(_Linked(_HOLD, wait_for_copies, _getter(slots), bank, (), (), rank, moved, 0, "compute"))
         match instruction:
             case Run(action, ins, outs):
                 function = functions[(rank, action.stage)].functions[action.op]
@@ -312,6 +307,9 @@ def _link(
                 before = last_of[k]
                 code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
                 continue
+        if (k, at) in holds:
+            copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
+            linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
         last_of[k] = len(code)
         code.append(linked)
     return code
@@ -350,6 +348,16 @@ def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
         (slot,) = slots
         return lambda bank: (bank[slot],)
     return itemgetter(*slots)
+
+
+def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Callable[[Bank], Any]:
+    """``get``, once the arrays of ``copies`` are complete."""
+
+    def held(bank: Bank) -> Any:
+        wait_for_copies(copies(bank))
+        return get(bank)
+
+    return held
 
 
 def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[jax.Array]], None]:

@@ -24,6 +24,7 @@ from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Batch, Buffers, Instance, Pipeline
 
 Look = Callable[[int, Sequence[int]], None]
+Statistics = Callable[[jax.Device], tuple[int, int]]
 HOST_KINDS = frozenset({"pinned_host", "unpinned_host"})
 
 
@@ -96,15 +97,17 @@ def probe_step(
     devices: Sequence[Sequence[jax.Device]],
     *,
     resident: Any = (),
+    statistics: Statistics | None = None,
     look: Look | None = None,
 ) -> MeasuredMemory:
-    """Run one step and count bytes after each instruction. ``devices``: those of each rank of this process. ``look(n, held)``
-    is told after the ``n``-th instruction what each rank holds: what the allocator says, or else the live bytes; what it
-    raises ends the step.
+    """Run one step and count bytes after each instruction. ``devices``: those of each rank of this process. ``statistics``:
+    (bytes in use, peak) of a device's allocator; by default what JAX reports. ``look(n, held)`` is told after the ``n``-th
+    instruction what each rank holds: what the allocator says, or else the live bytes; what it raises ends the step.
 
     Raises:
         RunError: an instruction failed.
     """
+    read = statistics if statistics is not None else allocator_statistics
     ours = {id(a) for a in jax.tree.leaves((inputs.params, inputs.acc, inputs.data, inputs.keys, resident))}
     counter = _Counter()
     others = [a for a in jax.live_arrays() if id(a) not in ours]  # kept alive, so that no address is used again
@@ -112,7 +115,7 @@ def probe_step(
         at for a in jax.live_arrays() if id(a) in ours for at, _ in counter.buffers(a)
     }
     flat = [d for group in devices for d in group]
-    before = {d: _statistics(d) for d in flat}
+    before = {d: read(d) for d in flat}
     aside = {d: n - _on_device(counter.count(foreign), d) for d, (n, _) in before.items()}
     live: list[list[int]] = [[] for _ in devices]
     host: list[list[int]] = [[] for _ in devices]
@@ -125,7 +128,7 @@ def probe_step(
             live[r].append(max(_on_device(held, d) for d in group))
             host[r].append(max(held.get((d.id, True), 0) for d in group))
             if before[group[0]][1]:
-                used[r].append(max(_statistics(d)[0] - aside[d] for d in group))
+                used[r].append(max(read(d)[0] - aside[d] for d in group))
         if look is not None:
             look(n, [(u or a)[-1] for u, a in zip(used, live, strict=True)])
 
@@ -133,7 +136,7 @@ def probe_step(
     outputs.wait()
     ranks = []
     for r, group in enumerate(devices):
-        peaks = [(before[d][1], _statistics(d)[1], aside[d]) for d in group]
+        peaks = [(before[d][1], read(d)[1], aside[d]) for d in group]
         raised = [now - apart for was, now, apart in peaks if now > was]
         top = max(raised) if len(raised) == len(peaks) else None
         ranks.append(RankMeasured(r, tuple(live[r]), tuple(host[r]), tuple(used[r]), top))
@@ -180,7 +183,7 @@ def _on_device(held: Mapping[tuple[int, bool], int], device: jax.Device) -> int:
     return held.get((device.id, False), 0)
 
 
-def _statistics(device: jax.Device) -> tuple[int, int]:
+def allocator_statistics(device: jax.Device) -> tuple[int, int]:
     """Bytes in use and the peak of the device's allocator; zeros if it keeps no statistics."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_in_use", 0)), int(stats.get("peak_bytes_in_use", 0))

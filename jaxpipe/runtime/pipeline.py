@@ -206,6 +206,11 @@ class Pipeline:
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
 
     @property
+    def casts(self) -> bool:
+        """Whether master parameters are kept beside those that are computed with."""
+        return bool(self.master_dtype != self.compute_dtype)
+
+    @property
     def all_instances(self) -> tuple[Instance, ...]:
         return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
 
@@ -382,6 +387,7 @@ class Pipeline:
         resident: Mapping[int, Mapping[Kind, int]] | None = None,
         workspace: bool = True,
         timed_copies: bool = False,
+        curves: bool = False,
     ) -> MemoryReport:
         """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
 
@@ -389,6 +395,7 @@ class Pipeline:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.
             workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
             timed_copies: offloaded bytes leave when the copy ends in the predicted timeline, not when it is issued.
+            curves: keep what is held after each instruction.
         """
         return account(
             self.programs,
@@ -399,6 +406,7 @@ class Pipeline:
             timeline=self.predicted_timeline() if timed_copies else None,
             footprint_of=footprint if workspace else None,
             align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            curves=curves,
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:

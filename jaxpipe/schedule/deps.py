@@ -87,9 +87,9 @@ class DependencyGraph:
         for wait in op_spec(action.op).waits:
             if wait.where != "self":
                 upstream = wait.where == "pred"
-                targets = (placement.predecessors if upstream else placement.successors)(action.stage)
-                for t in targets:
-                    made = (self.slot_of(op, t, action.microbatch, rank) for op in wait.ops)
+                sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
+                for t in (placement.predecessors if upstream else placement.successors)(action.stage):
+                    made = (self.slot_of(op, t, action.microbatch, rank) for op in sending)
                     producer = next((n for n in made if n is not None), None)
                     if producer is not None:
                         yield producer, t if upstream else action.stage

@@ -7,7 +7,7 @@ exactly.
 
 Boundaries in flight take memory only where the costs say so (``boundary_buffers``; unit costs and the papers' do not): on the
 receiving rank, from the start of the action that sends them, since a runtime that issues ahead allocates the destination of
-a message when it issues the sender, to the start of the action that reads them, whose own bytes count them from there.
+a message when it issues the sender, to the start of the last action that reads them, whose own bytes count them from there.
 Not modelled: fragmentation, and reloads that a runtime issues before the host lane is free for them.
 """
 
@@ -136,7 +136,7 @@ def _boundaries_waiting(
     for number, waits in enumerate(graph.waits):
         for source in waits:
             if source >= first:
-                read_s[source] = min(start_s[number], read_s.get(source, float("inf")))
+                read_s[source] = max(start_s[number], read_s.get(source, 0.0))
         rank = graph.rank_of[number]
         for action in graph.slots[number].actions:
             for producer, stage in graph.local_boundaries(action, rank):

@@ -8,7 +8,8 @@ the whole stage.
 =============  ==================================================================================================
 ``none``       save whatever the backward pass reads
 ``cheap``      recompute elementwise work, reductions and random masks (norms, activations, gates, dropout, softmax);
-               save results of matrix products, convolutions, gathers, sorts and loops
+               save results of matrix products, convolutions, gathers, sorts and loops; of a product in float32 that is only
+               read in bfloat16, the latter
 ``dots``       save results of matrix products and convolutions, and inputs of layers, nothing else
 ``attention``  recompute attention scores and all of their size made from them (values a layer marks with
                ``checkpoint_name(x, "attn_scores")``, back to the product that makes them and on to the one that uses them)
@@ -40,7 +41,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxpipe._jax_compat import JaxprEqn, Var, dtype_of, shape_of, sub_jaxprs, variables
+from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, sub_jaxprs, variables
 from jaxpipe.stage.policies import POLICIES, ingredients
 from jaxpipe.stage.split import Graph, Level, Saveable
 
@@ -67,7 +68,7 @@ def _full(graph: Graph) -> Saveable:
 
 def _dots(graph: Graph) -> Saveable:
     keep = frozenset(variables(graph.trace.layer_inputs))
-    return lambda v: v in keep or _made_by(graph, v) in _PRODUCTS
+    return lambda v: v in keep or _made_by(graph, v) in _PRODUCTS or _is_narrowed_product(graph, v)
 
 
 def _cheap(graph: Graph) -> Saveable:
@@ -77,7 +78,7 @@ def _cheap(graph: Graph) -> Saveable:
         eqn = graph.eqns[graph.maker[v]]
         name = eqn.primitive.name
         costly = name in _PRODUCTS or name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
-        return v in keep or costly or any(True for _ in sub_jaxprs(eqn))
+        return v in keep or costly or any(True for _ in sub_jaxprs(eqn)) or _is_narrowed_product(graph, v)
 
     return saveable
 
@@ -179,6 +180,21 @@ def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var] | None
 def _is_projection(graph: Graph, eqn: JaxprEqn) -> bool:
     """Whether the equation multiplies with parameters, or functions of them."""
     return eqn.primitive.name in _PRODUCTS and any(graph.of(a) is Level.FIXED for a in eqn.invars)
+
+
+def _is_narrowed_product(graph: Graph, v: Var) -> bool:
+    """Whether ``v`` is all that is read of a product computed in a wider type (``preferred_element_type``)."""
+    i = graph.maker[v]
+    if graph.eqns[i].primitive.name != "convert_element_type":
+        return False
+    (wide,) = graph.eqns[i].invars
+    return (
+        isinstance(wide, Var)
+        and wide in graph.maker
+        and _made_by(graph, wide) in _PRODUCTS
+        and graph.readers[wide] == [i]
+        and aval_bytes(v.aval) < aval_bytes(wide.aval)
+    )
 
 
 def _made_by(graph: Graph, v: Var) -> str:

@@ -12,20 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpipe.profile import Timing
 from jaxpipe.program.accounting import Kind
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.rehearse import Rehearsal
-from jaxpipe.runtime.rehearsed import RankReport
-from jaxpipe.schedule import CostProfile, HostLink, Timeline, simulate
+from jaxpipe.runtime.rehearsed import RankReport, rehearsed_costs
+from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_bytes
-from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, offload_options, optimizer_of
-from jaxpipe.train.step import trained
+from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, offload_options, step_of
+from jaxpipe.train.step import TrainStep
 
 _NO_LIMIT_GB = 1e9
 
@@ -39,8 +38,19 @@ class Rehearsed:
     timeline: Timeline
 
     @classmethod
-    def of(cls, pipeline: Pipeline, reports: Sequence[RankReport], costs: CostProfile) -> Rehearsed:
+    def of(
+        cls,
+        config: TrainConfig,
+        pipeline: Pipeline,
+        reports: Sequence[RankReport],
+        *,
+        link: Link | None = None,
+        host: HostLink | None = None,
+    ) -> Rehearsed:
+        """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
         ordered = tuple(sorted(reports, key=lambda r: r.rank))
+        measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
+        costs = step_of(config, pipeline.with_costs(measured)).costs_with_state()
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 
@@ -75,12 +85,13 @@ def rehearsals(
     for rank in ranks:
         platform = pipeline.submeshes[rank].devices.flat[0].platform
         check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
+    step = step_of(prepared.config, pipeline)
     found = [
         Rehearsal(
             pipeline,
             rank,
             vocab_size=prepared.dataset.tokenizer.vocab_size,
-            resident=resident(prepared.config, pipeline, rank) if optimizer else None,
+            resident=resident(step, rank) if optimizer else None,
             memory_limit_bytes=memory_limit_bytes,
             host=host,
         )
@@ -89,28 +100,14 @@ def rehearsals(
     return sorted(found, key=lambda r: r.predicted_peak_bytes)
 
 
-def resident(config: TrainConfig, pipeline: Pipeline, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
+def resident(step: TrainStep, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
     """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
-    masters: list[jax.ShapeDtypeStruct] = []
-    states: list[jax.ShapeDtypeStruct] = []
-    tx = optimizer_of(config)
-    for (r, s), stage in pipeline.functions.items():
-        if r != rank:
-            continue
-        buffers = [_as_master(a, pipeline.master_dtype) for a in stage.param_avals]
-        if pipeline.master_dtype != pipeline.compute_dtype:
-            masters += buffers
-        if pipeline.primary(s) == (r, s):
-            owned = trained(pipeline.owned(s, jax.eval_shape(stage.layout.unpack, buffers)))
-            fresh = jax.eval_shape(lambda params: {name: tx.init(p) for name, p in params.items()}, owned)
-            home = buffers[0].sharding if buffers else None
-            states += [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a in jax.tree.leaves(fresh)]
-    return {"masters": masters, "optimizer": states}
-
-
-def _as_master(aval: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
-    wanted = dtype if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, wanted, sharding=aval.sharding)
+    pipeline, states = step.pipeline, step.stage_states()
+    here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
+    return {
+        "masters": [a for s in here if pipeline.casts for a in states[s].master],
+        "optimizer": [a for s in here if pipeline.primary(s)[0] == rank for a in jax.tree.leaves(states[s].optimizer)],
+    }
 
 
 def rehearsed_json(done: Rehearsed) -> dict[str, Any]:

@@ -22,9 +22,10 @@ class TrainResult:
     """How a run ended. ``steps_run``: by this process; 0 if the run was finished before. ``stopped``: a signal ended it before
     its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
-    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank, counted from the program. ``schedule``: the one
-    that ran at the end, to which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the
-    time that it saves over the one before, where re-planning changed it, else NaN."""
+    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank's device, as predicted
+    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`). ``schedule``: the one that ran at the end, to which predictions and
+    medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where
+    re-planning changed it, else NaN."""
 
     out_dir: Path
     step: int

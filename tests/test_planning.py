@@ -242,16 +242,20 @@ def test_tensor_parallel_divides_all_but_the_residual_stream() -> None:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half"])
-def test_memory_is_what_the_programs_hold(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("po-f", 2)])
+def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
     """The account of the lowered programs walks what the runtime executes; a plan knows the schedule and shapes only."""
-    config = small(schedule=schedule, chunks=2 if schedule == "v-half" else 1)
+    config = small(schedule=schedule, chunks=chunks)
     p = prediction_of(config)
     bench = bench_of(config)
     pipeline = Pipeline.build(
-        bench.model, p.schedule, microbatch_size=2, boundaries=bench.plan(config, p.schedule.num_stages).cut
+        bench.model,
+        p.schedule,
+        microbatch_size=2,
+        boundaries=bench.plan(config, p.schedule.num_stages).cut,
+        costs=p.costs,
     )
-    report = pipeline.memory_report(workspace=False)
+    report = pipeline.memory_report(workspace=False, timed_copies=True)
     for planned, exact in zip(p.memory, report.ranks, strict=True):
         beside = exact.by_kind.get("data", 0) + exact.by_kind.get("losses", 0)
         mine = planned.parameters + planned.gradients + p.activation_bytes[planned.rank]
@@ -489,3 +493,17 @@ def test_host_memory_is_what_is_out_at_once() -> None:
     for rank, host in enumerate(p.host_bytes):
         moved = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
         assert max(moved, default=0) <= host <= sum(moved)
+
+
+def test_a_policy_only_where_it_is_needed() -> None:
+    """1F1B's first ranks hold the most: recomputing there alone fits, and is faster than recomputing everywhere."""
+    config = small(ranks=4, microbatches=8)
+    bench = bench_of(config)
+    totals = sorted(m.total for m in prediction_of(config, bench).memory)
+    limit = (totals[-1] + totals[-2]) / 2
+    current = prediction_of(config, bench, limit)
+    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    speed = {s.change: s.prediction.step_s for s in found.fitting}
+    tight = [m.rank for m in current.memory if m.total > limit]
+    assert len(tight) == 1
+    assert speed[f"recompute full on rank {tight[0]}"] < speed["recompute full"]

@@ -86,7 +86,7 @@ class Compiler:
         took = time.monotonic() - start
         self.count += 1
         self.spent_s += took
-        bench.progress(f"compiled {op} of {stage}: {temp / 1e9:.2f} GB workspace, {took:.1f} s")
+        bench.progress(f"compiled {op} of {stage}: {temp / 1e6:,.1f} MB workspace, {took:.1f} s")
         return temp
 
 

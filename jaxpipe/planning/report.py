@@ -46,24 +46,30 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
     pipe, config = p.config.pipeline, p.config
     worst = p.worst
     head = [
-        f"{config.model.target}, {p.num_params / 1e9:.3g} B parameters, {p.schedule.name} on {pipe.ranks} ranks "
+        f"{config.model.target}, {_count(p.num_params)} parameters, {p.schedule.name} on {pipe.ranks} ranks "
         f"({p.devices} devices), {pipe.microbatches} microbatches of {config.run.batch // pipe.microbatches} × "
         f"{config.data.seq_len} tokens",
-        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {_gb(worst.total)} GB of {_gb(p.limit_bytes)} GB; "
-        f"activations {_gb(max(p.activation_bytes))} GB at most",
+        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {_bytes(worst.total)} of {_bytes(p.limit_bytes)}; "
+        f"activations {_bytes(max(p.activation_bytes))} at most",
         f"step {_seconds(p.step_s)} (update {_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, MFU {100 * p.mfu:.1f}%, "
         f"bubble {100 * p.timeline.bubble_rate:.1f}% (by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
-        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_gb(max(p.offload_bytes))} GB a rank and step each way, "
-        f"{_gb(max(p.host_bytes))} GB of host memory; "
+        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_bytes(max(p.offload_bytes))} a rank and step each way, "
+        f"{_bytes(max(p.host_bytes))} of host memory; "
         f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
     ]
     return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
 
 
 def _rank_table(p: Prediction) -> str:
-    rows = [("rank", *(f"{kind} GB" for kind in _KINDS), "total GB", "left GB")]
+    unit, scale = _unit(p.worst.total)
+    rows: list[tuple[str, ...]] = [("rank", *_KINDS, f"total {unit}", "left")]
     rows += [
-        (str(m.rank), *(_gb(getattr(m, kind)) for kind in _KINDS), _gb(m.total), _gb(p.limit_bytes - m.total))
+        (
+            str(m.rank),
+            *(f"{getattr(m, kind) / scale:.1f}" for kind in _KINDS),
+            f"{m.total / scale:.1f}",
+            f"{(p.limit_bytes - m.total) / scale:.1f}",
+        )
         for m in p.memory
     ]
     return _table(rows)
@@ -75,14 +81,14 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
         least = s.smallest
         return (
             f"none of {s.tried} changes fits; the least memory needed is "
-            f"{_gb(least.prediction.worst.total)} GB ({least.change})"
+            f"{_bytes(least.prediction.worst.total)} ({least.change})"
         )
-    rows = [("change that fits", "peak GB", "step", "tokens/s", "per device", "override")]
+    rows = [("change that fits", "peak", "step", "tokens/s", "per device", "override")]
     for one in s.fitting[:_SHOWN]:
         q = one.prediction
         override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
         speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
-        rows.append((one.change, _gb(q.worst.total), _seconds(q.step_s), *speeds, override))
+        rows.append((one.change, _bytes(q.worst.total), _seconds(q.step_s), *speeds, override))
     more = len(s.fitting) - _SHOWN
     left = f"; no time for {s.left_out} more" if s.left_out else ""
     return _table(rows) + f"\n{s.tried} changes tried{left}" + (f"; {more} more that fit not shown" if more > 0 else "")
@@ -141,9 +147,17 @@ def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
     }
 
 
-def _gb(num_bytes: float) -> str:
-    gigabytes = num_bytes / 1e9
-    return f"{gigabytes:.1f}" if abs(gigabytes) >= 0.95 or num_bytes == 0 else f"{gigabytes:.3g}"
+def _unit(num_bytes: float) -> tuple[str, float]:
+    return ("GB", 1e9) if num_bytes >= 1e9 else ("MB", 1e6)
+
+
+def _bytes(num_bytes: float) -> str:
+    unit, scale = _unit(num_bytes)
+    return f"{num_bytes / scale:.1f} {unit}" if num_bytes else "0"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _seconds(s: float) -> str:

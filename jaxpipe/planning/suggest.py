@@ -1,12 +1,13 @@
 """Changes of a config that would make it fit, each predicted in full, the fastest (tokens per second and device) first.
 
 Single changes: another schedule family, the offload pass over the config's own schedule (just enough to fit, then as much as is
-free), another recompute policy, half the microbatch, twice the ranks. If none of them fits, pairs: a schedule of little memory
+free), another recompute policy, everywhere or on the ranks that
+don't fit, half the microbatch, twice the ranks. If none of them fits, pairs: a schedule of little memory
 with a policy, with a smaller microbatch, with both. Peaks are compared in bytes, since ranks differ in what they hold beside
 activations. Schedules of families come with the config's own sizes, so an override is all it takes; the offload pass gives a
 schedule file.
 
-Not tried: the solver (``jaxpipe solve`` with ``jaxpipe plan --costs-out``), policies that differ between stages, uneven cuts.
+Not tried: the solver (``jaxpipe solve`` with ``jaxpipe plan --costs-out``), a policy for each stage, uneven cuts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule
 from jaxpipe.schedule.passes import offload
-from jaxpipe.stage.policies import STANDARD
+from jaxpipe.stage.policies import STANDARD, per_stage
 from jaxpipe.train.config import TrainConfig
 
 Transform = Callable[[Schedule, CostProfile], Schedule]
@@ -31,6 +32,7 @@ _LEAN = ("v-min", "v-half", "po-h", "po-f", "gis-h")
 """Families of little memory, the ones that pairs are made of; tried first."""
 _SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
+_MOST_NAMED = 16  # stages up to which policies of single stages are spelled out
 _MOST_PAIRS = 256  # ranks × microbatches up to which they are tried
 
 
@@ -111,6 +113,7 @@ def _tried(current: Prediction, change: _Change, predict: Predict) -> Suggestion
 def _single(current: Prediction) -> Iterator[_Change]:
     config, units = current.config, _limit_in_activations(current)
     yield from _recompute(config)
+    yield from _recompute_where_tight(current)
     yield from itertools.chain(_offloads(units), _smaller(config), _more_ranks(config))
     small = config.pipeline.ranks * config.pipeline.microbatches <= _MOST_PAIRS
     rest = [name for name in FAMILIES if name not in _LEAN and (small or name not in _SEARCHES)]
@@ -141,6 +144,22 @@ def _recompute(config: TrainConfig) -> Iterator[_Change]:
     for name in STANDARD:
         if name != config.pipeline.recompute:
             yield _Change(f"recompute {name}", (f"pipeline.recompute={name}",))
+
+
+def _recompute_where_tight(current: Prediction) -> Iterator[_Change]:
+    """Policies on the stages of the ranks that don't fit, the others as they are."""
+    placement, pipe = current.schedule.placement, current.config.pipeline
+    tight = [m.rank for m in current.memory if m.total > current.limit_bytes]
+    stages = {s for rank in tight for s in placement.stages_of(rank)}
+    if not tight or len(stages) == placement.num_stages or placement.num_stages > _MOST_NAMED:
+        return
+    now = per_stage(pipe.recompute, placement.num_stages)
+    for name in STANDARD:
+        policies = [name if s in stages else policy for s, policy in enumerate(now)]
+        if tuple(policies) != now:
+            where = "rank" if len(tight) == 1 else "ranks"
+            label = f"recompute {name} on {where} {', '.join(map(str, tight))}"
+            yield _Change(label, (f"pipeline.recompute={','.join(policies)}",))
 
 
 def _smaller(config: TrainConfig) -> Iterator[_Change]:

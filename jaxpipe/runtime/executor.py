@@ -3,8 +3,8 @@
 Linking turns programs into a list of small tuples: the compiled function, an ``itemgetter`` over the rank's slots, the slots to
 fill and the slots to clear. The loop does nothing else. Programs are interleaved in the order of simulated time
 (:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
-the devices, and memory is freed by dropping references. Only a sync (S) holds the loop up, and with it every rank of this
-process: until the offload it waits for has left the device.
+the devices, and memory is freed by dropping references. Two things hold the loop up, and with it every rank of this process,
+until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ class _Linked(NamedTuple):
 
 
 _RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
+_KINDS = ("run", "send", "recv", "copy", "sync")
+
+Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
+"""Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
 
 
 class Executor:
@@ -110,6 +114,7 @@ class Executor:
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
         offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
+        holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
 
@@ -126,13 +131,14 @@ class Executor:
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
         offload_fallback: bool = False,
+        holds: Holds | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         numbers = _message_numbers(self._programs if all_programs is None else all_programs)
         copies = _HostCopies(shardings, offload_fallback)
-        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers)
+        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers, holds or {})
         self._num_ranks = len(shardings)
         self.order = tuple(order)
         self.sequence = tuple(
@@ -147,7 +153,7 @@ class Executor:
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
         """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
-        return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
+        return tuple(_KINDS[i.kind] for i in self._code)
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
@@ -268,6 +274,7 @@ def _link(
     transport: Transport,
     banks: Sequence[Bank],
     numbers: Mapping[tuple[int, int, Action], int],
+    holds: Holds,
 ) -> list[_Linked]:
     code: list[_Linked] = []
     last_of: dict[int, int] = {}
@@ -299,6 +306,9 @@ def _link(
                 before = last_of[k]
                 code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
                 continue
+        if (k, at) in holds:
+            copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
+            linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
         last_of[k] = len(code)
         code.append(linked)
     return code
@@ -336,6 +346,16 @@ def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
         (slot,) = slots
         return lambda bank: (bank[slot],)
     return itemgetter(*slots)
+
+
+def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Callable[[Bank], Any]:
+    """``get``, once the arrays of ``copies`` are complete."""
+
+    def held(bank: Bank) -> Any:
+        wait_for_copies(copies(bank))
+        return get(bank)
+
+    return held
 
 
 def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[jax.Array]], None]:

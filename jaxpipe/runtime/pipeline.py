@@ -28,7 +28,7 @@ from jaxpipe.profile import analytic_profile, measured_profile, with_offloadable
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Program
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
@@ -458,9 +458,11 @@ def _executor(
     submeshes: Sequence[jax.sharding.Mesh],
     offload: OffloadOptions,
 ) -> Executor:
-    order = issue_order(programs, simulate(schedule, costs))
+    timeline = simulate(schedule, costs)
+    order = issue_order(programs, timeline)
+    held = {(k, at): ended for k, p in enumerate(programs) for at, ended in holds(p, timeline).items()}
     homes = [batch_sharded(m) for m in submeshes]
-    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback)
+    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback, holds=held)
 
 
 def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:

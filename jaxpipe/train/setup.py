@@ -14,6 +14,7 @@ import optax
 
 from jaxpipe import profile
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
@@ -24,6 +25,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.devices import device_errors
+from jaxpipe.train.metrics import format_bytes
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.step import TrainStep
@@ -192,6 +194,8 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         pipeline = with_replannable_start(config, pipeline)
+        if moved := host_bytes(pipeline.programs):
+            progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
         progress("timing each stage alone")
         pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
         step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)

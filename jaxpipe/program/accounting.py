@@ -24,8 +24,9 @@ code            compiled functions (0 on backends that do not say)
 
 Offloaded residuals give their device bytes back at once, or, given a timeline, before the first function or reload that starts
 in it when the copy to the host has ended: that is what the runtime waits for (:func:`jaxpipe.program.order.holds`). A sync of
-that copy, and its own reload, end it too; a reload takes the bytes back when it is issued. Not modelled: the source of a message
-while the copy is under way, fragmentation, what libraries allocate for themselves.
+that copy, and its own reload, end it too; a reload takes the bytes back when it is issued.
+
+Not modelled: the source of a message while the copy is under way, fragmentation, what libraries allocate for themselves.
 """
 
 from __future__ import annotations

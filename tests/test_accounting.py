@@ -462,6 +462,16 @@ def test_the_update_may_be_the_peak() -> None:
     assert MemoryReport.from_json(report.to_json()) == report
 
 
+def test_tied_leaves_travel_in_the_update() -> None:
+    layers = (toy.embedding(), toy.head(tied_to="embed"), toy.loss())
+    model = Model("tied", layers, toy.batch_avals, toy.V, toy.T)
+    pipe = Pipeline.build(model, generate("1f1b", 2, 1), microbatch_size=1, boundaries=[(0, 1), (1, 3)])
+    report = TrainStep(pipe, optax.adamw(1e-3)).memory_report(workspace=False)
+    leaf = toy.V * toy.D * 4
+    assert pipe.stages[0].boundary_bytes < leaf
+    assert [r.peaks["communication"] for r in report.ranks] == [leaf, leaf]
+
+
 def test_metrics_keep_no_accumulators() -> None:
     """Those of replicas are no one else's, and would live as long as the metrics."""
     step = training("cheap", "both ways")

@@ -22,9 +22,11 @@ temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
 ==============  ======================================================================================================
 
-Offloaded residuals give their device bytes back at once, or, given a timeline, when the copy to the host ends in it (a sync
-of that copy, and its reload, end it too); a reload takes them back when it is issued. Not modelled: the source of a message
-while the copy is under way, fragmentation, what libraries allocate for themselves.
+Offloaded residuals give their device bytes back at once, or, given a timeline, before the first function or reload that starts
+in it when the copy to the host has ended: that is what the runtime waits for (:func:`jaxpipe.program.order.holds`). A sync of
+that copy, and its own reload, end it too; a reload takes the bytes back when it is issued.
+
+Not modelled: the source of a message while the copy is under way, fragmentation, what libraries allocate for themselves.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ class _Walk:
         if not self.leaving[k] or isinstance(instruction, Free):
             return
         action = instruction.action
-        now = self.starts.get((rank, action), float("-inf")) if isinstance(instruction, Run | Sync) else float("-inf")
+        now = self.starts.get((rank, action), float("-inf")) if isinstance(instruction, Run | Reload) else float("-inf")
         waited = (action.stage, action.microbatch) if isinstance(instruction, Sync | Reload) else None
         kept = []
         for left, buffers in self.leaving[k]:

@@ -2,8 +2,10 @@
 
 The update of a stage works in place on masters, accumulators and optimizer state; with a smaller compute dtype the new
 compute copies are made while the old ones are still there. Replicas of a stage (bidirectional placements) add their
-accumulators up before it, and get the new parameters while they hold the old. The update's peak counts all of that as if it
-happened at once, so it is an upper bound; the pipeline's is exact (:mod:`jaxpipe.program.accounting`).
+accumulators up before it, and get the new parameters while they hold the old; tied leaves travel between their ranks. The
+update's peak counts all of that as if it happened at once, so it is an upper bound; the pipeline's is exact
+(:mod:`jaxpipe.program.accounting`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
+per action).
 """
 
 from __future__ import annotations
@@ -100,9 +102,25 @@ def _update(
     )
     if casts:
         held["parameters"] += sum(total_device_bytes(pipeline.functions[(rank, s)].param_avals) for s in here)
+    held["communication"] = _tied_bytes(pipeline, rank)
     if workspace:
         held["temporaries"] = max((_workspace(updates[s], states[s]) for s in here), default=0)
     return {k: n for k, n in held.items() if n}
+
+
+def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
+    """Leaves that are carried between this rank and others, so that tied copies stay equal: gradients, then values."""
+    itemsize = pipeline.master_dtype.itemsize
+    sizes = {
+        tie: next(
+            slot.size * itemsize
+            for slot in pipeline.layout(tie.owner_stage).slots
+            if (slot.layer, *slot.path) == tie.owner_path
+        )
+        for tie in pipeline.tied
+    }
+    ends = [(pipeline.primary(s)[0], n) for tie, n in sizes.items() for s in (tie.owner_stage, tie.copy_stage)]
+    return sum(n for home, n in ends if home == rank)
 
 
 def _workspace(update: Footprint, state: StageState) -> int:

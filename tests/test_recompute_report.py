@@ -5,16 +5,17 @@ Legend: b batch, s sequence, h width. "bsh" is bytes per token and channel, the 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 import toy_stages as toy
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.layer import Model
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, cheapest_policy, compare_policies, policy_table, policy_tables
 from models.gpt import GPT
@@ -23,41 +24,40 @@ from models.llama import Llama
 S = H = 4096
 
 
-def compare(model: Model) -> dict[str, PolicyCost]:
-    """Of the first block, microbatch 1."""
-    stages = [model.layers[:1], model.layers[1:2], model.layers[2:]]
-    params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    _, middle, _ = compare_policies(stages, params, model.batch_spec(1), pipeline_submeshes(1) * 3)
-    return {c.policy: c for c in middle}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from policy_table import layer_costs, table  # noqa: E402
 
 
-def layer(kind: Any, **options: Any) -> dict[str, PolicyCost]:
-    return compare(kind(vocab_size=64, d_model=H, num_heads=32, seq_len=S, num_layers=1, dtype="bfloat16", **options))
+def layer(kind: Any, **options: Any) -> Mapping[str, PolicyCost]:
+    return layer_costs(
+        kind(vocab_size=64, d_model=H, num_heads=32, seq_len=S, num_layers=1, dtype="bfloat16", **options)
+    )
 
 
 @pytest.fixture(scope="module")
-def gpt() -> dict[str, PolicyCost]:
+def gpt() -> Mapping[str, PolicyCost]:
     return layer(GPT)
 
 
 @pytest.fixture(scope="module")
-def dropped() -> dict[str, PolicyCost]:
+def dropped() -> Mapping[str, PolicyCost]:
     return layer(GPT, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def llama() -> dict[str, PolicyCost]:
+def llama() -> Mapping[str, PolicyCost]:
     return layer(Llama)
 
 
-def test_cheap_policy_on_the_gpt_layer(gpt: dict[str, PolicyCost], dropped: dict[str, PolicyCost]) -> None:
+def test_cheap_policy_on_the_gpt_layer(gpt: Mapping[str, PolicyCost], dropped: Mapping[str, PolicyCost]) -> None:
     """At least 35% fewer bytes for at most 2% more FLOPs (the paper: 40%, 1-2%), with and without dropout."""
     for costs in (gpt, dropped):
         assert costs["cheap"].saved_fraction >= 0.35
         assert 0 < costs["cheap"].added_fraction <= 0.02
 
 
-def test_cheap_against_kernels_fused_by_hand(gpt: dict[str, PolicyCost], dropped: dict[str, PolicyCost]) -> None:
+def test_cheap_against_kernels_fused_by_hand(gpt: Mapping[str, PolicyCost], dropped: Mapping[str, PolicyCost]) -> None:
     """Where attention keeps no scores: 34 bsh with dropout is what the papers call no recomputation, 20 what they get."""
     assert dropped["flash"].residual_bytes == pytest.approx(34 * S * H, rel=1e-3)
     for costs in (gpt, dropped):
@@ -68,14 +68,14 @@ def test_cheap_against_kernels_fused_by_hand(gpt: dict[str, PolicyCost], dropped
         assert 0 < more <= 0.02
 
 
-def test_splitting_adds_no_flops(gpt: dict[str, PolicyCost], llama: dict[str, PolicyCost]) -> None:
+def test_splitting_adds_no_flops(gpt: Mapping[str, PolicyCost], llama: Mapping[str, PolicyCost]) -> None:
     for costs in (gpt, llama):
         for c in costs.values():
             assert c.flops["B"] + c.flops["W"] <= 1.02 * c.flops["BW"], c.policy
             assert c.flops["F"] <= costs["none"].flops["F"], "derivatives that are not saved are not computed"
 
 
-def test_mlp_gives_up_its_hidden_values(gpt: dict[str, PolicyCost], llama: dict[str, PolicyCost]) -> None:
+def test_mlp_gives_up_its_hidden_values(gpt: Mapping[str, PolicyCost], llama: Mapping[str, PolicyCost]) -> None:
     assert gpt["cheap+attention+mlp"].residual_bytes == pytest.approx(12 * S * H, rel=1e-3), "20 less 2 · 4h"
     f = 10944  # Llama's MLP width at h 4096
     hidden = llama["cheap+attention"].residual_bytes - llama["cheap+attention+mlp"].residual_bytes
@@ -85,7 +85,7 @@ def test_mlp_gives_up_its_hidden_values(gpt: dict[str, PolicyCost], llama: dict[
     assert extra == pytest.approx(up, rel=1e-3)
 
 
-def test_what_waits_for_w_is_the_operands_of_its_products(gpt: dict[str, PolicyCost]) -> None:
+def test_what_waits_for_w_is_the_operands_of_its_products(gpt: Mapping[str, PolicyCost]) -> None:
     """qkv 2 + 6, out 2 + 2, up 2 + 8, down 8 + 2 = 32 bsh under every policy."""
     for c in gpt.values():
         assert c.w_residual_bytes == pytest.approx(32 * S * H, rel=1e-3), c.policy
@@ -94,13 +94,13 @@ def test_what_waits_for_w_is_the_operands_of_its_products(gpt: dict[str, PolicyC
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_small_layers_too(name: str) -> None:
     model = {"gpt": GPT, "llama": Llama}[name](vocab_size=64, d_model=128, num_heads=4, seq_len=128, num_layers=1)
-    costs = compare(model)
+    costs = layer_costs(model)
     assert costs["cheap"].saved_fraction >= 0.35
     assert costs["cheap"].added_fraction <= 0.02
     assert costs["full"].residual_bytes == 4 * 128 * 128
 
 
-def test_cheapest_policy_fits_and_adds_least(gpt: dict[str, PolicyCost]) -> None:
+def test_cheapest_policy_fits_and_adds_least(gpt: Mapping[str, PolicyCost]) -> None:
     costs = list(gpt.values())
     for limit in sorted({c.residual_bytes for c in costs}):
         best = cheapest_policy(costs, limit)
@@ -114,7 +114,7 @@ def test_cheapest_policy_fits_and_adds_least(gpt: dict[str, PolicyCost]) -> None
     assert cheapest_policy(costs, 90 * unit, 40 * unit).policy == "cheap"
 
 
-def test_what_fits_nowhere_is_refused_with_the_least(gpt: dict[str, PolicyCost]) -> None:
+def test_what_fits_nowhere_is_refused_with_the_least(gpt: Mapping[str, PolicyCost]) -> None:
     least = gpt["full"].residual_bytes
     with pytest.raises(
         StageError, match=f"in {least - 1} bytes: full needs {least} .* for W.; use a smaller microbatch"
@@ -142,3 +142,7 @@ def test_unknown_policies_are_refused() -> None:
     stages = [[toy.embedding(), toy.head(), toy.loss()]]
     with pytest.raises(StageError, match="recompute policy 'x' does not exist"):
         compare_policies(stages, toy.init_params(stages[0]), toy.batch_avals(), pipeline_submeshes(1), ("cheap+x",))
+
+
+def test_the_readme_shows_what_the_script_prints() -> None:
+    assert table() in (ROOT / "jaxpipe" / "stage" / "README.md").read_text(encoding="utf-8")

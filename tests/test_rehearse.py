@@ -144,6 +144,18 @@ def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.Monkey
         assert {c.lane for c in report.copies} == {{"O": "d2h", "L": "h2d"}[op] for op in moved}
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(60))
+def test_every_rank_of_random_schedules_keeps_to_its_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    placement = rng.choice([circular(P, 1), circular(P, 2), v_shape(P)])
+    schedule = random_schedule(placement, rng.randint(1, M), rng, offload=rng.random(), braid=0.3 * rng.random())
+    for rank in range(P):
+        report = rehearsed(schedule, rank)
+        assert [e.action for e in report.events] == list(schedule.actions(rank))
+        assert report.memory.measured_bytes <= report.memory.predicted_bytes <= 1.05 * report.memory.measured_bytes
+
+
 def test_schedules_cover_all_ops() -> None:
     ops = {a.op for make in SCHEDULES.values() for r in range(P) for a in make().actions(r)}
     assert ops >= {"F", "B", "W", "BW", "O", "L", "S"}

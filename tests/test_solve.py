@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from jaxpipe.schedule.retime import Retimer, peaks
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
+from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.search import Budget, Target, WindowSearch
 from jaxpipe.schedule.solve.solver import solve_any
 
@@ -433,3 +435,66 @@ def test_limit_in_bytes_of_two_flows_is_a_share_of_one() -> None:
     """Where a rank runs a stage of each flow, a microbatch takes the share of its own flow."""
     costs = dataclasses.replace(CostProfile.uniform(4), memory_limit_bytes=(3.0,) * 4)
     assert SolveTask(bidirectional(4), 8, costs).limits() == (3.0,) * 4
+
+
+def v_grid(p: int, limit: float, comm: float = 0.0) -> Grid:
+    f, b, w = TABLE_5
+    costs = CostProfile.uniform(2 * p, chunks=2, f=f, b=b, w=w, comm=comm)
+    return Grid.of(Problem.of(v_shape(p), 4 * p, costs), (limit,) * p)
+
+
+@pytest.mark.parametrize(
+    ("p", "limit", "comm", "stretch", "shape"),
+    [(8, 4.0, 0.0, 1.05, Shape(2, 5, 1)), (9, 6.0, 2.6, 1.0, Shape(2, 4, 1)), (13, 13.0, 0.0, 1.0, Shape(2, 2, 1))],
+)
+def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, stretch: float, shape: Shape) -> None:
+    """Passes of a rank don't overlap modulo the period, follow each other, and half of them mirror the others."""
+    grid = v_grid(p, limit, comm)
+    period = round(2 * grid.work() * stretch)
+    cycle, _ = find_mirrored(grid, shape, period, {"max_deterministic_time": 2.0, "num_workers": 1})
+    assert cycle is not None
+    assert (cycle.period, cycle.microbatches) == (period, 2)
+    for op, k, then, later, cells in grid.chain():
+        for j in range(2):
+            assert cycle.start[then, later, j] >= cycle.start[op, k, j] + cells
+    for rank in range(p):
+        busy = sorted(
+            (start % period, grid.cells[op][k])
+            for (op, k, _), start in cycle.start.items()
+            if grid.problem.rank[k] == rank
+        )
+        gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise([*busy, (busy[0][0] + period, 0)])]
+        assert min(gaps) >= 0
+    down = [cycle.start[0, k, 0] - cycle.start[0, 0, 0] for k in range(p)]
+    back = [cycle.start[1, 0, 0] - cycle.start[1, k, 0] for k in range(p)]
+    assert [x % period for x in down] == [x % period for x in back]
+    rows = cycle.rows(grid.problem)
+    check_schedule(grid.problem.schedule("mirrored", rows))
+
+
+def test_peak_of_a_cycle_is_what_a_long_run_of_it_holds() -> None:
+    grid = v_grid(5, 4.0)
+    cycle, _ = find_mirrored(
+        grid, Shape(2, 5, 1), round(2.2 * grid.work()), {"max_deterministic_time": 1.0, "num_workers": 1}
+    )
+    assert cycle is not None
+    changes: list[list[tuple[int, int]]] = [[] for _ in range(5)]
+    for (op, k, _), start in cycle.start.items():
+        for turn in range(12):
+            at = start + turn * cycle.period
+            if op == 0:
+                changes[grid.problem.rank[k]].append((at, grid.held[k]))
+            if op == 2:
+                changes[grid.problem.rank[k]].append((at + grid.cells[2][k], -grid.held[k]))
+    most = max(max(itertools.accumulate(x for _, x in sorted(events))) for events in changes)
+    assert cycle.peak(grid) == most
+
+
+def test_mirrored_cycles_are_for_even_vs() -> None:
+    assert applies(v_grid(8, 4.0))
+    assert all(s.chunks(8) <= 8 for s in shapes(v_grid(8, 4.0), 1.0))
+    uneven = CostProfile.uniform(16, chunks=2)
+    uneven = dataclasses.replace(uneven, f_s=(2.0, *uneven.f_s[1:]))
+    assert not applies(Grid.of(Problem.of(v_shape(8), 32, uneven), (4.0,) * 8))
+    plain = CostProfile.uniform(8)
+    assert not applies(Grid.of(Problem.of(one_to_one(8), 32, plain), (4.0,) * 8))

@@ -45,6 +45,21 @@ class Cycle:
                 row.append((cell + i // self.microbatches * self.period, op, problem.code(op, k, i)))
         return [[code for _, _, code in sorted(row)] for row in passes]
 
+    def peak(self, grid: Grid) -> int:
+        """Units of memory that the fullest rank holds in the steady state."""
+        return max(self._held(grid, key) for key in self.start if key[0] == F)
+
+    def _held(self, grid: Grid, at: tuple[int, int, int]) -> int:
+        """Units that a rank holds when the F called ``at`` starts."""
+        now, held = self.start[at], 0
+        for k in grid.problem.replicas_of(grid.problem.rank[at[1]]):
+            freed = grid.held[k] - grid.kept[k], grid.kept[k]
+            for j in range(self.microbatches):
+                held += grid.held[k] * ((now - self.start[F, k, j]) // self.period + 1)
+                for op, units in zip((B, W), freed, strict=True):
+                    held -= units * ((now - self.start[op, k, j] - grid.cells[op][k]) // self.period + 1)
+        return held
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

@@ -17,11 +17,14 @@ from jaxpipe.schedule.blocks.finish import Finisher
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, nine_digits, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
+from jaxpipe.schedule.solve.mirrored import applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
 
 _SLACK = 1 + 1e-9
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
+_STRETCHES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
+_MIRRORED_S = 5.0  # seconds for one shape and period, at most
 _RECIPES = 20
 _TIDY = 0.3  # of windows
 _EDGE = 0.15  # of windows are at the start, and as many at the end
@@ -110,6 +113,36 @@ def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) 
                     return
             if budget.left <= 0:
                 return
+
+
+def mirrored_cycles(
+    problem: Problem, target: Target, part: int, parts: int, budget: Budget, seed: int
+) -> Iterator[tuple[Draft, str]]:
+    """Orders from mirrored cycles of a V, short periods first, until one keeps to the limit; every ``parts``-th shape."""
+    grid, finisher = Grid.of(problem, target.limits), Finisher(problem)
+    if not applies(grid):
+        return
+    tried: set[tuple[Any, int]] = set()
+    for stretch in _STRETCHES:
+        fits = False
+        for shape in list(shapes(grid, stretch))[part::parts]:
+            period = round(grid.work() * shape.g * stretch)
+            if (shape, period) in tried or shape.g >= problem.num_microbatches:
+                continue
+            if budget.left <= 0:
+                return
+            tried.add((shape, period))
+            parameters = budget.parameters(min(_MIRRORED_S, budget.seconds / 4), seed)
+            cycle, _ = find_mirrored(grid, shape, period, parameters)
+            draft = None if cycle is None else finisher.best(cycle.rows(problem), target.limit, _RECIPES)
+            if cycle is None or draft is None:
+                continue
+            fits = fits or cycle.peak(grid) <= min(grid.limit)
+            yield draft, f"mirrored cycle of {shape.g}"
+            if target.reached(draft):
+                return
+        if fits:
+            return
 
 
 class WindowSearch:

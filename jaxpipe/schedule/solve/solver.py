@@ -34,6 +34,7 @@ _SLACK = 1 + 1e-9
 _EXACT_ACTIONS = (320, 800)  # up to which the exact model gets most of the time, and any
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_GROUPS = (1, 2, 3)
+_MIRRORED_PARTS = 2
 _POLL_S = 0.25
 
 
@@ -163,6 +164,14 @@ class _Race:
             for number, problem in enumerate(self.problems):
                 if problem.placement.num_flows == 1 and g < problem.num_microbatches:
                     yield self._job(number, "cycles", min(10.0, total * 0.15), g=g)
+            if g == _CYCLE_GROUPS[0]:
+                yield from self._mirrored(min(25.0, total * 0.4))
+
+    def _mirrored(self, seconds: float) -> Iterator[dict[str, Any]]:
+        for number, problem in enumerate(self.problems):
+            if problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
+                for part in range(_MIRRORED_PARTS):
+                    yield self._job(number, "mirrored", seconds, part=part, parts=_MIRRORED_PARTS)
 
     def _start(self, number: int) -> dict[str, Any] | None:
         known = self.board.per_task[number]

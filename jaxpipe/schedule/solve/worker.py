@@ -27,7 +27,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
-from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, WindowSearch, cycles
+from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, WindowSearch, cycles, mirrored_cycles
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
@@ -53,6 +53,7 @@ class Worker:
         self.kinds: dict[str, Callable[[SolveTask, Job, Tell], None]] = {
             "families": _families,
             "cycles": _cycles,
+            "mirrored": _cycles,
             "windows": _windows,
             "offload-windows": _offload_windows,
             "exact": _exact,
@@ -129,7 +130,11 @@ def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
     target, best = _target(task, job), None
     budget = Budget(job["seconds"], job["reproducible"])
-    for draft, source in cycles(problem, target, job["g"], budget, job["seed"]):
+    if job["kind"] == "mirrored":
+        found = mirrored_cycles(problem, target, job["part"], job["parts"], budget, job["seed"])
+    else:
+        found = cycles(problem, target, job["g"], budget, job["seed"])
+    for draft, source in found:
         if best is None or target.key(draft) < best:
             best = target.key(draft)
             tell(problem.schedule("solved", draft.rows), source)

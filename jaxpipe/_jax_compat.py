@@ -20,6 +20,8 @@ name                           why
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
+``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
+                               needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
 =============================  ==========================================================================================
 
 Not handled: jaxprs with mutable references or "high" types.
@@ -52,6 +54,7 @@ __all__ = [
     "called_jaxpr",
     "checkpoint_name_of",
     "close_jaxpr",
+    "compile_only_devices",
     "copier",
     "dtype_of",
     "eval_jaxpr",
@@ -274,21 +277,52 @@ def aval_bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
 
 
-def copier(sharding: jax.sharding.Sharding) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """A function that starts copying arrays to ``sharding`` (as many devices as they are on now) and returns the copies.
+def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:
+    """``count`` CUDA devices that are not there: lowering and compiling for them works, running does not.
 
-    It does what ``jax.device_put(arrays, sharding)`` does without finding out each time how; the caller vouches that the
-    arrays live on as many devices as ``sharding`` has, all of this process, split the same way.
+    ``description``: text proto of the GPU (``gpu_device_info`` and so on). Returns the reason, for people, where it can't be:
+    wheels that are not installed, or a plugin that refuses the description.
+    """
+    from jax.experimental import topologies
+
+    try:
+        topology = topologies.get_topology_desc(name, "cuda", target_config=description, topology=f"1x1x{count}")
+    except NotImplementedError:
+        return "the CUDA plugin is not installed (pip install jaxpipe[cuda12], or [cuda13])"
+    except Exception as error:
+        return f"the CUDA plugin refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return list(topology.devices)
+
+
+def copier(
+    target: jax.sharding.Sharding | Sequence[jax.sharding.Sharding],
+) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """A function that starts copying arrays to ``target`` (as many devices as they are on now) and returns the copies.
+
+    It does what ``jax.device_put(arrays, target)`` does without finding out each time how; the caller vouches that the
+    arrays live on as many devices as ``target`` has, all of this process, split the same way. ``target``: one sharding for
+    all arrays, or one each, of any memory kind.
     """
     copy = getattr(_xla_client, "batched_copy_array_to_devices_with_sharding", None)
-    devices = getattr(sharding, "_internal_device_list", None)
-    if copy is None or devices is None or not sharding.is_fully_addressable:
-        return lambda arrays: jax.device_put(list(arrays), sharding)
+    shardings = [target] if isinstance(target, jax.sharding.Sharding) else list(target)
+    devices = [getattr(s, "_internal_device_list", None) for s in shardings]
+    if copy is None or any(d is None for d in devices) or not all(s.is_fully_addressable for s in shardings):
+        where = target if isinstance(target, jax.sharding.Sharding) else shardings
+        return lambda arrays: jax.device_put(list(arrays), where)
     reuse = _xla_client.ArrayCopySemantics.REUSE_INPUT
 
-    def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        n = len(arrays)
-        result: Sequence[jax.Array] = copy(list(arrays), [devices] * n, [sharding] * n, [reuse] * n)
+    if isinstance(target, jax.sharding.Sharding):
+
+        def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            n = len(arrays)
+            result: Sequence[jax.Array] = copy(list(arrays), devices * n, shardings * n, [reuse] * n)
+            return result
+
+        return copies
+    semantics = [reuse] * len(shardings)
+
+    def copies_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        result: Sequence[jax.Array] = copy(list(arrays), devices, shardings, semantics)
         return result
 
-    return copies
+    return copies_each

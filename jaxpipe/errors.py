@@ -52,7 +52,12 @@ class ProgramError(JaxpipeError):
 
 
 class RunError(JaxpipeError):
-    """An instruction failed at run time. The message names rank, action and stage."""
+    """An instruction failed at run time. The message names rank, action and stage; ``action`` is its printed form, if one
+    is to blame."""
+
+    def __init__(self, message: str, action: str = "") -> None:
+        super().__init__(message)
+        self.action = action
 
 
 class DataError(JaxpipeError):

@@ -58,3 +58,20 @@ TABLE_4: dict[str, tuple[tuple[float | None, ...], ...]] = {
 TABLE_1_MEMORY = {"1f1b": (1.0, 6.0), "v-min": (1 / 3, 4.0), "v-half": (1 / 2, 3.0), "v-zb": (1.0, 0.0)}
 """`controllable-memory.txt` table 1: peak memory ÷ 1F1B's, and bubble ÷ d in units of one chunk's F = B = W; small constants
 are left out there."""
+
+ACTIVATION_GB: dict[str, dict[str, float]] = {
+    "9.6B": {"1f1b": 46, "v-half": 28, "v-min": 19, "v-zb": 48},
+    "21B": {"1f1b": 42, "v-half": 24, "v-min": 17, "v-zb": 43},
+    "38.5B": {"1f1b": 35, "v-half": 19, "v-min": 14, "v-zb": 36},
+}
+"""`controllable-memory.txt` table 4, activation memory in GB, the same at every number of microbatches."""
+
+STP_PEAK_GB: dict[tuple[int, int], dict[str, float]] = {
+    (4, 4): {"v-zb": 30, "interleaved-1f1b": 41},
+    (8, 2): {"v-zb": 24, "interleaved-1f1b": 31},
+    (2, 8): {"v-zb": 42, "interleaved-1f1b": 58},
+}
+"""`stp.txt` tables 5 and 8, peak memory in GB of the 12.1B model at sequence 6144 by (TP, PP)."""
+
+STP_CHUNK_GB = 3.6
+"""`stp.txt` appendix C: activations of one microbatch in one virtual stage of ZB-V at TP 8."""

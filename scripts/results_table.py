@@ -29,7 +29,73 @@ def table() -> str:
     ]
     lines += [_row(report, name, s) for report in reports for name, s in report["schedules"].items()]
     lines += ["", *(_origin(report) for report in reports)]
+    gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
+    if gpus:
+        lines += ["", gpu_table(gpus)]
     return "\n".join(lines)
+
+
+def gpu_table(reports: list[dict[str, Any]]) -> str:
+    """What ``bench_gpu.py`` measured: a row per device and hidden size, then a row per rehearsed program."""
+    lines = [
+        "| device | hidden | (F + B + W) ÷ (F + BW) | MFU F, B, W | out, in GB/s (of the link) | compute while copying "
+        "| k measured, formula, with own bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [_gpu_row(r, s) for r in reports for s in r["sizes"]]
+    lines += [
+        "",
+        "| device | hidden | schedule | step ms | ÷ no offload | host µs per instruction | predicted ÷ measured peak "
+        "| copies under compute |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_gpu_step(r, s, x) for r in reports for s in r["sizes"] for x in s["steps"]]
+    lines += [
+        "",
+        *(
+            f"- {r['device']}: `{r['command']}`, commit {r['commit']}, {r['date']}, jax {r['versions']['jax']}, "
+            f"{r['versions']['platform']}; sequence {r['sequence']}, {r['dtype']}, recompute {r['recompute']}, one rank of "
+            f"{r['ranks']}, m={r['microbatches']}."
+            for r in reports
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _gpu_row(report: dict[str, Any], size: dict[str, Any]) -> str:
+    functions, copies = size["split"]["functions"], report["copies"]
+    mfu = [functions[op]["mfu"] for op in "FBW"]
+    link = "–"
+    if copies is not None:
+        shares = [copies.get(f"{way}_share_of_link") for way in ("d2h", "h2d")]
+        rates = [f"{copies[way]['bytes_per_s'] / 1e9:.1f}" for way in ("d2h", "h2d")]
+        link = ", ".join(x if s is None else f"{x} ({s:.0%})" for x, s in zip(rates, shares, strict=True))
+    k = size.get("k")
+    cells = [
+        report["device"],
+        str(size["hidden"]),
+        f"{size['split']['split_over_fused']:.3f}",
+        ", ".join("–" if x is None else f"{x:.0%}" for x in mfu),
+        link,
+        ", ".join(f"{size['slowdown'][op]:.3f}" for op in "FBW") if "slowdown" in size else "–",
+        f"{k['measured']:.2f}, {k['formula']:.2f}, {k['formula_own_bytes']:.2f}" if k else "–",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _gpu_step(report: dict[str, Any], size: dict[str, Any], step: dict[str, Any]) -> str:
+    hidden = ", ".join(f"{c['hidden']:.0%}" for c in step["copies"]) or "–"
+    cells = [
+        report["device"],
+        str(size["hidden"]),
+        step["schedule"],
+        f"{step['step']['median_s'] * 1e3:.1f}",
+        f"{step['step_over_no_offload']:.3f}",
+        f"{step['host_us']:.0f}",
+        ("" if step["peak_is_exact"] else "at most ") + f"{step['predicted_over_measured']:.3f}",
+        hidden,
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
 def _row(report: dict[str, Any], name: str, s: dict[str, Any]) -> str:

@@ -55,7 +55,9 @@ def some_schedule(placement: Placement, microbatches: int = 1) -> Schedule:
 
 
 @cache
-def compiled(name: str, placement: Placement, recompute: str = "none", dropout: float = 0.0) -> Pipeline:
+def compiled(
+    name: str, placement: Placement, recompute: str | tuple[str, ...] = "none", dropout: float = 0.0
+) -> Pipeline:
     """The stages of a tiny model on ``placement``; use :meth:`Pipeline.with_schedule` for another order."""
     model = tiny_model(name, dropout)
     plan = plan_stages(model, placement.num_stages)
@@ -69,7 +71,9 @@ def compiled(name: str, placement: Placement, recompute: str = "none", dropout: 
     )
 
 
-def pipeline_for(name: str, schedule: Schedule, recompute: str = "none", dropout: float = 0.0) -> Pipeline:
+def pipeline_for(
+    name: str, schedule: Schedule, recompute: str | tuple[str, ...] = "none", dropout: float = 0.0
+) -> Pipeline:
     """A compiled pipeline that runs ``schedule``. Equal placements share their compiled stages."""
     placement = schedule.placement
     if placement.num_flows == 1 and placement.flows == circular(placement.num_ranks, placement.num_chunks).flows:

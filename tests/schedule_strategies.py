@@ -244,6 +244,7 @@ def random_costs(draw: st.DrawFn, num_stages: int, num_ranks: int, *, comm: bool
         cotangent_bytes=tuple(x / 4 for x in residual),
         offloadable_bytes=tuple(x / 2 for x in residual),
         boundary_bytes=each(st.integers(0, 3).map(float)),
+        boundary_buffers=draw(st.booleans()),
         param_bytes=each(st.integers(0, 3).map(float)),
         temp_bytes=(("F", each(quarter)), ("W", each(quarter))),
         offload_s=each(quarter),

@@ -204,6 +204,8 @@ def test_profile(cli: Callable[..., Any], tiny: Callable[..., list[str]], tmp_pa
     out, err = cli("profile", *tiny(), "--repeats", 1, "-o", tmp_path / "costs.json")
     assert err == ""
     assert "W ms" in out
+    assert "FLOPs added" in out, "what each recompute policy would save"
+    assert "cheap+attention+mlp" in out
     costs = read_costs(tmp_path / "costs.json")
     assert costs.num_stages == 2
     assert min(costs.f_s + costs.b_s + costs.w_s) > 0
@@ -232,6 +234,7 @@ BAD_SETTINGS = {
     "chunks where there are none": ("pipeline.chunks=2", "pipeline.chunks"),
     "limit where there is none": ("pipeline.memory_limit=2", "memory_limit"),
     "unknown policy": ("pipeline.recompute=some", "pipeline.recompute"),
+    "too few policies": ("pipeline.recompute=full,cheap,none", "pipeline.recompute lists 3 policies"),
     "too many cuts": ("pipeline.cut=1,2", "pipeline.cut"),
     "no kind of cut": ("pipeline.cut=analytical", "'analytic'"),
     "cut at no layer": ("pipeline.cut=[9]", "9"),

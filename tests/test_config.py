@@ -7,7 +7,7 @@ import string
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -239,6 +239,14 @@ MISTAKES = {
     ),
     "fewer devices than ranks": ("run.devices=2", "run.devices=2 is fewer than pipeline.ranks=4: use at least 4"),
     "unknown recompute policy": ("pipeline.recompute=atention", "did you mean 'attention'?"),
+    "unknown part of a recompute policy": (
+        "pipeline.recompute=cheap+qqq",
+        "pipeline.recompute has 'qqq', which is no policy: known: none, cheap, dots, attention, mlp, full,",
+    ),
+    "too few recompute policies": (
+        "pipeline.recompute=full,cheap",
+        "pipeline.recompute lists 2 policies, but pipeline.ranks=4 times pipeline.chunks=1 make 4 stages: list 4",
+    ),
     "ids of a text": ("data.tokenizer=ids:100", "is for arrays of ids (.npy, .npz)"),
     "model of another length": ("model.options.seq_len=64", "differs from data.seq_len=128"),
 }
@@ -350,6 +358,15 @@ def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:
 def test_recompute_policies_are_those_of_the_stage_room() -> None:
     from jaxpipe.stage.recompute import POLICIES
 
-    for name in POLICIES:
-        assert TrainConfig(pipeline=PipelineConfig(recompute=name)).pipeline.recompute == name  # type: ignore[arg-type]
-    assert set(get_args(get_type_hints(PipelineConfig)["recompute"])) == set(POLICIES)
+    for name in (*POLICIES, "cheap+attention", "attention+mlp+cheap"):
+        assert TrainConfig(pipeline=PipelineConfig(recompute=name)).pipeline.recompute == name
+
+
+def test_each_stage_may_have_its_recompute_policy() -> None:
+    each = ("full", "cheap+mlp", "cheap", "none")
+    config = TrainConfig().override(["pipeline.recompute=full,cheap+mlp,cheap,none"])
+    assert config.pipeline.recompute == each
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert TrainConfig.from_dict(tomllib.loads(config.to_toml())) == config
+    chunks = ["pipeline.chunks=2", "pipeline.schedule=interleaved-1f1b"]
+    assert TrainConfig().override([*chunks, f"pipeline.recompute={','.join(each * 2)}"]).pipeline.recompute == each * 2

@@ -23,6 +23,7 @@ from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, circular, generate, one_to_one, op_spec, simulate
+from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.stage.layer import Layer, Model
 from tests.pipelines import compiled, parameters, pipeline_for, random_batch
 from tests.schedule_strategies import random_schedule
@@ -52,7 +53,10 @@ def test_the_trace_executed_is_the_schedule(seed: int, m: int) -> None:
     timeline = pipe.measured_timeline(out)
     assert timeline.source == "measured"
     assert [e.action for e in timeline.events if e.rank == 1] == list(schedule.rows[1])
-    assert timeline.peak_activations == simulate(schedule, pipe.costs).peak_activations or m > 1
+    held = simulate(without_offloads(schedule), pipe.costs).peak_activations  # the order alone decides it
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(timeline.peak_activations, held, strict=True))
+    if schedule == without_offloads(schedule):
+        assert timeline.peak_activations == pytest.approx(held)
     assert pipe.replay_ratio(out) > 0.5
 
 

@@ -36,7 +36,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),
     "train": EVERYTHING - {"train"},
-    "cli": EVERYTHING,
+    "planning": EVERYTHING,
+    "cli": EVERYTHING | {"planning"},
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
     "models": frozenset({"tensor_parallel", "errors", "stage.layer", "stage.adapters", "stage.options"}),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
-from jaxpipe.program.ir import Free, Program, Recv, Run, Send, drops, reads, writes
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads, writes
 from jaxpipe.program.liveness import live_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
@@ -161,6 +161,24 @@ def test_checker_catches(mutant: str) -> None:
     make, message = MUTANTS[mutant]
     with pytest.raises(ProgramError, match=message):
         check_programs([make(programs[0]), programs[1]])
+
+
+HOST_MUTANTS: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], str]] = {
+    "computes on the host": (Offload, lambda i: (i, Run(Action("B", 0, 0), i.host, ())), r"Run B0\.0 .* on the host"),
+    "sends from the host": (Offload, lambda i: (i, Send(i.action, 1, i.host)), r"Send .* on the host"),
+    "offloads from the host": (Offload, lambda i: (i, Offload(i.action, i.host, i.device)), r"Offload .* on the host"),
+    "loads from the device": (Offload, lambda i: (Reload(i.action, i.device, i.host),), r"Reload .* on the device"),
+    "waits for the device": (Offload, lambda i: (Sync(i.action, i.device), i), r"Sync .* on the device"),
+}
+
+
+@pytest.mark.parametrize("mutant", HOST_MUTANTS)
+def test_checker_knows_where_arrays_are(mutant: str) -> None:
+    programs = list(lower(generate("po-f", 2, 4), compiled("gpt", circular(2, 2)).stages))
+    check_programs(programs)
+    kind, make, message = HOST_MUTANTS[mutant]
+    with pytest.raises(ProgramError, match=message):
+        check_programs([_swap(kind, 0, make)(programs[0]), programs[1]])
 
 
 def test_lost_receive_is_caught() -> None:

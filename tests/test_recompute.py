@@ -1,4 +1,8 @@
-"""Recompute policies: the same gradients, fewer bytes, and nothing expensive done twice that need not be."""
+"""Recompute policies: the same gradients, fewer bytes, and nothing expensive done twice that need not be.
+
+Interpreted equation by equation, gradients are those of ``none`` bit for bit: a policy moves arithmetic, it does not reorder
+any. Compiled, XLA fuses what is recomputed differently from what was saved, so there they are compared to 1e-12 (float64).
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_stages as toy
+from flax import nnx
 
+from jaxpipe._jax_compat import Var
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.adapters import from_nnx
+from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.layer import Layer, LayerContext, Model
 from jaxpipe.stage.recompute import POLICIES
+from jaxpipe.stage.reference import init_params
+from models.gpt import GPT
+from models.llama import Llama
 
 CUT = [
     [toy.embedding(), toy.attention("a"), toy.dropout_mlp("d")],
     [toy.attention("b"), toy.mlp("m"), toy.head(), toy.loss()],
 ]
+VIEWS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type")
 MIDDLE = [[toy.embedding()], [toy.attention("a"), toy.mlp("m")], [toy.loss()]]
 
 
@@ -39,7 +51,7 @@ def middle() -> dict[str, StageFunctions]:
     return {name: build(MIDDLE, name)[0][1] for name in POLICIES}
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, "cheap+attention+mlp"])
 def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
     functions, params = build(CUT, name, jnp.float64)
     layers = list(itertools.chain(*CUT))
@@ -53,7 +65,9 @@ def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
 
 def test_each_policy_saves_less_than_none(middle: dict[str, StageFunctions]) -> None:
     saved = {name: f.residual_bytes for name, f in middle.items()}
-    assert saved["full"] < saved["dots"] <= saved["cheap"] < saved["attention"] < saved["none"]
+    assert saved["full"] < saved["dots"] <= saved["cheap"] < saved["fused"] < saved["none"]
+    assert saved["cheap"] < saved["attention"] < saved["none"]
+    assert saved["flash"] < saved["fused"]
 
 
 def test_full_saves_inputs_of_layers_only(middle: dict[str, StageFunctions]) -> None:
@@ -74,6 +88,87 @@ def test_products_run_twice_only_where_the_policy_says(middle: dict[str, StageFu
     for name, f in middle.items():
         assert f.flops["F"] == none["F"], name
         assert f.flops["BW"] == f.flops["B"] + f.flops["W"], name
+
+
+def test_mlp_recomputes_the_first_product_and_what_follows_in_b(middle: dict[str, StageFunctions]) -> None:
+    none, mlp = middle["none"], middle["mlp"]
+    up = 2 * toy.B * toy.T * toy.D * 4 * toy.D
+    assert mlp.flops == {**none.flops, "B": none.flops["B"] + up, "BW": none.flops["BW"] + up}
+    assert (toy.B, toy.T, 4 * toy.D) in saved_shapes(none)
+    assert (toy.B, toy.T, 4 * toy.D) not in saved_shapes(mlp)
+    assert (toy.B, toy.H, toy.T, toy.T) in saved_shapes(mlp), "attention is saved as ever"
+
+
+def test_mlp_finds_hidden_values_only() -> None:
+    """A product whose result leaves the layer, or is multiplied with another activation, is no hidden value."""
+
+    def gated(p: Any, x: Any, c: LayerContext) -> Any:
+        a, b = x @ p["a"], x @ p["b"]
+        return x + (jax.nn.silu(a) * b) @ p["out"]
+
+    def leaving(p: Any, x: Any, c: LayerContext) -> Any:
+        a = jnp.tanh(x @ p["a"])
+        return x + jnp.tanh(a @ p["out"]) + a.sum()
+
+    def mixed(p: Any, x: Any, c: LayerContext) -> Any:
+        a, b = x @ p["a"], x @ p["b"]
+        return x + jnp.tanh(jnp.einsum("btf,bsf->bts", a, b) @ b) @ p["out"]
+
+    def init(key: jax.Array) -> Any:
+        return {n: toy.normal(key, toy.D, 3 * toy.D) for n in "ab"} | {"out": toy.normal(key, 3 * toy.D, toy.D)}
+
+    wide = (toy.B, toy.T, 3 * toy.D)
+    for apply, kept in ((gated, 0), (leaving, 1), (mixed, 2)):
+        cut = [[toy.embedding()], [Layer("l", init, apply)], [toy.head(), toy.loss()]]
+        assert saved_shapes(build(cut, "mlp")[0][1]).count(wide) >= kept, apply
+        assert kept or wide not in saved_shapes(build(cut, "mlp")[0][1])
+
+
+def test_joined_policies_recompute_what_each_does(middle: dict[str, StageFunctions]) -> None:
+    both = build(MIDDLE, " mlp+attention ")[0][1]
+    none = middle["none"].flops
+    more = sum(middle[name].flops["BW"] - none["BW"] for name in ("attention", "mlp"))
+    assert both.flops["BW"] == none["BW"] + more
+    wide, scores = (toy.B, toy.T, 4 * toy.D), (toy.B, toy.H, toy.T, toy.T)
+    assert not {wide, scores} & set(saved_shapes(both))
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "cheap+attention+mlp"])
+def test_b_and_w_share_no_work(name: str, middle: dict[str, StageFunctions]) -> None:
+    """An equation of the trace is in F, B and W under its own variables: what B computes, W is handed or does not need."""
+    f = middle[name] if name in middle else build(MIDDLE, name)[0][1]
+    b, w = (f.functions[op].jaxpr.jaxpr for op in "BW")
+    made_b = {v for eqn in b.eqns for v in eqn.outvars}
+    given = {
+        v for p, v in zip(f.functions["W"].inputs, w.invars, strict=True) if p.kind in ("x", "res", "wres", "data")
+    }
+    for eqn in w.eqns:  # what of W depends on the microbatch
+        if any(isinstance(a, Var) and a in given for a in eqn.invars):
+            given.update(eqn.outvars)
+            assert not made_b & set(eqn.outvars) or eqn.primitive.name in VIEWS, f"{eqn.primitive.name} is done twice"
+    for eqn in b.eqns:
+        if eqn.primitive.name in ("dot_general", "tanh", "exp"):
+            assert not set(eqn.outvars) & {v for e in w.eqns for v in e.outvars}
+
+
+def test_w_waits_for_the_same_bytes_under_every_policy(middle: dict[str, StageFunctions]) -> None:
+    """Operands of W's products; which of them B made and which F saved differs."""
+    products = 2 * 4 * toy.B * toy.T * (toy.D + 4 * toy.D)  # in and out of both MLP products
+    cut = [[toy.embedding()], [checkpointed_attention("a"), toy.mlp("m")], [toy.head(), toy.loss()]]
+    found = {**middle, "jax.checkpoint": build(cut, "none")[0][1]}
+    for name, f in found.items():
+        assert f.w_residual_bytes == pytest.approx(middle["none"].w_residual_bytes, rel=0.02), name
+        assert f.w_residual_bytes > products
+
+
+def checkpointed_attention(name: str) -> Layer:
+    inner = toy.attention(name)
+    return Layer(
+        name,
+        inner.init,
+        lambda p, x, c: jax.checkpoint(lambda p, x: inner.apply(p, x, c))(p, x),
+        kind="checkpointed_attention",
+    )
 
 
 def test_attention_saves_nothing_of_the_size_of_scores(middle: dict[str, StageFunctions]) -> None:
@@ -101,13 +196,157 @@ def test_checkpoint_inside_a_layer_is_honoured() -> None:
     assert f.flops["W"] == f.flops["F"]
 
 
+@pytest.mark.parametrize("name", ["cheap", "dots"])
+def test_products_are_saved_in_the_type_they_are_read_in(name: str) -> None:
+    def apply(p: Any, x: Any, c: LayerContext) -> Any:
+        up = jnp.einsum("btd,df->btf", x, p["up"], preferred_element_type=jnp.float32).astype(x.dtype)
+        return x + jax.nn.gelu(up) @ p["down"]
+
+    def init(key: jax.Array) -> Any:
+        wide = 4 * toy.D
+        return {"up": toy.normal(key, toy.D, wide), "down": toy.normal(key, wide, toy.D)}
+
+    cut = [[toy.embedding()], [Layer("l", init, apply)], [toy.head(), toy.loss()]]
+    forward = build(cut, name, jnp.bfloat16)[0][1].functions["F"]
+    saved = [(a.shape, a.dtype) for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"]
+    assert saved == [((toy.B, toy.T, 4 * toy.D), jnp.bfloat16)]
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(toy.D, 4 * toy.D, rngs=rngs)
+        self.down = nnx.Linear(4 * toy.D, toy.D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(self.dropout(nnx.gelu(self.up(x))))
+
+
+def test_nnx_modules_recompute_as_other_layers_do() -> None:
+    cut = [[toy.embedding()], [from_nnx("n", NnxMLP)], [toy.head(), toy.loss()]]
+    results, wide = [], (toy.B, toy.T, 4 * toy.D)
+    for name in ("none", "cheap", "cheap+mlp"):
+        functions, params = build(cut, name)
+        runner = toy.Runner(functions, cut, params, compiled=False)
+        results.append((runner.microbatch(toy.make_batch()), runner.gradients()))
+        count = saved_shapes(functions[1]).count(wide)
+        assert count == {"cheap": 1, "cheap+mlp": 0}[name] if name != "none" else count > 1
+    for other in results[1:]:
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+CUSTOM = [
+    [toy.embedding(), toy.scanned("s"), toy.checkpointed("c")],
+    [toy.dropout_mlp("d"), toy.nested_loops("n"), toy.branched("r"), toy.head(), toy.loss()],
+]
+
+
+@pytest.mark.parametrize("name", ["cheap", "mlp", "cheap+attention+mlp", "full"])
+def test_loops_branches_and_checkpoints_keep_their_gradients(name: str, x64: None) -> None:
+    functions, params = build(CUSTOM, name, jnp.float64)
+    layers = list(itertools.chain(*CUSTOM))
+    batch = toy.make_batch()
+    want_loss, want = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)
+    runner = toy.Runner(functions, CUSTOM, params, compiled=False)
+    np.testing.assert_allclose(runner.microbatch(batch)[0], want_loss, rtol=1e-12)
+    toy.assert_trees_close(runner.gradients(), want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("gpt", 0.3), ("llama", 0.0)])
+def test_interpreted_gradients_are_bit_equal_to_those_without_recomputation(name: str, dropout: float) -> None:
+    """Dropout masks are drawn again from the same key."""
+    model = tiny(name, dropout)
+    stages = [model.layers[:2], model.layers[2:]]
+    params = init_params(model, 0)
+    rng = np.random.default_rng(0)
+    batch = {n: rng.integers(0, 17, (2, 8)).astype(np.int32) for n in ("tokens", "targets")}
+    batch["weights"] = np.ones((2, 8), np.float32)
+    cache = BuildCache()
+    results = {}
+    for policy in ("none", "cheap", "attention", "mlp", "flash", "cheap+attention+mlp", "full", ("full", "cheap")):
+        built = build_all(stages, params, model.batch_spec(2), pipeline_submeshes(1) * 2, policy, cache=cache)
+        runner = toy.Runner(built, stages, params, compiled=False)
+        results[policy] = (runner.microbatch(batch), runner.gradients())
+    want = jax.tree.leaves(results["none"])
+    for policy, got in results.items():
+        for a, b in zip(jax.tree.leaves(got), want, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(policy))
+
+
+def test_what_f_leaves_alive_is_what_is_counted() -> None:
+    """Device bytes that remain when F's result has been handed on, by live arrays."""
+    model = tiny("gpt", 0.3)
+    params = init_params(model, 0)
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    for policy in ("none", "cheap+attention"):
+        f = build_stage_functions(
+            model.layers[1:2], 1, params, x, model.batch_spec(2), pipeline_submeshes(1)[0], 1, False, policy
+        )
+        forward = f.functions["F"]
+        args = [jax.device_put(np.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in]
+        before = {id(a) for a in jax.live_arrays()}
+        held = [v for p, v in zip(forward.outputs, forward.call(*args), strict=True) if p.kind == "res"]
+        live = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
+        reads_x = any(p.kind == "x" for op in ("B", "W") for p in f.functions[op].inputs)
+        assert live + reads_x * 4 * 2 * 8 * 16 == f.residual_bytes
+        del held, args
+
+
+def tiny(name: str, dropout: float) -> Model:
+    common: dict[str, Any] = {"vocab_size": 17, "d_model": 16, "num_layers": 2, "num_heads": 2, "seq_len": 8}
+    return GPT(**common, dropout=dropout, tied=False) if name == "gpt" else Llama(**common, num_kv_heads=1, mlp_size=24)
+
+
+# Recomputation waits for the cotangent of its layer.
+
+DEEP = [[toy.embedding()], [toy.mlp("a"), toy.mlp("b"), toy.mlp("c")], [toy.head(), toy.loss()]]
+
+
+@pytest.mark.parametrize("op", ["B", "BW"])
+def test_a_layer_is_recomputed_when_its_cotangent_is_there(op: str) -> None:
+    stage = build(DEEP, "full")[0][1]
+    eqns = stage.functions[op].jaxpr.jaxpr.eqns
+    gates = [k for k, eqn in enumerate(eqns) if eqn.primitive.name == "optimization_barrier"]
+    assert len(gates) == 2, "the last layer's cotangent is there from the start"
+    ups = [k for k, eqn in enumerate(eqns) if eqn.primitive.name == "tanh"]  # one a layer: GELU's
+    assert len(ups) == 3
+    assert ups[0] < gates[0] < ups[1] < gates[1] < ups[2]
+    function = stage.functions[op]
+    late = {v for p, v in zip(function.inputs, function.jaxpr.jaxpr.invars, strict=True) if p.kind == "dy"}
+    for k, eqn in enumerate(eqns):
+        if any(isinstance(a, Var) and a in late for a in eqn.invars):
+            late.update(eqn.outvars)
+        assert k not in ups[1:] or set(eqn.outvars) <= late, "it depends on the cotangent"
+
+
+def test_nothing_waits_where_nothing_is_recomputed() -> None:
+    for op, f in build(DEEP, "none")[0][1].functions.items():
+        assert "optimization_barrier" not in str(f.jaxpr), op
+
+
+def test_checkpoints_inside_layers_wait_too() -> None:
+    cut = [[toy.embedding()], [toy.checkpointed("a"), toy.checkpointed("b")], [toy.head(), toy.loss()]]
+    eqns = build(cut, "none")[0][1].functions["BW"].jaxpr.jaxpr.eqns
+    (gate,) = [k for k, eqn in enumerate(eqns) if eqn.primitive.name == "optimization_barrier"]
+    ups = [k for k, eqn in enumerate(eqns) if eqn.primitive.name == "tanh"]
+    assert len(ups) == 2
+    assert ups[0] < gate < ups[1]
+
+
 def test_policies_may_differ_between_stages() -> None:
     params = toy.init_params(list(itertools.chain(*MIDDLE)))
     meshes = pipeline_submeshes(1) * 3
     functions = build_all(MIDDLE, params, toy.batch_avals(), meshes, ["none", "full", "none"])
     assert len(saved_shapes(functions[1])) == 1
+    with pytest.raises(
+        StageError, match="2 recompute policies for 3 stages; give one name for all stages, or a list of 3"
+    ):
+        build_all(MIDDLE, params, toy.batch_avals(), meshes, ["none", "full"])
 
 
 def test_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(StageError, match="'some' does not exist; choose one of none, cheap, dots, attention, full"):
+    with pytest.raises(
+        StageError, match="'some' does not exist; choose one of none, cheap, dots, attention, mlp, full, fused, flash"
+    ):
         build(MIDDLE, "some")

@@ -52,7 +52,7 @@ def _family_schedules() -> list[Any]:
     return cases
 
 
-def _check(name: str, schedule: Schedule, seed: int = 0, recompute: str = "none") -> None:
+def _check(name: str, schedule: Schedule, seed: int = 0, recompute: str | tuple[str, ...] = "none") -> None:
     name = sized(name, schedule)
     pipe = pipeline_for(name, schedule, recompute)
     batch = random_batch(schedule.num_microbatches, seed)
@@ -96,14 +96,23 @@ def test_random_schedules_are_bit_equal_to_sequential(which: int, m: int, seed: 
         _check("gpt-tied", schedule, seed)
 
 
-@pytest.mark.parametrize("recompute", ["cheap", "full"])
-def test_recompute_policies_give_the_unpipelined_gradient(recompute: str) -> None:
-    schedule = generate("zb-h1", 2, 4)
-    _check("gpt", schedule, recompute=recompute)
+EACH_ITS_OWN = ("cheap", "cheap+attention+mlp", "full", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "recompute"),
+    [("gpt", 2, "cheap"), ("gpt", 2, "full"), ("gpt", 4, EACH_ITS_OWN), ("llama", 4, EACH_ITS_OWN)],
+)
+def test_recompute_policies_give_the_unpipelined_gradient(
+    name: str, ranks: int, recompute: str | tuple[str, ...]
+) -> None:
+    """Not bit-equal: XLA fuses recomputed values differently from saved ones (4e-16 of the largest gradient was seen)."""
+    schedule = generate("zb-h1", ranks, 4)
+    _check(name, schedule, recompute=recompute)
     batch = random_batch(4)
-    pipe = pipeline_for("gpt", schedule, recompute)
-    _, grads = pipe.loss_and_grads(pipe.place(parameters("gpt")), batch)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(unpipelined("gpt", batch)[1]), strict=True):
+    pipe = pipeline_for(name, schedule, recompute)
+    _, grads = pipe.loss_and_grads(pipe.place(parameters(name)), batch)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(unpipelined(name, batch)[1]), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-10, atol=1e-12)
 
 

@@ -136,9 +136,33 @@ class Reference:
                 ]
         return sent
 
+    def waiting(self, rank: int) -> list[tuple[float, float, int]]:
+        """(since, until, stage) of boundaries that are on ``rank`` and that nothing reads yet."""
+        placement = self.schedule.placement
+        local, moved = [], {}
+        for k, slot in enumerate(self.schedule.rows[rank]):
+            for action in slot.actions:
+                for wait in op_spec(action.op).waits:
+                    if wait.where == "self":
+                        continue
+                    near = placement.predecessors if wait.where == "pred" else placement.successors
+                    for t in near(action.stage):
+                        group = placement.ranks(t, action.microbatch)
+                        source = rank if rank in group else group[0]
+                        for op in wait.ops:
+                            made = self.where.get((Action(op, t, action.microbatch), source))
+                            if made is None or op_spec(op).sends != TOWARDS[wait.where]:
+                                continue
+                            stage = t if wait.where == "pred" else action.stage
+                            if source == rank:
+                                local.append((self.end(made), self.start((rank, k)), stage))
+                            else:
+                                moved.setdefault((made, op, stage, action.microbatch), []).append(self.start((rank, k)))
+        return local + [(self.start(made), max(reads), stage) for (made, _, stage, _), reads in moved.items()]
+
 
 def reference_memory(
-    schedule: Schedule, costs: CostProfile, timeline: Timeline, rank: int
+    schedule: Schedule, costs: CostProfile, timeline: Timeline, rank: int, reference: Reference
 ) -> tuple[dict[float, Fraction], Fraction]:
     """Live bytes after each instant, and the peak in activation units, with exact fractions."""
     live: dict[float, Fraction] = {}
@@ -157,6 +181,9 @@ def reference_memory(
                 live[at] = live.get(at, Fraction(0)) + amount
                 if effect.field in ("residual_bytes", "w_residual_bytes", "offloadable_bytes"):
                     units[at] = units.get(at, Fraction(0)) + amount / share
+    for since, until, stage in reference.waiting(rank) if costs.boundary_buffers else ():
+        for at, sign in ((since, 1), (until, -1)):
+            live[at] = live.get(at, Fraction(0)) + sign * Fraction(costs.boundary_bytes[stage])
     return _running(live), max(_running(units).values(), default=Fraction(0))
 
 
@@ -184,7 +211,7 @@ def test_agrees_with_the_reference(schedule: Schedule, data: st.DataObject) -> N
             event = slots[rank, slot]
             assert (event.start_s, event.end_s) == (reference.start((rank, k)), reference.end((rank, k)))
     for rank in range(schedule.num_ranks):
-        levels, peak = reference_memory(schedule, costs, timeline, rank)
+        levels, peak = reference_memory(schedule, costs, timeline, rank, reference)
         curve = dict(zip(timeline.memory[rank].times_s, timeline.memory[rank].bytes, strict=True))
         for at in sorted(levels):
             before = [t for t in curve if t <= at]

@@ -16,7 +16,7 @@ from jaxpipe import dump
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
-from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.flops import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.layer import Layer
 from jaxpipe.stage.trace import layer_key
@@ -209,7 +209,7 @@ def test_batch_must_divide_over_data_parallel_shards() -> None:
 
 def test_lengths_of_arguments_must_agree() -> None:
     layers = [toy.embedding(), toy.loss()]
-    with pytest.raises(StageError, match="2 stages, 1 meshes, 2 recompute policies"):
+    with pytest.raises(StageError, match="2 stages, 1 meshes; want as many of each"):
         build_all([layers[:1], layers[1:]], toy.init_params(layers), toy.batch_avals(), pipeline_submeshes(1))
 
 
@@ -237,7 +237,22 @@ def test_flops_follow_bodies_and_scan_lengths() -> None:
     conv = 2 * (2 * 10 * 8 * 8) * (3 * 3 * 3)
     assert jaxpr_flops(jaxpr) == 7 * 2 * 3 * 4 * 4 + conv
     more = jaxpr_flops(jax.make_jaxpr(lambda x: jnp.tanh(x).sum() + 1.0)(jnp.ones((3, 4))), elementwise=True)
-    assert more == 12 + 12 + 1
+    assert more == TRANSCENDENTAL * 12 + 12 + 1, "the sum counts its operands"
+
+
+def test_elementwise_flops_count_what_is_dear() -> None:
+    def count(fn: Any, *args: Any) -> int:
+        return jaxpr_flops(jax.make_jaxpr(fn)(*args), elementwise=True)
+
+    x, n = jnp.ones((3, 4)), jnp.ones((3, 4), jnp.int32)
+    assert count(lambda x: x * 2.0, x) == 12
+    assert count(lambda x: x / 3.0, x) == 12 * TRANSCENDENTAL
+    assert count(lambda n: jax.lax.div(n, n), n) == 12, "integer division is no iteration"
+    assert count(lambda x: x**3, x) == 12 * 2
+    assert count(lambda x: jax.lax.integer_pow(x, -2), x) == 12 * (1 + TRANSCENDENTAL)
+    assert count(lambda x: x.T.reshape(-1)[None], x) == 0, "moving data is free"
+    assert count(lambda k: jax.random.bits(k, (3, 4)), jax.random.key(0)) == 12 * RANDOM_WORD
+    assert count(lambda x: x @ x.T, x) == 2 * 3 * 3 * 4
 
 
 def test_dumps_are_numbered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

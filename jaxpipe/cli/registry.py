@@ -40,6 +40,10 @@ VERBS: tuple[Verb, ...] = (
     Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
     Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
     Verb("profile", "time every stage function alone and report its bytes", _TRAIN),
+    Verb(
+        "rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "jaxpipe.cli.rehearse_verb"
+    ),
+    Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "jaxpipe.cli.plan_verb"),
     Verb("schedules", "list the schedule families", _SCHEDULE),
     Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
     Verb("simulate", "check and simulate a schedule file", _SCHEDULE),

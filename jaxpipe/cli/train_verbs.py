@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.cli.parser import amount, whole_number
@@ -29,13 +31,19 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print all settings (changed ones marked *) and stop"
     )
+    parser.add_argument(
+        "--offload-fallback",
+        action="store_true",
+        help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
 
 
 def _train(args: argparse.Namespace) -> int:
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    fallback = ["offload.fallback=true"] if args.offload_fallback else []
+    config = load_config(args.config, [*args.overrides, *fallback])
     if args.print_config:
         print(config.describe())
         return 0
@@ -149,10 +157,27 @@ def _generate(args: argparse.Namespace) -> int:
 def _configure_profile(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
     parser.add_argument(
-        "--repeats", type=whole_number("repeats", 1000), default=5, metavar="N", help="timed calls per function"
+        "--repeats",
+        type=whole_number("repeats", 1000),
+        default=5,
+        metavar="N",
+        help="timed samples per function; the median counts",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=whole_number("warm-up calls", 1000, least=0),
+        default=1,
+        metavar="N",
+        help="untimed calls before them, beside the one that compiles",
+    )
+    parser.add_argument(
+        "--no-host-link", action="store_true", help="don't measure copies to pinned host memory and back"
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
+    )
+    parser.add_argument(
+        "--details", metavar="FILE", help="write all that was measured as JSON: quartiles, memory, host link"
     )
     parser.add_argument("--json", action="store_true", help="print the cost profile as JSON")
 
@@ -162,23 +187,39 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.config import load_config
 
     config = load_config(args.config, args.overrides)
-    if args.output:
-        check_outputs([args.output], (".json",))
-    from jaxpipe.train.devices import find_devices, request_devices
+    for path, flag in ((args.output, "-o"), (args.details, "--details")):
+        if path:
+            check_outputs([path], (".json",), flag)
+    from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+    from jaxpipe.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
-    from jaxpipe.train.report import cost_table
-    from jaxpipe.train.setup import build
+    from jaxpipe.stage.recompute_report import policy_tables
+    from jaxpipe.train.report import measurement_json, measurement_table
+    from jaxpipe.train.setup import compile_pipeline, prepare, step_of
 
-    stream = sys.stderr if args.json else sys.stdout
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
     devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
-    setup = build(config, devices, lambda text: print(text, file=stream, flush=True), repeats=args.repeats)
-    costs = setup.pipeline.costs
+    pipeline = compile_pipeline(prepare(config), devices, progress)
+    progress("timing each stage alone")
+    with device_errors("profile"):
+        measured = measure_stages(pipeline.stages, repeats=args.repeats, warm_up=args.warm_up)
+        if not args.no_host_link:
+            progress("timing copies to the host and back")
+            measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
+        step = step_of(config, pipeline.with_costs(measured.costs()))
+        costs = step.costs_with_state()
+        progress(f"{step.memory_report()}")
+    progress(policy_tables(pipeline.compare_policies()))
     if args.output:
         write_costs(costs, args.output)
-    print(json.dumps(to_costs(costs)) if args.json else cost_table(costs))
+    if args.details:
+        Path(args.details).write_text(json.dumps(measurement_json(measured), indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(to_costs(costs)) if args.json else measurement_table(measured))
     return 0
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Program, Recv, Run, Send, drops, reads, writes
+from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads, writes
 
 
 def check_programs(programs: Sequence[Program]) -> None:
@@ -17,7 +17,8 @@ def check_programs(programs: Sequence[Program]) -> None:
 
     Raises:
         ProgramError: a slot is read or dropped while empty, filled while full, out of range, or still full at the end without
-            being a result; or a message is sent and not received, received and not sent, or sent twice.
+            being a result; an array on the host is computed on, sent or offloaded, or one on the device is loaded or awaited
+            as a copy; or a message is sent and not received, received and not sent, or sent twice.
     """
     problems = [p for program in programs for p in _slot_problems(program)]
     problems += _message_problems(programs)
@@ -27,6 +28,7 @@ def check_programs(programs: Sequence[Program]) -> None:
 
 def _slot_problems(program: Program) -> Iterator[str]:
     full = {slot for _, slot in program.bound}
+    on_host: set[int] = set()
     for k, instruction in enumerate(program.instructions):
         where = f"rank {program.rank}, instruction {k} ({instruction})"
         read, written, dropped = reads(instruction), writes(instruction), drops(instruction)
@@ -34,9 +36,14 @@ def _slot_problems(program: Program) -> Iterator[str]:
             if not 0 <= slot < program.num_slots:
                 yield f"{where}: slot {slot} is outside 0..{program.num_slots - 1}"
         yield from (f"{where}: reads slot {s}, which is empty" for s in read if s not in full)
+        wants_host = isinstance(instruction, Reload | Sync)
+        for slot in full.intersection(read):
+            if (slot in on_host) is not wants_host:
+                yield f"{where}: reads slot {slot}, which is on the {'device' if wants_host else 'host'}"
         replaced = set(read) if isinstance(instruction, Run) else set()  # a donated accumulator is written in place
         yield from (f"{where}: fills slot {s}, which is full" for s in written if s in full and s not in replaced)
         full.update(written)
+        (on_host.update if isinstance(instruction, Offload) else on_host.difference_update)(written)
         yield from (f"{where}: drops slot {s}, which is empty" for s in dropped if s not in full)
         full.difference_update(dropped)
     kept = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}

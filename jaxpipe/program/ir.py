@@ -117,7 +117,8 @@ class Program:
     """The instructions of one rank.
 
     ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
-    ``results``: values that are in slots after it (accumulators, losses). ``bound_bytes``: bytes of each bound value.
+    ``results``: values that are in slots after it (accumulators, losses). ``bound_bytes``: bytes of each bound value on each
+    device of the rank.
     ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
     """
 

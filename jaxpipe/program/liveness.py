@@ -126,3 +126,22 @@ def live_bytes(program: Program) -> tuple[int, ...]:
         for slot in drops(instruction):
             live -= size.pop(slot)
     return tuple(held)
+
+
+def live_host_bytes(program: Program) -> tuple[int, ...]:
+    """Host bytes held once each instruction has its results allocated and has dropped nothing yet: offloaded residuals."""
+    size: dict[int, int] = {}
+    held = []
+    for instruction, written in zip(program.instructions, program.written_bytes, strict=True):
+        if isinstance(instruction, Offload):
+            size.update(zip(instruction.host, written, strict=True))
+        held.append(sum(size.values()))
+        if isinstance(instruction, Reload):
+            for slot in instruction.host:
+                del size[slot]
+    return tuple(held)
+
+
+def host_bytes(programs: Sequence[Program]) -> int:
+    """Host bytes that the process that runs ``programs`` needs for offloads: each rank at its peak, whenever that is."""
+    return sum(max(live_host_bytes(p), default=0) for p in programs)

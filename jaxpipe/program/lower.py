@@ -2,9 +2,9 @@
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
-Offload and load actions move the stage's residuals; S waits for the copy. Slots are assigned, and dropped after the last
-reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over several ranks, and stage graphs other than a
-chain.
+Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
+Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
+several ranks, and stage graphs other than a chain.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import Step, assign_slots
 from jaxpipe.schedule import Action, Schedule, check_schedule, op_spec
+from jaxpipe.stage.footprint import device_bytes
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 
 
@@ -115,10 +116,10 @@ class _RankLowering:
         self._receive(action, inputs)
         outputs = [self._output(port, action) for port in function.outputs]
         for value, aval in zip(inputs, function.avals_in, strict=True):
-            self.value_bytes[value] = _nbytes(aval)
+            self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
             if out is not None:
-                self.value_bytes[out] = _nbytes(aval)
+                self.value_bytes[out] = device_bytes(aval)
         self.steps.append(Step("run", action, tuple(inputs), tuple(outputs)))
         self.present.update(v for v in outputs if v is not None)
         self._send(action, function, outputs)
@@ -180,17 +181,9 @@ class _RankLowering:
             self.present.update(values)
 
     def _sent_values(self, sender: Action) -> tuple[Value, ...]:
-        """What a send of ``sender`` carries: the values of its y or dx ports that the neighbour's functions read."""
-        function = self.stages[sender.stage].functions[sender.op]
-        sent = []
-        for port, aval in zip(function.outputs, function.avals_out, strict=True):
-            if port.kind in ("y", "dx"):
-                value = self._output(port, sender)
-                assert value is not None
-                if _is_read(self.stages[value.stage], value):
-                    sent.append(value)
-                    self.value_bytes[value] = _nbytes(aval)
-        return tuple(sent)
+        carried = message(self.stages, sender)
+        self.value_bytes.update({value: device_bytes(aval) for value, aval in carried})
+        return tuple(value for value, _ in carried)
 
     def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
         boundary = [v for p, v in zip(function.outputs, outputs, strict=True) if p.kind in ("y", "dx")]
@@ -203,12 +196,22 @@ class _RankLowering:
                 self.steps.append(Step("send", action, values, (), peer=dst))
 
     def _move(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
-        residuals = tuple(
-            Value("res", action.stage, action.microbatch, port.index)
-            for port in self.stages[action.stage].functions["F"].outputs
-            if port.kind == "res"
-        )
+        chosen = self.stages[action.stage].offloaded
+        residuals = tuple(Value("res", action.stage, action.microbatch, index) for index in chosen)
         self.steps.append(Step(kind, action, residuals, ()))
+
+
+def message(stages: Sequence[StageFunctions], sender: Action) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
+    """What a send of ``sender`` carries, in order: its y or dx that the neighbour's functions read (named as the neighbour
+    names them), with their shapes."""
+    function = stages[sender.stage].functions[sender.op]
+    kinds: Mapping[str, tuple[Literal["x", "dy"], int]] = {"y": ("x", sender.stage + 1), "dx": ("dy", sender.stage - 1)}
+    found = [
+        (Value(*kinds[port.kind], sender.microbatch, port.index), aval)
+        for port, aval in zip(function.outputs, function.avals_out, strict=True)
+        if port.kind in kinds
+    ]
+    return tuple((value, aval) for value, aval in found if _is_read(stages[value.stage], value))
 
 
 def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:
@@ -224,7 +227,3 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
 def _is_read(stage: StageFunctions, value: Value) -> bool:
     wanted = Port(value.kind, value.index)
     return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
-
-
-def _nbytes(aval: jax.ShapeDtypeStruct) -> int:
-    return int(aval.size * aval.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""The order in which one host thread issues the programs of several ranks.
+"""The order in which one host thread issues the programs of several ranks, and how far it may run ahead of offloads.
 
 XLA lets about 32 computations per device be in flight; the next dispatch blocks the thread. A thread that fills one rank's
 queue while others starve would idle them, so instructions are issued in the global order of their simulated start times.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from jaxpipe.program.ir import Program, Recv, Run, Send, Sync
+from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action, Timeline
 
 
@@ -51,6 +51,33 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
             heapq.heappush(ready, (keys[k][at[k]], k))
     assert len(order) == sum(len(p.instructions) for p in programs), "a checked schedule never deadlocks"
     return tuple(order)
+
+
+def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
+    """Which offloads must have ended before an instruction is issued: per instruction, O's and their host slots.
+
+    A device allocates when it is given work, and an offload gives its bytes back when it has ended. So that a host that runs
+    ahead takes no more memory than ``timeline`` says, what starts there after an offload's end waits for that offload. Those
+    that take no time there (their costs are not known) hold nothing up, nor does one that is already being loaded back.
+    """
+    times = {a: e for e in timeline.events if e.rank == program.rank and e.lane != "send" for a in e.action.actions}
+    running: dict[tuple[int, ...], Action] = {}
+    found: dict[int, tuple[tuple[Action, tuple[int, ...]], ...]] = {}
+    for k, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Reload):
+            running.pop(instruction.host, None)
+        if isinstance(instruction, Run | Reload):
+            start_s = times[instruction.action].start_s
+            ended = tuple((a, slots) for slots, a in running.items() if times[a].end_s <= start_s)
+            for _, slots in ended:
+                del running[slots]
+            if ended:
+                found[k] = ended
+        if isinstance(instruction, Offload) and instruction.host:
+            event = times[instruction.action]
+            if event.end_s > event.start_s:
+                running[instruction.host] = instruction.action
+    return found
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Action], float]) -> list[float]:

@@ -3,8 +3,8 @@
 Linking turns programs into a list of small tuples: the compiled function, an ``itemgetter`` over the rank's slots, the slots to
 fill and the slots to clear. The loop does nothing else. Programs are interleaved in the order of simulated time
 (:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
-the devices, and memory is freed by dropping references. Only a sync (S) holds the loop up, and with it every rank of this
-process: until the offload it waits for has left the device.
+the devices, and memory is freed by dropping references. Two things hold the loop up, and with it every rank of this process,
+until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import jax
 
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.runtime.offload import require_pinned_host, to_device, to_host, wait_for_copies
+from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
 from jaxpipe.schedule import Action, Event
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 Bank = list[Any]
+Probe = Callable[[int, Sequence[jax.Array]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,10 @@ class _Linked(NamedTuple):
 
 
 _RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
+_KINDS = ("run", "send", "recv", "copy", "sync")
+
+Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
+"""Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
 
 
 class Executor:
@@ -108,6 +113,13 @@ class Executor:
         shardings: per rank (all of them), where its activations live.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
+        offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
+        holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
+
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
+
+    Raises:
+        ProgramError: the programs offload, and devices have no pinned host memory.
     """
 
     def __init__(
@@ -118,13 +130,20 @@ class Executor:
         shardings: Sequence[jax.sharding.NamedSharding],
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
+        offload_fallback: bool = False,
+        holds: Holds | None = None,
     ) -> None:
         self._programs = tuple(programs)
         self._transport: Transport = transport if transport is not None else InProcess(shardings)
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
-        numbers = _message_numbers(self._programs if all_programs is None else all_programs)
-        self._code = _link(self._programs, order, functions, shardings, self._transport, self._banks, numbers)
+        numbers = message_numbers(self._programs if all_programs is None else all_programs)
+        copies = _HostCopies(shardings, offload_fallback)
+        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers, holds or {})
         self._num_ranks = len(shardings)
+        self.order = tuple(order)
+        self.sequence = tuple(
+            (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
+        )
 
     @property
     def num_instructions(self) -> int:
@@ -134,10 +153,11 @@ class Executor:
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
         """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
-        return tuple(("run", "send", "recv", "copy", "sync")[i.kind] for i in self._code)
+        return tuple(_KINDS[i.kind] for i in self._code)
 
-    def run(self, inputs: StepInputs, *, record: bool = False) -> StepOutputs:
-        """Run one step. Returns without waiting unless ``record``.
+    def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
+        """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
+        instruction of :attr:`sequence` has put its results into slots, before it drops anything.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
@@ -145,8 +165,8 @@ class Executor:
         self._bind(inputs)
         try:
             if record:
-                return self._run_recorded(inputs)
-            tokens, stamps = self._dispatch(None)
+                return self._run_recorded(inputs, probe)
+            tokens, stamps = self._dispatch(None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
@@ -155,23 +175,25 @@ class Executor:
             for bank in self._banks:
                 bank[:] = [None] * len(bank)
 
-    def _run_recorded(self, inputs: StepInputs) -> StepOutputs:
+    def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens, stamps = self._dispatch(recorder)
+            tokens, stamps = self._dispatch(recorder, probe)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(self, recorder: Recorder | None) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+    def _dispatch(
+        self, recorder: Recorder | None, probe: Probe | None
+    ) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens, stamps = [], []
         clock = time.perf_counter
         try:
-            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):  # noqa: B007
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
                 stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
@@ -185,10 +207,12 @@ class Executor:
                     results = run(get(bank))
                 for slot, array in zip(outs, results):  # noqa: B905  strict= costs time; lengths are checked at linking
                     bank[slot] = array
+                if probe is not None:
+                    probe(at, results)
                 for slot in clear:
                     bank[slot] = None
-                if recorder is not None and results:
-                    recorder.dispatched(rank, lane, action, results[marker])
+                if recorder is not None and kind != _SEND:
+                    recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error) from error
@@ -238,7 +262,8 @@ class Executor:
 def _run_error(rank: int, action: Action, error: Exception) -> RunError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return RunError(
-        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}"
+        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}",
+        str(action),
     )
 
 
@@ -246,10 +271,11 @@ def _link(
     programs: Sequence[Program],
     order: Sequence[tuple[int, int]],
     functions: Mapping[tuple[int, int], StageFunctions],
-    shardings: Sequence[jax.sharding.NamedSharding],
+    copies: _HostCopies,
     transport: Transport,
     banks: Sequence[Bank],
     numbers: Mapping[tuple[int, int, Action], int],
+    holds: Holds,
 ) -> list[_Linked]:
     code: list[_Linked] = []
     last_of: dict[int, int] = {}
@@ -270,9 +296,10 @@ def _link(
                 recv = _receiver(transport, numbers[(src, rank, action)])
                 linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
             case Offload(action, device, host):
-                require_pinned_host(shardings[rank])
+                to_host, _ = copies.of(rank, action.stage)
                 linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
             case Reload(action, host, device):
+                _, to_device = copies.of(rank, action.stage)
                 linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
             case Sync(action, host):
                 linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
@@ -280,12 +307,31 @@ def _link(
                 before = last_of[k]
                 code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
                 continue
+        if (k, at) in holds:
+            copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
+            linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
         last_of[k] = len(code)
         code.append(linked)
     return code
 
 
-def _message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
+class _HostCopies:
+    """The functions that move what a stage offloads, made once per (rank, stage)."""
+
+    def __init__(self, shardings: Sequence[jax.sharding.Sharding], fallback: bool) -> None:
+        self._shardings = shardings
+        self._fallback = fallback
+        self._made: dict[tuple[int, int], tuple[Copy, Copy]] = {}
+
+    def of(self, rank: int, stage: int) -> tuple[Copy, Copy]:
+        """To the host, and back."""
+        if (rank, stage) not in self._made:
+            self._made[(rank, stage)] = host_copies(self._shardings[rank], fallback=self._fallback)
+        return self._made[(rank, stage)]
+
+
+def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
+    """The number of each message ``(src, dst, producing action)`` that ``programs`` send or receive."""
     messages = {
         (p.rank, i.dst, i.action) if isinstance(i, Send) else (i.src, p.rank, i.action)
         for p in programs
@@ -302,6 +348,16 @@ def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
         (slot,) = slots
         return lambda bank: (bank[slot],)
     return itemgetter(*slots)
+
+
+def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Callable[[Bank], Any]:
+    """``get``, once the arrays of ``copies`` are complete."""
+
+    def held(bank: Bank) -> Any:
+        wait_for_copies(copies(bank))
+        return get(bank)
+
+    return held
 
 
 def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[jax.Array]], None]:

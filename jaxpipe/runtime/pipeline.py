@@ -24,22 +24,31 @@ import numpy as np
 from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
-from jaxpipe.profile import analytic_profile, measured_profile
-from jaxpipe.program.ir import Program
-from jaxpipe.program.liveness import live_bytes
+from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
+from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
+from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
 from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
+from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
+from jaxpipe.stage.policies import STANDARD
+from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
 
 Batch = Mapping[str, np.ndarray | jax.Array]
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
+
+_ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
+"""To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,8 @@ class Pipeline:
     """See the module. Build with :meth:`build`; the fields are read-only.
 
     ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``:
-    first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on.
+    first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on; ``offload``:
+    what O and L move, and where to.
     """
 
     model: Model
@@ -74,6 +84,7 @@ class Pipeline:
     microbatch_size: int
     compute_dtype: Any
     master_dtype: Any
+    offload: OffloadOptions = OFFLOAD_ALL
 
     @classmethod
     def build(
@@ -85,8 +96,9 @@ class Pipeline:
         boundaries: Sequence[tuple[int, int]],
         devices: Sequence[jax.Device] | None = None,
         compute_dtype: Any = jnp.float32,
-        recompute: str = "none",
+        recompute: str | Sequence[str] = "none",
         costs: CostProfile | None = None,
+        offload: OffloadOptions = OFFLOAD_ALL,
     ) -> Pipeline:
         """Trace, split and compile the stages, and lower the schedule.
 
@@ -97,11 +109,13 @@ class Pipeline:
             boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
             devices: one a rank, in order; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
-            recompute: policy by name (:mod:`jaxpipe.stage.recompute`).
+            recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
             costs: for the dispatch order and the prediction; FLOP counts by default.
+            offload: how much of a stage's residuals O and L move, and what the host has for them.
 
         Raises:
-            ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work.
+            ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work. Schedules that offload
+                need pinned host memory, or ``offload.fallback``, and room for what they keep on the host.
         """
         placement = schedule.placement
         if len(boundaries) != placement.num_stages:
@@ -125,13 +139,14 @@ class Pipeline:
                 recompute=recompute,
                 acc_dtype=master,
             )
-            functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, built, strict=True))})
+            chosen = [with_offload(f, offload.fraction) for f in built]
+            functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
         programs = lower(schedule, first)
         dump.dump("schedule", schedule.name, str(schedule))
-        order = issue_order(programs, simulate(schedule, costs))
-        executor = Executor(programs, order, functions, [batch_sharded(m) for m in submeshes])
+        check_host_memory(programs, offload, _platform(submeshes))
+        executor = _executor(programs, schedule, costs, functions, submeshes, offload)
         return cls(
             model,
             schedule,
@@ -146,12 +161,12 @@ class Pipeline:
             microbatch_size,
             compute,
             master,
+            offload,
         )
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        order = issue_order(self.programs, simulate(self.schedule, costs))
-        executor = Executor(self.programs, order, self.functions, [batch_sharded(m) for m in self.submeshes])
+        executor = _executor(self.programs, self.schedule, costs, self.functions, self.submeshes, self.offload)
         return replace(self, costs=costs, executor=executor)
 
     def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
@@ -159,15 +174,28 @@ class Pipeline:
         function that no schedule has used yet is compiled when it first runs.
 
         Raises:
-            ProgramError: the schedule places its stages elsewhere.
+            ProgramError: the schedule places its stages elsewhere, or offloads what this machine can't hold.
         """
         if schedule.placement.flows != self.schedule.placement.flows:
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from {self.schedule.name!r}; build a new pipeline for it"
             )
         programs = lower(schedule, self.stages)
+        check_host_memory(programs, self.offload, _platform(self.submeshes))
         return replace(self, schedule=schedule, programs=programs).with_costs(
             costs if costs is not None else self.costs
+        )
+
+    def with_offload(self, offload: OffloadOptions) -> Pipeline:
+        """The same stages and order, moving another part of the residuals or moving it elsewhere. Compiles nothing.
+
+        Raises:
+            StageError, ProgramError: the fraction is outside 0..1, or this machine can't do it.
+        """
+        functions = {at: with_offload(f, offload.fraction) for at, f in self.functions.items()}
+        moved = tuple(float(functions[self.primary(s)].offloadable_bytes) for s in self.instances)
+        return replace(self, functions=functions, offload=offload).with_schedule(
+            self.schedule, with_offloadable_bytes(self.costs, moved)
         )
 
     # -- stages -------------------------------------------------------------------------------------------------------
@@ -176,6 +204,11 @@ class Pipeline:
     def stages(self) -> tuple[StageFunctions, ...]:
         """Per stage, the functions on its primary rank."""
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
+
+    @property
+    def casts(self) -> bool:
+        """Whether master parameters are kept beside those that are computed with."""
+        return bool(self.master_dtype != self.compute_dtype)
 
     @property
     def all_instances(self) -> tuple[Instance, ...]:
@@ -191,6 +224,18 @@ class Pipeline:
     def layers(self, stage: int) -> tuple[Layer, ...]:
         a, b = self.boundaries[stage]
         return self.model.layers[a:b]
+
+    def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
+        """What each recompute policy would save and cost, by stage (:mod:`jaxpipe.stage.recompute_report`). Runs nothing."""
+        stages = range(len(self.boundaries))
+        return compare_policies(
+            [self.layers(s) for s in stages],
+            _param_avals(self.model.layers, self.compute_dtype),
+            self.model.batch_spec(self.microbatch_size),
+            [self.submeshes[self.primary(s)[0]] for s in stages],
+            policies,
+            self.master_dtype,
+        )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -311,12 +356,21 @@ class Pipeline:
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
     def predicted_timeline(self) -> Timeline:
-        """The schedule simulated with :attr:`costs`."""
-        return simulate(self.schedule, self.costs)
+        """The schedule simulated with :attr:`costs`; static bytes hold the batch too."""
+        return simulate(self.schedule, self._costs_with_batch())
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
         """What a recorded step did."""
-        return measured_timeline(self.schedule, self.costs, outputs.events)
+        return measured_timeline(self.schedule, self._costs_with_batch(), outputs.events)
+
+    def _costs_with_batch(self) -> CostProfile:
+        """:attr:`costs`, where what is placed once a step or stays until its end (batch arrays, keys, losses, a scalar per
+        action) counts as static bytes."""
+        if not self.costs.boundary_buffers:
+            return self.costs
+        batch = [float(batch_bytes(s, self.schedule.num_microbatches)) for s in self.stages]
+        static = tuple(a + b for a, b in zip(self.costs.optimizer_bytes, batch, strict=True))
+        return replace(self.costs, optimizer_bytes=static)
 
     def replay_ratio(self, outputs: StepOutputs) -> float:
         """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.measured`)."""
@@ -325,11 +379,43 @@ class Pipeline:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Per rank, the most bytes a step holds: parameters, accumulators, data and activations (no workspace)."""
-        return tuple(max(live_bytes(p), default=0) for p in self.programs)
+        return self.memory_report(workspace=False).peak_bytes
+
+    def memory_report(
+        self,
+        *,
+        resident: Mapping[int, Mapping[Kind, int]] | None = None,
+        workspace: bool = True,
+        timed_copies: bool = False,
+        curves: bool = False,
+    ) -> MemoryReport:
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+
+        Args:
+            resident: by rank, bytes that stay through a step beside parameters, accumulators and data.
+            workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
+            timed_copies: offloaded bytes leave when the copy ends in the predicted timeline, not when it is issued.
+            curves: keep what is held after each instruction.
+        """
+        return account(
+            self.programs,
+            self.executor.order,
+            self.functions,
+            num_microbatches=self.schedule.num_microbatches,
+            resident=resident,
+            timeline=self.predicted_timeline() if timed_copies else None,
+            footprint_of=footprint if workspace else None,
+            align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            curves=curves,
+        )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
-        """Run every stage function alone and time it."""
-        return measured_profile(self.stages, repeats=repeats, progress=progress)
+        """Run every stage function alone and time it; time the link to the host, if the schedule uses it."""
+        host = None
+        if any(isinstance(i, Offload) for program in self.programs for i in program.instructions):
+            host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
+        measured = measure_stages(self.stages, repeats=repeats, progress=progress)
+        return replace(measured, host=host).costs()
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""
@@ -380,6 +466,25 @@ class Pipeline:
             want = (m, *aval.shape)
             if tuple(batch[name].shape) != want:
                 raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
+
+
+def _executor(
+    programs: Sequence[Program],
+    schedule: Schedule,
+    costs: CostProfile,
+    functions: Mapping[Instance, StageFunctions],
+    submeshes: Sequence[jax.sharding.Mesh],
+    offload: OffloadOptions,
+) -> Executor:
+    timeline = simulate(schedule, costs)
+    order = issue_order(programs, timeline)
+    held = {(k, at): ended for k, p in enumerate(programs) for at, ended in holds(p, timeline).items()}
+    homes = [batch_sharded(m) for m in submeshes]
+    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback, holds=held)
+
+
+def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:
+    return str(submeshes[0].devices.flat[0].platform)
 
 
 @partial(jax.jit, static_argnames="count")

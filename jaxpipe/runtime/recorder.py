@@ -1,88 +1,181 @@
-"""Measures when each action ran: a thread per rank waits for every result in issue order and reads the clock.
+"""Measures when each action ran: a thread per rank and lane waits for every result in issue order and reads the clock.
 
-An action starts when its predecessor on the rank has ended, its inputs have arrived and it has been dispatched, whichever is
+An action starts when its predecessor on its lane has ended, its inputs have arrived and it has been dispatched, whichever is
 last; it ends when its result is ready. Devices run what they are given in order (seen on CPU and GPU), so this is the time
-the action took on its device, up to the latency of waking a thread. The dispatching thread never waits.
+the action took on its device, up to the latency of waking a thread. Copies to and from the host have lanes of their own, as
+they overlap compute; an offload starts no earlier than what it copies is ready, a load no earlier than its offload has ended.
+The dispatching thread never waits.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
 from jaxpipe.schedule import Action, Event
+from jaxpipe.schedule.deps import HOST_LANES
 
 _SWITCH_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first action of a rank whose result could not be computed."""
+    """An action whose result could not be computed. ``number``: its place in the order of dispatch."""
 
+    number: int
     rank: int
     action: Action
     error: Exception
+
+
+class _Item(NamedTuple):
+    """What a lane's thread waits for: ``source`` (if any) before the action starts, ``marker`` for its end. Without a marker
+    the host did it, from ``earliest`` to ``ended``, waiting for its inputs included."""
+
+    number: int
+    action: Action
+    lane: str
+    earliest: float
+    ended: float
+    source: jax.Array | None
+    marker: jax.Array | None
+
+
+class _Reading(NamedTuple):
+    """What a thread saw. The clock is read when the thread has woken up, so ``sourced`` (what it copies was ready) and
+    ``ended`` are late rather than early."""
+
+    number: int
+    action: Action
+    lane: str
+    earliest: float
+    sourced: float
+    ended: float
 
 
 class Recorder:
     """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._queues: list[queue.SimpleQueue[tuple[Action, str, float, jax.Array] | None]] = [
-            queue.SimpleQueue() for _ in range(num_ranks)
-        ]
-        self._events: list[list[Event]] = [[] for _ in range(num_ranks)]
+        self._queues: dict[tuple[int, str], queue.SimpleQueue[_Item | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
+        self._last: dict[tuple[int, int, int], jax.Array | None] = {}  # marker by (rank, stage, microbatch)
         self._failures: list[Failure] = []
         self._origin = 0.0
+        self._count = 0
         self._switch = sys.getswitchinterval()
-        self._threads = [
-            threading.Thread(target=self._watch, args=(r,), name=f"jaxpipe-recorder-{r}", daemon=True)
-            for r in range(num_ranks)
-        ]
 
     def __enter__(self) -> Recorder:
         self._origin = time.perf_counter()
         sys.setswitchinterval(_SWITCH_S)
-        for thread in self._threads:
-            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for q in self._queues:
+        for q in self._queues.values():
             q.put(None)
         for thread in self._threads:
             thread.join()
+        self._last.clear()
         sys.setswitchinterval(self._switch)
 
-    def dispatched(self, rank: int, lane: str, action: Action, marker: jax.Array) -> None:
-        """``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``)."""
-        self._queues[rank].put((action, lane, time.perf_counter(), marker))
+    def dispatched(self, rank: int, lane: str, action: Action, marker: jax.Array | None, began: float) -> None:
+        """``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
 
-    def _watch(self, rank: int) -> None:
-        free = self._origin
-        while (item := self._queues[rank].get()) is not None:
-            action, lane, dispatched, marker = item
+        ``marker``: an array that is ready when it is done; None or no array if the host did it, between ``began`` and now.
+        """
+        now = time.perf_counter()
+        self._count += 1
+        if not isinstance(marker, jax.Array):
+            marker = None
+        source = None
+        if lane != "recv":
+            at = (rank, action.stage, action.microbatch)
+            source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
+            self._last[at] = marker
+        earliest = began if marker is None else now
+        self._queue(rank, lane).put(_Item(self._count, action, lane, earliest, now, source, marker))
+
+    def _queue(self, rank: int, lane: str) -> queue.SimpleQueue[_Item | None]:
+        at = (rank, _queue_of(lane))
+        if at not in self._queues:
+            self._queues[at] = queue.SimpleQueue()
+            name = f"jaxpipe-recorder-{rank}-{at[1]}"
+            self._threads.append(
+                threading.Thread(target=self._watch, args=(rank, self._queues[at]), name=name, daemon=True)
+            )
+            self._threads[-1].start()
+        return self._queues[at]
+
+    def _watch(self, rank: int, given: queue.SimpleQueue[_Item | None]) -> None:
+        while (item := given.get()) is not None:
+            number, action, lane, earliest, ended, source, marker = item
             try:
-                marker.block_until_ready()
+                sourced = math.inf
+                if source is not None:
+                    source.block_until_ready()
+                    sourced = time.perf_counter()
+                if marker is not None:
+                    marker.block_until_ready()
+                    ended = time.perf_counter()
             except Exception as error:
-                self._failures.append(Failure(rank, action, error))
+                self._failures.append(Failure(number, rank, action, error))
                 continue
-            now = time.perf_counter()
-            if lane != "recv":
-                start = max(free, dispatched)
-                self._events[rank].append(Event(rank, lane, action, start - self._origin, now - self._origin))
-            free = max(free, now)
+            self._readings[rank].append(_Reading(number, action, lane, earliest, sourced, ended))
 
     @property
     def failure(self) -> Failure | None:
-        """The failure to blame, if any: the one that others depend on came first."""
-        return self._failures[0] if self._failures else None
+        """The failure to blame, if any: the one that others depend on was dispatched first."""
+        return min(self._failures, key=lambda f: f.number, default=None)
 
     def events(self) -> tuple[Event, ...]:
         """All events, rank by rank in issue order."""
-        return tuple(e for row in self._events for e in row)
+        return tuple(
+            Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
+            for rank, readings in enumerate(self._readings)
+            for r, start, end in _reconciled(sorted(readings), self._origin)
+            if r.lane != "recv"
+        )
+
+
+def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Reading, float, float]]:
+    """Start and end of one rank's readings, in order of dispatch, consistent over its lanes.
+
+    Threads of different lanes wake up with different delays, but an action has ended when a later one of its lane has, or when
+    the next one of its stage and microbatch could start or has ended: the earliest of these readings is its end.
+    """
+    ends = [0.0] * len(readings)
+    lane_end: dict[str, float] = {}
+    chain_end: dict[tuple[int, int], float] = {}
+    for k in range(len(readings) - 1, -1, -1):
+        _, action, lane, _, sourced, ended = readings[k]
+        queued, chain = _queue_of(lane), (action.stage, action.microbatch)
+        ended = min(ended, lane_end.get(queued, math.inf))
+        if lane != "recv":
+            ended = min(ended, chain_end.get(chain, math.inf))
+            chain_end[chain] = min(ended, sourced)
+        ends[k] = lane_end[queued] = ended
+    found = []
+    free: dict[str, float] = {}
+    done: dict[tuple[int, int], float] = {}
+    for r, ended in zip(readings, ends, strict=True):
+        queued, chain = _queue_of(r.lane), (r.action.stage, r.action.microbatch)
+        after = done.get(chain, origin) if r.lane in HOST_LANES else origin
+        found.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
+        free[queued] = ended
+        if r.lane != "recv":
+            done[chain] = ended
+    return found
+
+
+def _queue_of(lane: str) -> str:
+    """The lane whose thread waits for it: what is received is waited for where it is computed on."""
+    return lane if lane in HOST_LANES else "compute"

@@ -70,7 +70,11 @@ class CostProfile:
     ``residual_bytes``: live from F's start. ``w_residual_bytes``: live from B's end to W's end. ``cotangent_bytes``: what B
     adds for W, counted from B's start (included in ``w_residual_bytes``). ``offloadable_bytes``: the part of
     ``residual_bytes`` that O may move. ``boundary_bytes``: the activation sent to the next stage (and the cotangent sent
-    back). ``temp_bytes``: pairs of op name and bytes of workspace per stage while that op runs.
+    back). ``temp_bytes``: pairs of op name and bytes of workspace per stage while that op runs: XLA's temporaries, and what the
+    action reads or makes that ``residual_bytes`` and ``cotangent_bytes`` leave out (a dy, a y until it is sent).
+    ``param_bytes``: parameters; ``optimizer_bytes``: all else that stays through the step: gradient accumulators, masters,
+    optimizer state. ``boundary_buffers``: whether ``boundary_bytes`` count as memory from the start of the action that sends
+    them (on the rank that receives them; from its end where both are one rank) to the start of the action that reads them.
     ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register.
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
@@ -94,6 +98,7 @@ class CostProfile:
     host: HostLink = field(default_factory=HostLink)
     memory_limit_bytes: tuple[float, ...] = ()
     source: str = "unit costs"
+    boundary_buffers: bool = False
     extra: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ Readings taken where DESIGN.md section 4 leaves room:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,6 +80,19 @@ class DependencyGraph:
         if slot >= 0:
             return slot if self.rank_of[slot] == rank else None
         return index.members.get(key, {}).get(rank)
+
+    def local_boundaries(self, action: Action, rank: int) -> Iterator[tuple[int, int]]:
+        """(slot that makes it, upstream stage) of each boundary that ``action`` on ``rank`` reads where it was made."""
+        placement = self.schedule.placement
+        for wait in op_spec(action.op).waits:
+            if wait.where != "self":
+                upstream = wait.where == "pred"
+                sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
+                for t in (placement.predecessors if upstream else placement.successors)(action.stage):
+                    made = (self.slot_of(op, t, action.microbatch, rank) for op in sending)
+                    producer = next((n for n in made if n is not None), None)
+                    if producer is not None:
+                        yield producer, t if upstream else action.stage
 
     def ops(self) -> tuple[OpSpec, ...]:
         """The ops that the schedule uses."""

@@ -110,6 +110,8 @@ def to_costs(costs: CostProfile) -> Json:
         "groups": [list(group) for group in costs.host.groups],
     }
     data["memory_limit_bytes"] = _numbers_out(costs.memory_limit_bytes)
+    if costs.boundary_buffers:
+        data["boundary_buffers"] = True
     return data
 
 
@@ -130,6 +132,10 @@ def from_costs(data: object) -> CostProfile:
         given["links"] = tuple(_pair_link(x, f"links[{k}]") for k, x in enumerate(_list(value["links"], "links")))
     if "host" in value:
         given["host"] = _host_in(value["host"])
+    if "boundary_buffers" in value:
+        if not isinstance(value["boundary_buffers"], bool):
+            raise ScheduleParseError(f"boundary_buffers is {value['boundary_buffers']!r}; want true or false")
+        given["boundary_buffers"] = value["boundary_buffers"]
     return _at("cost profile", lambda kwargs: CostProfile(**kwargs), given)
 
 

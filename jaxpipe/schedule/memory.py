@@ -3,7 +3,12 @@
 Memory is taken when an action starts and given back when it ends (DESIGN.md section 4); changes at one instant are merged, so
 an action may take what another gives back at the same moment. Workspace (``temp_bytes``) counts while its action runs.
 Deltas are summed as integers on a binary grid fine enough for doubles, so that what was taken and given back cancels
-exactly. Not modelled: buffers of boundaries in flight between ranks, and fragmentation.
+exactly.
+
+Boundaries in flight take memory only where the costs say so (``boundary_buffers``; unit costs and the papers' do not): on the
+receiving rank, from the start of the action that sends them, since a runtime that issues ahead allocates the destination of
+a message when it issues the sender, to the start of the last action that reads them, whose own bytes count them from there.
+Not modelled: fragmentation, and reloads that a runtime issues before the host lane is free for them.
 """
 
 from __future__ import annotations
@@ -41,8 +46,12 @@ def memory_curves(
     """
     grid = _Grid(graph, costs)
     curves, peaks = [], []
+    waiting = _boundaries_waiting(graph, grid, start_s, end_s) if costs.boundary_buffers else {}
     for rank in range(graph.schedule.num_ranks):
-        curve, peak = _accumulate(grid, _changes(graph, grid, rank, start_s, end_s))
+        changes = _changes(graph, grid, rank, start_s, end_s)
+        changes += waiting.get(rank, ())
+        changes.sort()
+        curve, peak = _accumulate(grid, changes)
         curves.append(curve)
         peaks.append(peak)
     return tuple(curves), tuple(peaks)
@@ -67,6 +76,8 @@ class _Grid:
         used = {e.field for effects in self.effects.values() for e in effects}
         largest = max((max(costs.values(name), default=0.0) for name in used), default=0.0)
         largest = max([largest, *(max(v, default=0.0) for v in self.temp.values())])
+        if costs.boundary_buffers:
+            largest = max([largest, *costs.boundary_bytes])
         self.scale = 2.0 ** (_BITS - math.frexp(largest)[1]) if largest > 0 else 1.0
         self.unit_scale = 2.0**_BITS
 
@@ -106,7 +117,33 @@ def _changes(
             if end_bytes or end_units:
                 changes.append((end_s[number], end_bytes, end_units))
         number += 1
-    changes.sort()
+    return changes
+
+
+def _boundaries_waiting(
+    graph: DependencyGraph, grid: _Grid, start_s: Sequence[float], end_s: Sequence[float]
+) -> dict[int, list[tuple[float, int, int]]]:
+    """Per rank, changes by boundaries that are on it and that no action reads yet."""
+    first = len(graph.slots)
+    read_s: dict[int, float] = {}
+    changes: dict[int, list[tuple[float, int, int]]] = {}
+
+    def wait(rank: int, stage: int, since_s: float, until_s: float) -> None:
+        amount = round(grid.costs.boundary_bytes[stage] * grid.scale)
+        if amount and until_s > since_s:
+            changes.setdefault(rank, []).extend([(since_s, amount, 0), (until_s, -amount, 0)])
+
+    for number, waits in enumerate(graph.waits):
+        for source in waits:
+            if source >= first:
+                read_s[source] = max(start_s[number], read_s.get(source, 0.0))
+        rank = graph.rank_of[number]
+        for action in graph.slots[number].actions:
+            for producer, stage in graph.local_boundaries(action, rank):
+                wait(rank, stage, end_s[producer], start_s[number])
+    for number, until_s in read_s.items():
+        moved = graph.transfers[number - first]
+        wait(moved.dst, moved.stage, start_s[moved.producer], until_s)
     return changes
 
 

@@ -28,7 +28,9 @@ from jaxpipe.mesh import DP
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Params
+from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
+from jaxpipe.stage.policies import ingredients, per_stage
 from jaxpipe.stage.recompute import policy
 from jaxpipe.stage.split import Part, Split, split
 from jaxpipe.stage.trace import StageTrace, TraceSpec, array_leaves, fill, is_array, trace_eval, trace_joint
@@ -38,16 +40,16 @@ _REPLICATED = frozenset({"param", "key", "token"})
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What stages of the same kinds and shapes share."""
+    """What stages of the same kinds and shapes share, whatever the recompute policy; ``splits`` by policy, made on demand."""
 
     joint: StageTrace
-    split: Split
     evaluation: StageTrace
+    splits: dict[str, Split] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class BuildCache:
-    """Traces by signature and jitted functions by signature and submesh. One per run; pass it to every build."""
+    """Traces by signature and jitted functions by signature, policy and submesh. One per run; pass it to every build."""
 
     traced: dict[Hashable, _Traced] = field(default_factory=dict)
     jitted: dict[Hashable, Any] = field(default_factory=dict)
@@ -77,7 +79,7 @@ def build_stage_functions(
             shapes) or static values.
         data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
         mesh: the rank's submesh with axes ``dp`` and ``tp``.
-        recompute: name of a policy in :data:`jaxpipe.stage.recompute.POLICIES`.
+        recompute: name of a policy in :data:`jaxpipe.stage.policies.POLICIES`, or several joined by ``+``.
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
 
@@ -90,13 +92,19 @@ def build_stage_functions(
     layout = ParamLayout.build(layers, stage_params(layers, param_avals))
     data = _data_read(layers, data_avals, stage)
     spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype)
-    signature = _signature(spec, mesh, recompute)
+    saveable = policy(recompute)
+    signature = _signature(spec, mesh)
     traced = cache.traced.get(signature) if signature is not None else None
     if traced is None:
-        traced = _trace_and_split(spec, mesh, recompute)
+        traced = _Traced(trace_joint(spec, mesh), trace_eval(spec, mesh))
         if signature is not None:
             cache.traced[signature] = traced
-    return _assemble(spec, traced, mesh, signature, cache)
+    name = "+".join(ingredients(recompute))
+    if name not in traced.splits:
+        traced.splits[name] = split(traced.joint, saveable)
+    return _assemble(
+        spec, traced, traced.splits[name], mesh, (signature, name) if signature is not None else None, cache
+    )
 
 
 def build_all(
@@ -113,11 +121,9 @@ def build_all(
     Raises:
         StageError: as :func:`build_stage_functions`, or the lengths differ.
     """
-    policies = [recompute] * len(stages) if isinstance(recompute, str) else list(recompute)
-    if not len(stages) == len(meshes) == len(policies):
-        raise StageError(
-            f"{len(stages)} stages, {len(meshes)} meshes, {len(policies)} recompute policies; want as many of each"
-        )
+    if len(stages) != len(meshes):
+        raise StageError(f"{len(stages)} stages, {len(meshes)} meshes; want as many of each")
+    policies = per_stage(recompute, len(stages))
     cache = cache if cache is not None else BuildCache()
     built: list[StageFunctions] = []
     offset = 0
@@ -147,7 +153,7 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _signature(spec: TraceSpec, mesh: Mesh, recompute: str) -> Hashable | None:
+def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
     """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
     leaves, treedef = jax.tree.flatten(spec.x)
     statics = tuple((v.shape, np.dtype(v.dtype)) if is_array(v) else (type(v), v) for v in leaves)
@@ -166,7 +172,7 @@ def _signature(spec: TraceSpec, mesh: Mesh, recompute: str) -> Hashable | None:
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     signature = (
-        layers, slots, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype), recompute,
+        layers, slots, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype),
         tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
     )  # fmt: skip
     try:
@@ -176,15 +182,8 @@ def _signature(spec: TraceSpec, mesh: Mesh, recompute: str) -> Hashable | None:
     return signature
 
 
-def _trace_and_split(spec: TraceSpec, mesh: Mesh, recompute: str) -> _Traced:
-    saveable = policy(recompute)
-    joint = trace_joint(spec, mesh)
-    evaluation = trace_eval(spec, mesh)
-    return _Traced(joint, split(joint, saveable), evaluation)
-
-
 def _assemble(
-    spec: TraceSpec, traced: _Traced, mesh: Mesh, signature: Hashable | None, cache: BuildCache
+    spec: TraceSpec, traced: _Traced, cut: Split, mesh: Mesh, signature: Hashable | None, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}
@@ -192,7 +191,7 @@ def _assemble(
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
-    parts = {**traced.split.parts, "E": _eval_part(traced.evaluation)}
+    parts = {**cut.parts, "E": _eval_part(traced.evaluation)}
     key = (signature, mesh, spec.layer_offset if spec.uses_key else None)
     functions: dict[str, StageFunction] = {}
     for op, part in parts.items():
@@ -221,8 +220,9 @@ def _assemble(
         boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
-        notes=traced.split.notes,
+        notes=cut.notes,
     )
+    built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))
     return built
 
@@ -250,7 +250,7 @@ def _portable(const: Any) -> Any:
     return const
 
 
-def _sizes(parts: Mapping[str, Part]) -> dict[str, int]:
+def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
     """Bytes held between the operations, per device."""
     held = {
         op: {p: aval_bytes(v.aval) for p, v in zip(parts[op].inputs, parts[op].invars, strict=True)}

@@ -3,7 +3,9 @@
 A bias gradient is a sum over a large cotangent: left in W it keeps the cotangent alive, moved to B it leaves a vector. Moving
 some equations only pays together (scale and bias gradients of one norm read the same cotangent), so this is not a greedy walk
 but a minimum cut: nodes are W's equations, an edge carries the bytes of a value that crosses if its maker is on B's side and a
-reader on W's. Matrix products, convolutions, loops, scatters and anything unknown stay in W; nothing is computed twice.
+reader on W's. Matrix products, convolutions, loops, scatters and anything unknown stay in W, unless they recompute what F did:
+such a product belongs in B where its result is smaller than its operands (attention's output, which only W reads, against
+scores that grow with the square of the sequence). Nothing is computed twice.
 Of all minimum cuts the one that moves least is taken. Each value also counts a fixed :data:`VALUE_BYTES`, for an argument costs
 host time too: gradients of one buffer of vectors are rather joined in B than passed one by one.
 """
@@ -11,7 +13,7 @@ host time too: gradients of one buffer of vectors are rather joined in B than pa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -60,15 +62,18 @@ def is_movable(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name not in _UNMOVABLE and not eqn.effects and not any(True for _ in sub_jaxprs(eqn))
 
 
-def cheapest_moves(graph: Graph, w: set[int], free: Callable[[Var], bool]) -> set[int]:
-    """The equations of ``w`` to move to B. ``free``: values that W has without holding memory for them."""
+def cheapest_moves(
+    graph: Graph, w: set[int], free: Callable[[Var], bool], again: Container[int] = frozenset()
+) -> set[int]:
+    """The equations of ``w`` to move to B. ``free``: values that W has without holding memory for them. ``again``: equations
+    of F that run again, which may move whatever they cost."""
     flow = _Flow()
     source, sink = "B", "W"
     readers: dict[Var, list[int]] = {}
     for i in w:
         eqn = graph.eqns[i]
         reads = {v for v in eqn.invars if isinstance(v, Var)}
-        if not is_movable(eqn) or any(_is_accumulator(graph, v) for v in reads):
+        if not (is_movable(eqn) or i in again) or any(_is_accumulator(graph, v) for v in reads):
             flow.edge(i, sink, _INFINITE)
         for v in reads:
             maker = graph.maker.get(v)

@@ -2,7 +2,13 @@
 
 Matrix products (``dot_general``) and convolutions are exact: 2 · (multiply-adds). Bodies of calls and branches are followed;
 ``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
-in the jaxpr). With ``elementwise=True`` other equations count one operation per result element, reductions per operand element.
+in the jaxpr).
+
+With ``elementwise=True`` other equations count too: one operation per result element (a cast, comparison or selection as
+well as an addition), reductions and cumulative sums one per operand element, transcendental functions, roots and divisions
+:data:`TRANSCENDENTAL` each, random bits :data:`RANDOM_WORD` per 32 bits (threefry: 20 rounds of 5 integer operations and the
+key schedule, for two words). Moving data counts nothing. These are operations, not seconds: on a GPU elementwise work is bound
+by memory, and costs more than its share of operations where XLA can't fuse it.
 """
 
 from __future__ import annotations
@@ -10,11 +16,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxpipe._jax_compat import JaxprEqn, scan_parts, shape_of, sub_jaxprs
+from jaxpipe._jax_compat import JaxprEqn, dtype_of, scan_parts, shape_of, sub_jaxprs
+
+TRANSCENDENTAL = 10
+"""Operations of one transcendental function, root or division: a short polynomial or a Newton iteration."""
+
+RANDOM_WORD = 60
+"""Operations for 32 random bits."""
 
 _FREE = frozenset(
-    {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "pvary", "pcast"}
-)
+    {
+        "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "pvary", "pcast", "copy",
+        "rev", "split", "gather", "dynamic_slice", "dynamic_update_slice", "pad", "random_wrap", "random_unwrap",
+        "optimization_barrier",
+    }
+)  # fmt: skip
+_TRANSCENDENTAL = frozenset(
+    {
+        "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "sin", "cos",
+        "tan", "asin", "acos", "atan", "atan2", "erf", "erfc", "erf_inv", "lgamma", "digamma", "pow", "sqrt", "rsqrt", "cbrt",
+        "div", "rem",
+    }
+)  # fmt: skip
 
 
 def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
@@ -58,5 +81,20 @@ def _conv_flops(eqn: JaxprEqn) -> int:
 
 
 def _elementwise_flops(eqn: JaxprEqn) -> int:
-    operands = eqn.invars if eqn.primitive.name.startswith(("reduce", "arg")) else eqn.outvars
-    return max((math.prod(shape_of(a)) for a in operands), default=0)
+    name = eqn.primitive.name
+    operands = eqn.invars if name.startswith(("reduce", "arg", "cum")) else eqn.outvars
+    elements = max((math.prod(shape_of(a)) for a in operands), default=0)
+    if name == "random_bits":
+        return elements * max(1, int(eqn.params.get("bit_width", 32)) // 32) * RANDOM_WORD
+    if name == "threefry2x32":
+        return elements * 2 * RANDOM_WORD
+    if name == "integer_pow":
+        return elements * _multiplications(int(eqn.params["y"]))
+    is_integer = any(getattr(dtype_of(v), "kind", "") in ("i", "u") for v in eqn.outvars)
+    return elements * (TRANSCENDENTAL if name in _TRANSCENDENTAL and not is_integer else 1)
+
+
+def _multiplications(power: int) -> int:
+    """Of raising to an integer power by repeated squaring; a negative one divides as well."""
+    n = abs(power)
+    return max(1, n.bit_length() - 1 + n.bit_count() - 1) + (TRANSCENDENTAL if power < 0 else 0)

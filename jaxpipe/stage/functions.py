@@ -100,6 +100,8 @@ class StageFunctions:
     Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
+    ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
+    (:func:`jaxpipe.stage.offloadable.with_offload`).
     ``notes``: remarks for people, such as a scan that could not be divided between B and W.
     """
 
@@ -121,17 +123,22 @@ class StageFunctions:
     param_bytes: int
     flops: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    offloadable_bytes: int = 0
 
     def __post_init__(self) -> None:
         made = {p for op in ("F", "B") for p in self.functions[op].outputs}
         for op in ("B", "W", "BW"):
             unknown = [p for p in self.functions[op].inputs if p.kind in ("res", "wres") and p not in made]
             assert not unknown, f"stage {self.stage}: {op} reads {', '.join(map(str, unknown))}, which nothing makes"
+        unmade = [i for i in self.offloaded if Port("res", i) not in made]
+        assert not unmade, f"stage {self.stage} offloads residuals {unmade}, which F does not make"
 
     def __str__(self) -> str:
         lines = [f"stage {self.stage}", *(f"  {f}" for f in self.functions.values())]
         lines.append(
-            f"  bytes: residual {self.residual_bytes}, held for W {self.w_residual_bytes} (cotangents "
-            f"{self.cotangent_bytes}), boundary {self.boundary_bytes}, parameters {self.param_bytes}"
+            f"  bytes: residual {self.residual_bytes} (offloadable {self.offloadable_bytes} in {len(self.offloaded)} leaves), "
+            f"held for W {self.w_residual_bytes} (cotangents {self.cotangent_bytes}), boundary {self.boundary_bytes}, "
+            f"parameters {self.param_bytes}"
         )
         return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])

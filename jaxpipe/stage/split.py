@@ -39,9 +39,10 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.stage.crossing import cheapest_moves
+from jaxpipe.stage.delay import delayed
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.loops import Loop, divide, is_mixed
-from jaxpipe.stage.trace import StageTrace
+from jaxpipe.stage.trace import StageTrace, layer_of
 
 Saveable = Callable[[Var], bool]
 """Whether F may save a value it computed."""
@@ -179,7 +180,7 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
     b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
     w = backward - b
     free = _free_for_w(graph, again)
-    b |= cheapest_moves(graph, w, free)
+    b |= cheapest_moves(graph, w, free, _recomputation(graph, backward))
     w = backward - b
     crossing, redo = _crossing(graph, b, w, [a for _, a in acc], free)
 
@@ -194,9 +195,11 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
         "F": builder.part(
             [*ys, *saved_ports, *token], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns
         ),
-        "B": builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful)),
+        "B": _delay(
+            graph, builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful))
+        ),
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
-        "BW": builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)),
+        "BW": _delay(graph, builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful))),
     }
     return Split(parts, _notes(graph, b, roots, acc))
 
@@ -237,6 +240,7 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
             outputs=tuple((p, called(a)) for p, a in trace.outputs),
             roots=tuple(called(a) for a in trace.roots),
             layer_inputs=tuple(called(a) for a in trace.layer_inputs),
+            layer_cotangents=tuple((layer, called(a)) for layer, a in trace.layer_cotangents),
             named=tuple((name, called(a)) for name, a in trace.named),
         )
     )
@@ -264,6 +268,35 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
             stack.extend(variables(graph.eqns[i].invars))
     order = {v: k for k, v in enumerate(graph.maker)}
     return sorted(saved, key=order.__getitem__), again
+
+
+def _delay(graph: Graph, part: Part) -> Part:
+    """A backward part whose recomputation waits for the cotangents of its layer."""
+    cotangents: dict[int, list[Var]] = {}
+    for layer, a in graph.trace.layer_cotangents:
+        cotangents.setdefault(layer, []).extend(variables([a]))
+    return delayed(
+        part,
+        cotangents,
+        graph.trace.seed,
+        layer_of,
+        lambda a: graph.of(a) is Level.FIXED,
+        lambda eqn: all(graph.view_base(v) is not None for v in eqn.outvars),
+    )
+
+
+def _recomputation(graph: Graph, backward: set[int]) -> set[int]:
+    """Backward equations that depend on no cotangent: those of F that run again, and those of a ``jax.checkpoint``."""
+    late = {v for v, p in graph.trace.inputs.items() if p.kind == "dy"}
+    late.update([graph.trace.seed] if graph.trace.seed is not None else [])
+    found = set()
+    for i in sorted(backward):
+        eqn = graph.eqns[i]
+        if eqn.effects or any(v in late for v in variables(eqn.invars)):
+            late.update(eqn.outvars)
+        else:
+            found.add(i)
+    return found
 
 
 def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:

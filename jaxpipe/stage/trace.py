@@ -74,7 +74,8 @@ class TraceSpec:
 class StageTrace:
     """A traced stage, flat. ``inputs``: variable → port. ``outputs``: ``y`` (or ``loss``), ``acc`` and ``dx`` ports with the
     values they return. ``roots``: what B must compute besides ``dx`` (see :func:`trace_joint`). ``layer_inputs``: values that
-    enter a layer, in order. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
+    enter a layer, in order. ``layer_cotangents``: by position in the stage of a layer (not the last), the cotangents of what it
+    returns. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
     leaves, leaves being per-shard ``ShapeDtypeStruct`` or static."""
 
@@ -85,6 +86,7 @@ class StageTrace:
     outputs: tuple[tuple[Port, Atom], ...]
     roots: tuple[Atom, ...]
     layer_inputs: tuple[Atom, ...]
+    layer_cotangents: tuple[tuple[int, Atom], ...]
     named: tuple[tuple[str, Atom], ...]
     offset: Var | None
     seed: Var | None
@@ -185,6 +187,7 @@ def trace_eval(spec: TraceSpec, mesh: Mesh) -> StageTrace:
         flat.consts,
         _input_ports(spec, flat, offset_at),
         outputs,
+        (),
         (),
         (),
         (),
@@ -383,8 +386,9 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
         flat.consts,
         inputs,
         tuple(zip(ports, outvars, strict=True)),
-        () if any(float_x) else _first_cotangents(names),
+        () if any(float_x) else _first_cotangents(_layer_cotangents(names)),
         tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
+        _layer_cotangents(names),
         tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
         flat.invars[offset_at],
         seed,
@@ -392,7 +396,10 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
     )
 
 
-def _first_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[Atom, ...]:
-    marks = [(int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/")]
+def _layer_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[tuple[int, Atom], ...]:
+    return tuple((int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/"))
+
+
+def _first_cotangents(marks: Sequence[tuple[int, Atom]]) -> tuple[Atom, ...]:
     first = min((layer for layer, _ in marks), default=None)
     return tuple(a for layer, a in marks if layer == first and not isinstance(a, Literal))

@@ -1,4 +1,4 @@
-"""What a training run is told: six small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
+"""What a training run is told: seven small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for
@@ -48,8 +48,8 @@ class DataConfig:
 class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``schedule``: the name of a family, or a schedule file (``.sched``
     ``.json`` ``.csv``). ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch
-    (1F1B needs p), or none. ``recompute``: policy on what F may save
-    (:mod:`jaxpipe.stage.recompute`). ``cut``: how layers become stages: ``analytic`` or
+    (1F1B needs p), or none. ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy,
+    such as ``cheap`` or ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or
     ``measured`` costs, or the layers (indices or names) at which the second and later stages start.
     """
 
@@ -58,8 +58,21 @@ class PipelineConfig:
     chunks: int = 1
     schedule: str = "1f1b"
     memory_limit: float | None = None
-    recompute: Literal["none", "cheap", "dots", "attention", "full"] = "none"
+    recompute: str | tuple[str, ...] = "none"
     cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """For schedules with O and L (po-h, po-f, ada-offload, files). ``fraction``: of the residual bytes that may leave, what O
+    moves to the host, largest leaves first. ``host_memory_gb``: gigabytes (10⁹ bytes) that the offloads of one process may
+    hold, checked before the run; by default what the machine has available. ``fallback``: offload to ordinary host arrays,
+    slowly, where the devices have no pinned host memory.
+    """
+
+    fraction: float = 1.0
+    host_memory_gb: float | None = None
+    fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +149,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     replan: ReplanConfig = field(default_factory=ReplanConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
     def __post_init__(self) -> None:
         found = Collected()
@@ -198,6 +212,7 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "optimizer": OptimizerConfig,
     "run": RunConfig,
     "replan": ReplanConfig,
+    "offload": OffloadConfig,
 }
 
 

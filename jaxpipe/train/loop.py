@@ -113,7 +113,7 @@ class _Run:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
         self.config, self.pipe, self.train_step = setup.config, setup.pipeline, setup.step
         run = self.config.run
-        self.predicted = self.pipe.predicted_timeline()
+        self.predicted, self.memory = self.pipe.predicted_timeline(), self.train_step.memory_report()
         self.line = LiveLine(run.steps, stream, every=run.log_every, start=start.step)
         enabled = self.config.replan.enabled
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
@@ -185,6 +185,7 @@ class _Run:
         self._settle()
         self.pipe, self.train_step = pipe, self.train_step.with_pipeline(pipe)
         self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
+        self.memory = self.train_step.memory_report()
         self.folder.write_schedule(pipe.schedule)
 
     def _due(self, every: int, step: int) -> bool:
@@ -214,7 +215,7 @@ class _Run:
             tokens=self.pace.tokens_per_step,
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
-            peak_bytes=max(self.pipe.peak_bytes),
+            peak_bytes=max(self.memory.peak_bytes),
             extra="" if self.replanner is None else f"schedule {self.pipe.schedule.name}",
         )
         return state
@@ -309,7 +310,7 @@ class _Run:
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=float(np.median(self.bubbles)) if self.bubbles else float("nan"),
             replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
-            peak_bytes=max(self.pipe.peak_bytes),
+            peak_bytes=max(self.memory.peak_bytes),
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,

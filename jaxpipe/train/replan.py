@@ -196,6 +196,7 @@ class Replanner:
     def _costs(self, seconds: Seconds, timeline: Timeline) -> CostProfile:
         """Seconds as the run measured them; where it offloads, the rates of the link to the host too."""
         costs = with_measured_times(self._running.pipeline.costs, seconds)
+        costs = replace(costs, boundary_buffers=False)  # the search does not know them
         rates = {lane: _bytes_per_s(timeline, lane, costs) for lane in ("d2h", "h2d")}
         if not all(rates.values()):
             return costs
@@ -209,10 +210,11 @@ class Replanner:
         limit = self.config.memory_limit if self.config.memory_limit is not None else self._limit
         if limit is not None:
             return SolveTask(placement, m, costs, limit, offload)
-        peaks = simulate(self._start, costs).peak_activations
+        timeline = simulate(self._start, costs)
+        peaks = timeline.peak_activations
         shares = [sum(costs.residual_bytes[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks)]
         static = static_bytes(placement, costs)
-        most = max(a + b * c for a, b, c in zip(static, peaks, shares, strict=True))
+        most = max(*(a + b * c for a, b, c in zip(static, peaks, shares, strict=True)), *timeline.peak_bytes)
         bounded = replace(costs, memory_limit_bytes=(most,) * placement.num_ranks)
         return SolveTask(placement, m, bounded, max(peaks), offload)
 

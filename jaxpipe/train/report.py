@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.profile import StageMeasurements
 from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.metrics import format_bytes, format_count, format_gain, format_seconds
 from jaxpipe.train.ngram import Score
 
@@ -20,9 +22,10 @@ class TrainResult:
     """How a run ended. ``steps_run``: by this process; 0 if the run was finished before. ``stopped``: a signal ended it before
     its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
-    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank, counted from the program. ``schedule``: the one
-    that ran at the end, to which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the
-    time that it saves over the one before, where re-planning changed it, else NaN."""
+    recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank's device, as predicted
+    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`). ``schedule``: the one that ran at the end, to which predictions and
+    medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where
+    re-planning changed it, else NaN."""
 
     out_dir: Path
     step: int
@@ -97,3 +100,36 @@ def cost_table(costs: CostProfile) -> str:
         rows.append(f"{s:>5}" + "".join(f" {1e3 * t:8.2f}" for t in times) + " " + " ".join(cells))
     rows.append(f"({costs.source})")
     return "\n".join(rows)
+
+
+def measurement_table(measured: StageMeasurements) -> str:
+    """Per stage and function: median milliseconds with their spread, XLA's workspace, arguments and results; then bytes per
+    stage and the host link."""
+    rows = ["stage  op        ms  spread   workspace  arguments    results"]
+    for (op, s), timing in sorted(measured.timings.items(), key=lambda item: item[0][1]):
+        cells = f"{s:>5}  {op:<2}  {1e3 * timing.median_s:8.3f}  {timing.spread:>5.0%}"
+        if (op, s) in measured.footprints:
+            f = measured.footprints[(op, s)]
+            sizes = (f.temp_bytes, f.argument_bytes, f.output_bytes)
+            cells += "  " + "".join(f"{format_bytes(x):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True))
+        rows.append(cells)
+    rows += ["", cost_table(measured.costs())]
+    rows.append(str(measured.host) if measured.host is not None else "host link: not measured")
+    return "\n".join(rows)
+
+
+def measurement_json(measured: StageMeasurements) -> dict[str, Any]:
+    """All that was measured: the cost profile, quartiles and memory of each function, the points of the host link."""
+    return {
+        "costs": to_costs(measured.costs()),
+        "functions": [
+            {
+                "stage": s,
+                "op": op,
+                "timing": asdict(timing),
+                "memory": asdict(measured.footprints[(op, s)]) if (op, s) in measured.footprints else None,
+            }
+            for (op, s), timing in measured.timings.items()
+        ],
+        "host_link": asdict(measured.host) if measured.host is not None else None,
+    }

@@ -11,10 +11,11 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.stage.policies import POLICIES
 from jaxpipe.train.settings import Problem
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ _AT_LEAST: Mapping[str, int] = {
     "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
     "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
     "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
-    "replan.min_gain": 0, "replan.workers": 1,
+    "replan.min_gain": 0, "replan.workers": 1, "offload.fraction": 0,
 }  # fmt: skip
 _AT_MOST: Mapping[str, float] = {
     "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1,
-    "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024,
+    "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024, "offload.fraction": 1,
 }  # fmt: skip
 _POSITIVE = (
-    "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit"
+    "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit",
+    "offload.host_memory_gb",
 )  # fmt: skip
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
@@ -89,10 +91,22 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             else f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
         )
         yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
+    yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
     layers = [layer for layer in cut if isinstance(layer, int)]
     if any(a >= b for a, b in itertools.pairwise([0, *layers])):
         yield "pipeline.cut", f"pipeline.cut is {cut}, stages start at increasing layers above 0, such as [2, 4, 6]"
+
+
+def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in [recompute] if isinstance(recompute, str) else recompute:
+        for part in name.split("+"):
+            if part.strip() not in POLICIES:
+                near = difflib.get_close_matches(part, POLICIES, n=1, cutoff=0.5)
+                advice = (
+                    f"did you mean {near[0]!r}?" if near else f"known: {', '.join(POLICIES)}, or several joined by +"
+                )
+                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
 
 
 def _batch_rule(config: TrainConfig) -> str:
@@ -129,6 +143,17 @@ def _cut_rule(config: TrainConfig) -> str:
         return ""
     made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
     return f"pipeline.cut has {len(pipeline.cut)} layers at which a stage starts, but {made}, which need {stages - 1}"
+
+
+def _recompute_rule(config: TrainConfig) -> str:
+    pipeline = config.pipeline
+    stages = pipeline.ranks * pipeline.chunks
+    if isinstance(pipeline.recompute, str) or len(pipeline.recompute) == stages:
+        return ""
+    made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
+    return (
+        f"pipeline.recompute lists {len(pipeline.recompute)} policies, but {made}: list {stages}, or give one for all"
+    )
 
 
 def _seq_len_rule(config: TrainConfig) -> str:
@@ -190,6 +215,7 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
     ("optimizer.warmup_steps", "run.steps"): _warmup_rule,
     ("data.holdout", "run.eval_every"): _holdout_rule,
     ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
+    ("pipeline.recompute", "pipeline.ranks", "pipeline.chunks"): _recompute_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
     ("run.devices", "pipeline.ranks"): _devices_rule,

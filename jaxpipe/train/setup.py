@@ -14,6 +14,8 @@ import optax
 
 from jaxpipe import profile
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.program.liveness import host_bytes
+from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
 from jaxpipe.stage.layer import Model
@@ -23,6 +25,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.devices import device_errors
+from jaxpipe.train.metrics import format_bytes
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.step import TrainStep
@@ -174,6 +177,23 @@ def prepare(config: TrainConfig) -> Prepared:
 def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done."""
+    config = prepared.config
+    pipeline = compile_pipeline(prepared, devices, progress)
+    with device_errors("setting up"):
+        if moved := host_bytes(pipeline.programs):
+            progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
+        progress("timing each stage alone")
+        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
+        step = step_of(config, pipeline)
+        pipeline = pipeline.with_costs(step.costs_with_state())
+        step = step.with_pipeline(pipeline)
+        pipeline.warm_up()
+        progress(f"{step.memory_report()}")
+    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+
+
+def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
+    """Trace and split the stages, each compiled when it first runs; costs are FLOP counts."""
     config, schedule = prepared.config, prepared.schedule
     progress(prepared.dataset.describe())
     progress(f"{prepared.plan}")
@@ -187,14 +207,21 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
             devices=devices,
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,
+            offload=offload_options(config),
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
-        pipeline = with_replannable_start(config, pipeline)
-        progress("timing each stage alone")
-        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
-        pipeline.warm_up()
-    step = TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
-    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+        return with_replannable_start(config, pipeline)
+
+
+def step_of(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
+    """The training step of ``config`` over ``pipeline``. Compiles nothing yet."""
+    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+
+
+def offload_options(config: TrainConfig) -> OffloadOptions:
+    """What ``[offload]`` says, in bytes."""
+    o = config.offload
+    return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
 def within_memory_limit(
@@ -216,6 +243,7 @@ def within_memory_limit(
         relative_costs(stage_costs),
         residual_bytes=pipeline.costs.residual_bytes,
         w_residual_bytes=pipeline.costs.w_residual_bytes,
+        offloadable_bytes=pipeline.costs.offloadable_bytes,
     )
     progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
     return pipeline.with_schedule(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,13 @@ import optax
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.mesh import replicated
+from jaxpipe.program.accounting import MemoryReport
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.pipeline import Batch, Pipeline, get_leaf, replace_leaf
-from jaxpipe.schedule import Timeline
+from jaxpipe.schedule import CostProfile, Timeline
+from jaxpipe.stage.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.layer import Params, Path
+from jaxpipe.train.step_memory import StageState, master_avals, step_memory
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
@@ -47,7 +50,8 @@ class TrainState:
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
-    was applied, the sum of weights. ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings."""
+    was applied, the sum of weights. ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no
+    accumulators)."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -77,6 +81,8 @@ class TrainStep:
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(_sum_losses)
         self._ties = _TiedGradients(pipeline)
+        self._states: dict[int, StageState] = {}  # for memory reports, as are the footprints of updates
+        self._footprints: dict[int, Footprint] = {}
 
     def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
         """The same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles nothing."""
@@ -94,7 +100,7 @@ class TrainStep:
         """
         pipe = self.pipeline
         master = pipe.place(params, pipe.master_dtype)
-        compute = master if pipe.master_dtype == pipe.compute_dtype else pipe.place(params, pipe.compute_dtype)
+        compute = master if not pipe.casts else pipe.place(params, pipe.compute_dtype)
         acc = {at: pipe.zeros(at) for at in pipe.all_instances}
         states: dict[int, dict[str, Any]] = {}
         for s, rank in self._primary.items():
@@ -119,6 +125,7 @@ class TrainStep:
         pipe = self.pipeline
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
+        outputs = replace(outputs, acc={})  # whoever keeps the metrics would keep replicas' accumulators
         squares = [self._square[s](acc[(r, s)]) for s, r in self._primary.items()]
         first = replicated(pipe.submeshes[0])
         several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
@@ -131,13 +138,57 @@ class TrainStep:
             new = self._update[s](master[(r, s)], acc[(r, s)], optimizer[s], local_scale, local_ok)
             master[(r, s)], compute[(r, s)], optimizer[s], acc[(r, s)] = new
         self._share(master)
-        if pipe.master_dtype == pipe.compute_dtype:
+        if not pipe.casts:
             compute = master
         else:
             self._share(compute)
         timeline = pipe.measured_timeline(outputs) if record else None
         metrics = StepMetrics(loss, norm, ok, weight, timeline, outputs)
         return TrainState(state.step + 1, master, compute, acc, optimizer), metrics
+
+    def memory_report(self, *, workspace: bool = True) -> MemoryReport:
+        """Predicted memory of a device of each rank in a step, parameters and optimizer state included, by kind. Compiles
+        what a step runs, unless it has run already; without ``workspace`` (XLA's temporaries) it compiles nothing."""
+        updates = dict.fromkeys(self._primary, Footprint())
+        if workspace:
+            updates = {s: self._update_footprint(s) for s in self._primary}
+        return step_memory(self.pipeline, self.stage_states(), updates, workspace=workspace)
+
+    def costs_with_state(self) -> CostProfile:
+        """The pipeline's costs with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
+        costs, states = self.pipeline.costs, self.stage_states()
+        more = [s.optimizer_bytes + s.master_bytes * self.pipeline.casts for s in states.values()]
+        return replace(
+            costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
+        )
+
+    def stage_states(self) -> Mapping[int, StageState]:
+        """By stage, the shapes of what its update takes."""
+        for s in self._primary:
+            if s not in self._states:
+                self._states[s] = self._stage_state(s)
+        return self._states
+
+    def _stage_state(self, stage: int) -> StageState:
+        pipe, rank = self.pipeline, self._primary[stage]
+        home = replicated(pipe.submeshes[rank])
+        master = master_avals(pipe, stage)
+        owned = jax.eval_shape(lambda buffers: trained(pipe.owned(stage, pipe.layout(stage).unpack(buffers))), master)
+        fresh = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), jax.eval_shape(self._fresh, owned)
+        )
+        return StageState(master, pipe.functions[(rank, stage)].acc_avals, fresh)
+
+    def _update_footprint(self, stage: int) -> Footprint:
+        if stage in self._footprints:
+            return self._footprints[stage]
+        state = self.stage_states()[stage]
+        home = replicated(self.pipeline.submeshes[self._primary[stage]])
+        dtype = state.acc[0].dtype if state.acc else jnp.float32
+        scale, ok = (jax.ShapeDtypeStruct((), d, sharding=home) for d in (dtype, jnp.bool_))
+        lowered = self._update[stage].lower(list(state.master), list(state.acc), state.optimizer, scale, ok)
+        self._footprints[stage] = compiled_footprint(lowered.compile())
+        return self._footprints[stage]
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
         """Master parameters and optimizer state by layer name, each parameter once: what a checkpoint stores."""
@@ -156,7 +207,7 @@ class TrainStep:
     def _compile_update(self, stage: int) -> Any:
         pipe, tx = self.pipeline, self._tx
         layout = pipe.layout(stage)
-        cast_to = None if pipe.master_dtype == pipe.compute_dtype else pipe.compute_dtype
+        cast_to = pipe.compute_dtype if pipe.casts else None
 
         def update(master: Buffers, acc: Buffers, states: Mapping[str, Any], scale: jax.Array, ok: jax.Array) -> Any:
             tree = layout.unpack(master)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
@@ -25,6 +25,7 @@ class SolveTask:
     units of its share of one microbatch; where the costs name a limit in bytes per rank, both hold. ``offload``: whether
     activations may be copied to the host. ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
     post-validation (`optpipe.txt` equation 3); ``lexicographic``: makespan, then peak memory, then what is offloaded.
+    Boundaries in flight between ranks take no memory here, whatever the costs say.
     """
 
     placement: Placement
@@ -33,6 +34,10 @@ class SolveTask:
     memory_limit: float = float("inf")
     offload: bool = False
     objective: Objective = "makespan"
+
+    def __post_init__(self) -> None:
+        if self.costs.boundary_buffers:
+            object.__setattr__(self, "costs", replace(self.costs, boundary_buffers=False))
 
     def limits(self) -> tuple[float, ...]:
         """Per rank, what no schedule of the task exceeds: activations in units of the rank's share of one microbatch."""

@@ -1,0 +1,197 @@
+"""The verb ``plan``: does a config fit on a machine that need not be here, and how fast would it be?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
+from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.registry import Command
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.planning.predict import Prediction
+    from jaxpipe.planning.suggest import Suggestion, Suggestions
+    from jaxpipe.train.config import TrainConfig
+
+_OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
+_EFFICIENCIES = {
+    "matmul": ("--matmul-efficiency", "part of the dense peak that matrix products reach (default 0.75)"),
+    "bandwidth": ("--bandwidth-efficiency", "part of the memory bandwidth that other kernels reach (default 0.8)"),
+    "link": ("--link-efficiency", "part of NVLink's and the network's bandwidth (default 0.8)"),
+    "host": ("--host-efficiency", "part of the host link's bandwidth (default 0.85)"),
+    "memory": ("--memory-fraction", "part of the device's memory that arrays may fill (default 0.92)"),
+}
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="CONFIG section.key=value",
+        help="TOML or JSON settings of a training run, and overrides of them; without a file the defaults",
+    )
+    parser.add_argument(
+        "--target",
+        default="h100",
+        metavar="NAME|FILE.json",
+        help="machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one (default h100)",
+    )
+    parser.add_argument(
+        "--tp", type=whole_number("devices", 1024), default=1, metavar="N", help="tensor-parallel devices of each rank"
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="with --tp: the residual stream is split over the devices too"
+    )
+    parser.add_argument(
+        "--memory-limit-gb",
+        type=amount("memory limit", zero=False),
+        metavar="GB",
+        help="bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory",
+    )
+    for flag, text in _EFFICIENCIES.values():
+        parser.add_argument(flag, type=amount(flag.strip("-"), most=1, zero=False), metavar="X", help=text)
+    parser.add_argument(
+        "--compile-seconds",
+        type=amount("seconds"),
+        default=60.0,
+        metavar="S",
+        help="compile stage functions for the target to know their workspace, for about S seconds (default 60; 0: estimate)",
+    )
+    parser.add_argument(
+        "--suggest", action="store_true", help="also where it fits: changes that fit, the fastest first"
+    )
+    parser.add_argument(
+        "--suggest-seconds",
+        type=amount("seconds"),
+        default=60.0,
+        metavar="S",
+        help="try changes for about S processor seconds (default 60)",
+    )
+    parser.add_argument("--schedules", metavar="DIR", help="write schedules of suggestions that need a file into DIR")
+    parser.add_argument(
+        "--costs-out", metavar="FILE", help="write the cost profile (for --costs of the schedule verbs)"
+    )
+    add_output_flag(parser, _OUTPUTS)
+    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+
+
+def _run(args: argparse.Namespace) -> None:
+    from jaxpipe.train.config import load_config
+
+    files = [x for x in args.settings if "=" not in x]
+    if len(files) > 1:
+        raise ConfigError(f"one config file, please: got {' and '.join(map(repr, files))}")
+    config = load_config(files[0] if files else None, [x for x in args.settings if "=" in x])
+    check_outputs(args.output, _OUTPUTS)
+    if args.costs_out:
+        check_outputs([args.costs_out], (".json",), "--costs-out")
+    if args.schedules is not None and not Path(args.schedules).is_dir():
+        raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
+
+    from jaxpipe.planning.targets import find_target
+
+    target = find_target(args.target)
+    from jaxpipe.train.devices import request_devices
+
+    request_devices(1, "cpu")  # plan runs nothing on a device, and must not wait for a GPU's driver
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    _plan(args, config, target)
+
+
+def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
+    from jaxpipe.planning.compiled import Compiler
+    from jaxpipe.planning.predict import predict
+    from jaxpipe.planning.report import assumptions
+    from jaxpipe.planning.roofline import Efficiency
+    from jaxpipe.planning.stages import Sharding, workbench
+    from jaxpipe.planning.suggest import suggest
+
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
+    efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
+    sharding = Sharding(args.tp, args.sequence_parallel)
+    limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
+    bench = workbench(config, target, efficiency, sharding, progress)
+    compiler = None
+    if args.compile_seconds > 0:
+        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds)
+        bench.temp_of = compiler
+    prediction = predict(config, bench, target, efficiency, sharding, limit, compile_stages=True)
+    workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
+    if compiler is not None and compiler.count:
+        some = "" if compiler.works else "; the rest is estimated"
+        workspace = f"of {compiler.count} functions compiled by XLA for {target.name}{some}"
+    found = None
+    if args.suggest or not prediction.fits:
+        found = suggest(
+            prediction,
+            lambda c, transform: predict(c, bench, target, efficiency, sharding, limit, transform),
+            progress,
+            args.suggest_seconds,
+        )
+    lines = assumptions(prediction, target, efficiency, sharding, workspace)
+    paths = _write(args, prediction, found)
+    _show(args, prediction, found, lines, paths)
+    if found is not None and not prediction.fits and not found.fitting:
+        least = found.smallest
+        raise ConfigError(
+            f"nothing tried fits in {limit / 1e9:g} GB a device: the least memory found is "
+            f"{least.prediction.worst.total / 1e9:.4g} GB ({least.change})"
+        )
+
+
+def _write(args: argparse.Namespace, p: Prediction, found: Suggestions | None) -> dict[str, str]:
+    """Pictures, schedules and costs asked for; the path of each suggestion's schedule by its change."""
+    from jaxpipe.schedule import write_costs, write_schedule
+
+    for path in args.output:
+        if is_picture(path):
+            from jaxpipe.plot import plot_timelines
+
+            plot_timelines([p.timeline], path, units="si")
+        else:
+            write_schedule(p.schedule, path)
+    if args.costs_out:
+        write_costs(p.costs, args.costs_out)
+    paths = {}
+    if args.schedules is not None and found is not None:
+        for k, s in enumerate(found.fitting):
+            if s.schedule is not None:
+                paths[s.change] = str(Path(args.schedules) / f"suggestion-{k}.sched")
+                write_schedule(s.schedule, paths[s.change])
+    return paths
+
+
+def _show(
+    args: argparse.Namespace,
+    p: Prediction,
+    found: Suggestions | None,
+    lines: tuple[str, ...],
+    paths: dict[str, str],
+) -> None:
+    from jaxpipe.planning.report import prediction_json, prediction_text, suggestion_json, suggestions_text
+
+    if not args.json:
+        print(prediction_text(p, lines))
+        if found is not None:
+            print("\n" + suggestions_text(found, paths))
+        return
+    document = {"target": args.target, **prediction_json(p, lines)}
+    if found is not None:
+
+        def plain(s: Suggestion) -> dict[str, Any]:
+            return suggestion_json(s, paths.get(s.change))
+
+        document |= {"suggestions": [plain(s) for s in found.fitting], "smallest": plain(found.smallest)}
+    print(json.dumps(document))
+
+
+COMMANDS = {"plan": Command(_configure, _run)}

@@ -1,0 +1,104 @@
+"""``jaxpipe rehearse CONFIG --rank R``: one rank's real program alone on one device; ``--all-ranks``: each in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.registry import Command
+from jaxpipe.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def memory_size(text: str) -> float:
+    """Type of ``--memory``: a number with a unit, in bytes."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if found is None or found[2].upper() not in _UNITS or not float(found[1]) > 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no amount of memory; want a number and a unit, such as 80GB or 500MiB"
+        )
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="TOML or JSON settings, as for train")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--rank", type=whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse")
+    which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
+    parser.add_argument(
+        "--steps", type=whole_number("steps", 10_000), default=5, metavar="N", help="timed steps, beside the first"
+    )
+    parser.add_argument(
+        "--memory", type=memory_size, metavar="SIZE", help="rehearse on a device of this size, such as 80GB"
+    )
+    parser.add_argument("--no-optimizer", action="store_true", help="leave out master parameters and optimizer state")
+    parser.add_argument("--no-host-link", action="store_true", help="don't measure copies to the host and back")
+    parser.add_argument(
+        "--link-bandwidth",
+        type=amount("bandwidth", zero=False),
+        metavar="GB/S",
+        help="between ranks, for the prediction (default: transfers are free)",
+    )
+    parser.add_argument(
+        "--link-latency", type=amount("latency"), default=0.0, metavar="US", help="of a transfer, in microseconds"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON on stdout, progress on stderr")
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    from jaxpipe.cli.outputs import check_outputs
+    from jaxpipe.train.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    ranks = config.pipeline.ranks
+    if args.rank is not None and args.rank >= ranks:
+        raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
+    if args.output:
+        check_outputs([args.output], (".json",))
+    from jaxpipe.train.devices import device_errors, find_devices, request_devices
+
+    request_devices(1, config.run.platform)
+    from jaxpipe.profile import measure_host_link
+    from jaxpipe.schedule import Link, write_costs
+    from jaxpipe.train.rehearse import Rehearsed, pipeline_on_one_device, rehearsals, rehearsed_json, rehearsed_text
+    from jaxpipe.train.setup import prepare
+
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    (device,), _ = find_devices(1, config.run.platform)
+    prepared = prepare(config)
+    pipeline = pipeline_on_one_device(prepared, device, progress)
+    with device_errors("rehearse"):
+        measured = None
+        if not args.no_host_link:
+            progress("timing copies to the host and back")
+            measured = measure_host_link([device])
+        host = measured.host_link() if measured is not None else None
+        chosen = rehearsals(
+            prepared,
+            pipeline,
+            range(ranks) if args.all_ranks else [args.rank],
+            optimizer=not args.no_optimizer,
+            memory_limit_bytes=args.memory,
+            host=host,
+        )
+        reports = [r.run(steps=args.steps, progress=progress) for r in chosen]
+    rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
+    link = Link(args.link_latency * 1e-6, rate)
+    done = Rehearsed.of(config, pipeline, reports, link=link, host=host)
+    if args.output:
+        write_costs(done.costs, args.output)
+    print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))
+    return 0
+
+
+COMMANDS = {"rehearse": Command(_configure, _rehearse)}

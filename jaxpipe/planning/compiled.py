@@ -1,0 +1,110 @@
+"""Exact workspace of stage functions: compiled by XLA for a GPU that need not be there, or for this machine's CPU.
+
+A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is taken to grow
+linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real runs may choose
+algorithms with other workspace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe._jax_compat import compile_only_devices
+from jaxpipe.mesh import AXES
+from jaxpipe.planning.stages import StageKey, Workbench
+from jaxpipe.planning.targets import Target, device_text
+from jaxpipe.stage.layer import Layer
+
+_OPTIONS = {"xla_gpu_autotune_level": "0"}
+_MOST_EQUAL = 3
+
+
+class Compiler:
+    """``temp_of`` of a :class:`~jaxpipe.planning.stages.Workbench`: workspace in bytes of the whole rank.
+
+    ``notice`` is told once why no more is compiled, if so; from then on workspace is estimated. ``budget_s``: no compilation
+    starts after as many seconds of it. ``count``: functions compiled, in ``spent_s`` seconds.
+    """
+
+    def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0) -> None:
+        self.notice = notice
+        self.budget_s = budget_s
+        self.count = 0
+        self.spent_s = 0.0
+        self._options = dict(_OPTIONS)
+        self.mesh: Mesh | None = None
+        self.works = False
+        if target.chip is None and target.name == "cpu":
+            import jax
+
+            self.mesh, self._options, self.works = _mesh_of(jax.devices("cpu")[0]), {}, True
+            return
+        if target.chip is None:
+            self._stop(f"target {target.name} has no 'chip' numbers")
+            return
+        devices = compile_only_devices(target.name, device_text(target))
+        if isinstance(devices, str):
+            self._stop(devices)
+        else:
+            self.mesh, self.works = _mesh_of(devices[0]), True
+
+    def _stop(self, reason: str) -> None:
+        self.works = False
+        self.notice(f"workspace is estimated from the jaxprs where it was not compiled: {reason}")
+
+    def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+        one, two, more = _shorter(stage.layers)
+        short = self._compiled(bench, replace(stage, layers=one), op)
+        if short is None or more == 0:
+            return short
+        long = self._compiled(bench, replace(stage, layers=two), op)
+        return None if long is None else short + more * max(0.0, long - short)
+
+    def _compiled(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+        if not self.works:
+            return None
+        if self.spent_s > self.budget_s:
+            self._stop(f"{self.budget_s:g} s were spent on compiling {self.count} functions; the rest is estimated")
+            return None
+        start, function = time.monotonic(), bench.functions_of(stage).functions[op]
+        if len(function.forwarded) == len(function.outputs):
+            return 0.0
+        try:
+            lowered = function.jitted.lower(*function.avals_in)
+            analysis = lowered.compile(compiler_options=self._options).memory_analysis()
+        except Exception as error:
+            self._stop(f"XLA says {str(error).splitlines()[0][:160]}")
+            return None
+        temp = float(analysis.temp_size_in_bytes)
+        took = time.monotonic() - start
+        self.count += 1
+        self.spent_s += took
+        bench.progress(f"compiled {op} of {stage}: {temp / 1e6:,.1f} MB workspace, {took:.1f} s")
+        return temp
+
+
+def _mesh_of(device: Any) -> Mesh:
+    grid = np.empty((1, 1), dtype=object)
+    grid[0, 0] = device
+    return Mesh(grid, AXES)
+
+
+def _shorter(layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], tuple[Layer, ...], int]:
+    """The layers with each long run of one kind cut to one and to two, and how many more the longest run has than one."""
+    one: list[Layer] = []
+    two: list[Layer] = []
+    more = 0
+    for _, group in groupby(layers, key=lambda layer: layer.kind or layer.name):
+        run = list(group)
+        cut = len(run) > _MOST_EQUAL
+        one += run[:1] if cut else run
+        two += run[:2] if cut else run
+        more = max(more, len(run) - 1) if cut else more
+    return tuple(one), tuple(two), more

@@ -1,0 +1,175 @@
+"""A prediction as text and as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpipe.planning.predict import Prediction, RankMemory
+from jaxpipe.planning.roofline import Efficiency
+from jaxpipe.planning.stages import Sharding
+from jaxpipe.planning.suggest import Suggestion, Suggestions
+from jaxpipe.planning.targets import Target
+
+_KINDS = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
+_SHOWN = 8
+
+
+def assumptions(
+    p: Prediction, target: Target, efficiency: Efficiency, sharding: Sharding, workspace: str
+) -> tuple[str, ...]:
+    """What the numbers rest on, a line each."""
+    dtype, e = p.config.run.dtype, efficiency
+    master = "float32 master parameters, " if dtype != "float32" else ""
+    tp = ""
+    if sharding.tp > 1:
+        how = (
+            "split over the shards (sequence parallel)" if sharding.sequence_parallel else "whole on each of the shards"
+        )
+        tp = f"; tp={sharding.tp}, counted and not traced: residual stream {how}, all else divided"
+    return (
+        f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
+        f"attention: softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept",
+        f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
+        f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
+        f"workspace: {workspace}",
+    )
+
+
+def _policies(p: Prediction) -> str:
+    recompute = p.config.pipeline.recompute
+    return recompute if isinstance(recompute, str) else ",".join(recompute)
+
+
+def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
+    """Summary, a table of ranks, assumptions."""
+    pipe, config = p.config.pipeline, p.config
+    worst = p.worst
+    head = [
+        f"{config.model.target}, {_count(p.num_params)} parameters, {p.schedule.name} on {pipe.ranks} ranks "
+        f"({p.devices} devices), {pipe.microbatches} microbatches of {config.run.batch // pipe.microbatches} × "
+        f"{config.data.seq_len} tokens",
+        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {_bytes(worst.total)} of {_bytes(p.limit_bytes)}; "
+        f"activations {_bytes(max(p.activation_bytes))} at most",
+        f"step {_seconds(p.step_s)} (update {_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, MFU {100 * p.mfu:.1f}%, "
+        f"bubble {100 * p.timeline.bubble_rate:.1f}% (by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
+        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_bytes(max(p.offload_bytes))} a rank and step each way, "
+        f"{_bytes(max(p.host_bytes))} of host memory; "
+        f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
+    ]
+    return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
+
+
+def _rank_table(p: Prediction) -> str:
+    unit, scale = _unit(p.worst.total)
+    rows: list[tuple[str, ...]] = [("rank", *_KINDS, f"total {unit}", "left")]
+    rows += [
+        (
+            str(m.rank),
+            *(f"{getattr(m, kind) / scale:.1f}" for kind in _KINDS),
+            f"{m.total / scale:.1f}",
+            f"{(p.limit_bytes - m.total) / scale:.1f}",
+        )
+        for m in p.memory
+    ]
+    return _table(rows)
+
+
+def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
+    """The changes that fit, the fastest first, or the one that needs least. ``paths``: schedule files by change."""
+    if not s.fitting:
+        least = s.smallest
+        return (
+            f"none of {s.tried} changes fits; the least memory needed is "
+            f"{_bytes(least.prediction.worst.total)} ({least.change})"
+        )
+    rows = [("change that fits", "peak", "step", "tokens/s", "per device", "override")]
+    for one in s.fitting[:_SHOWN]:
+        q = one.prediction
+        override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
+        speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
+        rows.append((one.change, _bytes(q.worst.total), _seconds(q.step_s), *speeds, override))
+    more = len(s.fitting) - _SHOWN
+    left = f"; no time for {s.left_out} more" if s.left_out else ""
+    return _table(rows) + f"\n{s.tried} changes tried{left}" + (f"; {more} more that fit not shown" if more > 0 else "")
+
+
+def overrides_of(s: Suggestion, path: str = "FILE") -> tuple[str, ...]:
+    """The overrides, with the schedule file's path where one is needed."""
+    return s.overrides if s.schedule is None else (*s.overrides, f"pipeline.schedule={path}")
+
+
+def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
+    """Bytes, seconds and plain ratios."""
+    return {
+        "schedule": p.schedule.name,
+        "ranks": p.schedule.num_ranks,
+        "devices": p.devices,
+        "microbatches": p.schedule.num_microbatches,
+        "num_params": p.num_params,
+        "fits": p.fits,
+        "limit_bytes": p.limit_bytes,
+        "peak_bytes": p.worst.total,
+        "peak_activation_bytes": max(p.activation_bytes),
+        "memory": [_memory_json(m, a) for m, a in zip(p.memory, p.activation_bytes, strict=True)],
+        "step_s": p.step_s,
+        "update_s": p.update_s,
+        "tokens_per_s": p.tokens_per_s,
+        "mfu": p.mfu,
+        "bubble_rate": p.timeline.bubble_rate,
+        "span_bubble_rate": p.timeline.span_bubble_rate,
+        "offloaded_share": p.offloaded,
+        "offload_bytes": list(p.offload_bytes),
+        "host_bytes": list(p.host_bytes),
+        "k": p.k,
+        "costs_from": p.costs.source,
+        "assumptions": list(lines),
+    }
+
+
+def _memory_json(m: RankMemory, activations: float) -> dict[str, float]:
+    kinds = {f"{kind}_bytes": getattr(m, kind) for kind in _KINDS}
+    return {"rank": m.rank, **kinds, "total_bytes": m.total, "peak_activation_bytes": activations}
+
+
+def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
+    """A change with its predicted numbers."""
+    q = s.prediction
+    return {
+        "change": s.change,
+        "overrides": list(overrides_of(s, path or "FILE")),
+        "fits": q.fits,
+        "peak_bytes": q.worst.total,
+        "step_s": q.step_s,
+        "tokens_per_s": q.tokens_per_s,
+        "tokens_per_s_per_device": q.tokens_per_s_per_device,
+        "mfu": q.mfu,
+    }
+
+
+def _unit(num_bytes: float) -> tuple[str, float]:
+    return ("GB", 1e9) if num_bytes >= 1e9 else ("MB", 1e6)
+
+
+def _bytes(num_bytes: float) -> str:
+    unit, scale = _unit(num_bytes)
+    return f"{num_bytes / scale:.1f} {unit}" if num_bytes else "0"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.3g} s" if s >= 1 else f"{1e3 * s:.3g} ms"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    numeric = [all(row[i][:1].isdigit() or row[i][:1] == "-" for row in rows[1:]) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,241 @@
+"""Seconds of a stage function from its jaxpr: a roofline per kernel, with stated efficiencies.
+
+The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, convolutions, gathers, scatters, sorts and loops
+are kernels of their own. Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by
+itself: where its result must exist in memory (it leaves the function, or a product reads it), one kernel reads what the
+chain started from and writes the result. Reshapes cost nothing. A kernel takes
+``max(operations / (peak · matmul efficiency), bytes / (memory bandwidth · bandwidth efficiency)) + launch`` seconds.
+
+The same walk gives an estimate of workspace: values that exist in memory and neither enter nor leave, at their most. It stands
+in where the function can't be compiled for the target. Beside XLA's own, of GPT and Llama layers for A100 and H100, one to
+three a stage: B within 2%; W exact, or twice too much where an embedding is in it; BW from 24% too little to 80% too much; F
+from half (Llama) to the same, and 0.8 GB too much where the loss is in it.
+
+Differs from what runs: XLA may fuse more or less, keeps what repeats in L2, and reorders; attention on the plain XLA path moves
+its scores through memory, as here, which a flash kernel would not. ``while`` counts one iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
+from jaxpipe.planning.targets import Target
+from jaxpipe.stage.flops import eqn_flops
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+_OWN = (*_PRODUCTS, "gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call",
+        "dynamic_slice", "dynamic_update_slice")  # fmt: skip
+_REDUCTIONS = ("reduce", "arg", "cum")
+_FREE = frozenset({"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient"})
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Fractions of the target's rates that are reached, and the time to launch a kernel.
+
+    ``matmul`` 0.75 of the dense peak and ``bandwidth`` 0.8 of the memory's give 0.60-0.66 of peak for whole transformer passes
+    on an A100, near the 61-66% of `controllable-memory.txt` table 5. ``link`` 0.8 of NVLink or network, ``host`` 0.85 of PCIe.
+    ``memory``: part of the device's memory that arrays may fill (context, libraries and fragmentation take the rest).
+    """
+
+    matmul: float = 0.75
+    bandwidth: float = 0.8
+    link: float = 0.8
+    host: float = 0.85
+    memory: float = 0.92
+    kernel_s: float = 3e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a function does: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
+    the target, ``workspace_bytes`` (estimated)."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    seconds: float = 0.0
+    kernels: int = 0
+    workspace_bytes: float = 0.0
+
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        """This and then ``times`` × the other; workspaces are not needed at once."""
+        return Work(
+            self.flops + times * other.flops,
+            self.moved_bytes + times * other.moved_bytes,
+            self.seconds + times * other.seconds,
+            self.kernels + round(times * other.kernels),
+            max(self.workspace_bytes, other.workspace_bytes),
+        )
+
+
+def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
+    """The work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    return _Walk(body, target, efficiency).run()
+
+
+class _Walk:
+    """One pass over the equations of one body."""
+
+    def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
+        self.body, self.target, self.efficiency = body, target, efficiency
+        self.total = Work()
+        self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
+        self.stored = self._stored()
+        self.launched: list[tuple[JaxprEqn, frozenset[Var]]] = []
+
+    def base(self, v: Var) -> Var:
+        """The value of which ``v`` is another shape."""
+        while (eqn := self.maker.get(v)) is not None and eqn.primitive.name in _FREE:
+            operands = list(variables(eqn.invars))
+            if len(operands) != 1:
+                break
+            v = operands[0]
+        return v
+
+    def _stored(self) -> set[Var]:
+        """Values that exist in memory."""
+        stored = set(self.outside)
+        for eqn in self.body.eqns:
+            if _own(eqn) or _reduces(eqn):
+                stored.update(eqn.outvars)
+            if _own(eqn):
+                stored.update(self.base(v) for v in variables(eqn.invars))
+        return stored
+
+    def run(self) -> Work:
+        fused: set[tuple[frozenset[Var], int]] = set()
+        for eqn in self.body.eqns:
+            if eqn.primitive.name in _FREE:
+                continue
+            if _own(eqn):
+                self._own_kernel(eqn)
+            elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
+                sources = frozenset(self._sources(eqn))
+                size = max((math.prod(shape_of(v)) for v in (*eqn.outvars, *sources)), default=0)
+                shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
+                fused.add((sources, size))
+                self._kernel(eqn, () if shared else sources, 0.0, launch=not shared)
+        return Work(
+            self.total.flops, self.total.moved_bytes, self.total.seconds, self.total.kernels,
+            max(self.total.workspace_bytes, self._workspace()),
+        )  # fmt: skip
+
+    def _own_kernel(self, eqn: JaxprEqn) -> None:
+        scan = scan_parts(eqn)
+        bodies = [work_of(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
+        if bodies:
+            chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
+            self.total = self.total.plus(chosen, scan.length if scan is not None else 1)
+            self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
+            return
+        sources = {self.base(v) for v in variables(eqn.invars)}
+        if eqn.primitive.name in ("gather", "dynamic_slice"):  # of what it reads, only what it picks
+            table = self.base(next(variables(eqn.invars)))
+            picked = sum(aval_bytes(v.aval) for v in eqn.outvars)
+            extra = min(picked, aval_bytes(table.aval))
+            self._kernel(eqn, sources - {table}, 0.0, extra_bytes=extra)
+            self._note(eqn, {table})
+            return
+        self._kernel(eqn, sources, float(eqn_flops(eqn)))
+
+    def _kernel(
+        self, eqn: JaxprEqn, sources: Iterable[Var], flops: float, *, extra_bytes: float = 0.0, launch: bool = True
+    ) -> None:
+        sources = set(sources)
+        written = sum(aval_bytes(v.aval) for v in eqn.outvars if _sized(v))
+        moved = written + extra_bytes + sum(aval_bytes(v.aval) for v in sources if _sized(v))
+        e, t = self.efficiency, self.target
+        compute_s = flops / (t.peak_flops_per_s(_dtype(eqn)) * e.matmul)
+        memory_s = moved / (t.memory_bytes_per_s * e.bandwidth)
+        seconds = max(compute_s, memory_s) + (e.kernel_s if launch else 0.0)
+        self.total = self.total.plus(Work(flops, moved, seconds, int(launch)))
+        self._note(eqn, sources)
+
+    def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:
+        self.launched.append((eqn, frozenset(sources)))
+
+    def _sources(self, eqn: JaxprEqn) -> Iterator[Var]:
+        """Stored values that the chain of elementwise work before ``eqn`` starts from."""
+        seen: set[Var] = set()
+        stack = [self.base(v) for v in variables(eqn.invars)]
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            maker = self.maker.get(v)
+            if v in self.stored or maker is None:
+                yield v
+            else:
+                stack.extend(self.base(u) for u in variables(maker.invars))
+
+    def _workspace(self) -> float:
+        """Most bytes of values that are made and read inside, in the order of :meth:`_order`.
+
+        A result may take the place of an operand that is read for the last time, except in kernels of their own.
+        """
+        made: dict[Var, int] = {}
+        last: dict[Var, tuple[int, int]] = {}
+        for now, k in enumerate(self._order()):
+            eqn, sources = self.launched[k]
+            for v in eqn.outvars:
+                made.setdefault(v, now)
+            for v in sources:
+                last[v] = (now, 2 if _own(eqn) else 0)
+        changes: list[tuple[int, int, float]] = []
+        for v, born in made.items():
+            if v in self.outside or v not in last or not _sized(v):
+                continue
+            size = aval_bytes(v.aval)
+            changes += [(born, 1, size), (*max((born, 2), last[v]), -size)]
+        live = most = 0.0
+        for _, _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        return most
+
+    def _order(self) -> list[int]:
+        """Kernels in the order of the program, but what is only read later runs right before its first reader (what a backward
+        pass recomputes), and elementwise results for the caller right behind what they are made of (accumulated gradients)."""
+        made_by: dict[Var, int] = {}
+        for k, (eqn, _) in enumerate(self.launched):
+            for v in eqn.outvars:
+                made_by.setdefault(v, k)
+        result = [not _own(eqn) and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
+        when = list(range(len(self.launched)))
+        wanted: dict[int, int] = {}
+        for k in range(len(self.launched) - 1, -1, -1):
+            eqn, sources = self.launched[k]
+            if not result[k] and k in wanted and not any(v in self.outside for v in eqn.outvars):
+                when[k] = wanted[k]
+            if not result[k]:
+                for source in {made_by[v] for v in sources if v in made_by}:
+                    wanted[source] = min(wanted.get(source, when[k]), when[k])
+        for k, (_, sources) in enumerate(self.launched):
+            if result[k]:
+                when[k] = max((when[made_by[v]] for v in sources if v in made_by), default=0)
+        return sorted(range(len(self.launched)), key=lambda k: (when[k], k))
+
+
+def _own(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _OWN or any(True for _ in sub_jaxprs(eqn))
+
+
+def _reduces(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith(_REDUCTIONS)
+
+
+def _sized(v: Any) -> bool:
+    return hasattr(getattr(v, "aval", None), "dtype") and hasattr(v.aval, "shape")
+
+
+def _dtype(eqn: JaxprEqn) -> str:
+    """The dtype whose peak counts: the widest operand's."""
+    names = [str(dtype_of(v)) for v in variables(eqn.invars)]
+    return next((wide for wide in ("float64", "float32") if wide in names), names[0] if names else "float32")

@@ -1,0 +1,32 @@
+"""Seconds and bytes of each stage function → :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
+
+from jaxpipe.profile.analytic import DEFAULT_FLOPS_PER_S, analytic_profile
+from jaxpipe.profile.host_link import HostLinkMeasurement, measure_host_link
+from jaxpipe.profile.measured import (
+    StageMeasurements,
+    measure_stages,
+    measured_layer_costs,
+    measured_profile,
+    median_seconds,
+    time_function,
+    with_measured_times,
+)
+from jaxpipe.profile.memory import with_memory, with_offloadable_bytes
+from jaxpipe.profile.timing import Timing
+
+__all__ = [
+    "DEFAULT_FLOPS_PER_S",
+    "HostLinkMeasurement",
+    "StageMeasurements",
+    "Timing",
+    "analytic_profile",
+    "measure_host_link",
+    "measure_stages",
+    "measured_layer_costs",
+    "measured_profile",
+    "median_seconds",
+    "time_function",
+    "with_measured_times",
+    "with_memory",
+    "with_offloadable_bytes",
+]

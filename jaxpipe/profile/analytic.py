@@ -1,0 +1,53 @@
+"""Costs from shapes alone: FLOPs of the jaxprs over a rate, exact bytes. No device needed, good enough to choose an order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxpipe.profile.memory import OPS, with_memory
+from jaxpipe.schedule import CostProfile, HostLink, Link
+from jaxpipe.stage.footprint import Footprint
+from jaxpipe.stage.functions import StageFunction, StageFunctions
+
+DEFAULT_FLOPS_PER_S = 1e11
+
+
+def analytic_profile(
+    stages: Sequence[StageFunctions], *, flops_per_s: float = DEFAULT_FLOPS_PER_S, link: Link | None = None
+) -> CostProfile:
+    """Costs from FLOP counts: seconds = FLOPs / ``flops_per_s`` (at least a microsecond, for functions without matmuls)."""
+    seconds = {op: tuple(max(1e-6, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in OPS}
+    return with_bytes(stages, seconds, link=link, source=f"analytic, {flops_per_s:.3g} FLOP/s")
+
+
+def with_bytes(
+    stages: Sequence[StageFunctions],
+    seconds: Mapping[str, tuple[float, ...]],
+    *,
+    source: str,
+    link: Link | None = None,
+    host: HostLink | None = None,
+    footprint_of: Callable[[StageFunction], Footprint] | None = None,
+) -> CostProfile:
+    """A profile of these ``seconds`` (by op, an entry a stage) and the bytes that the stages know, workspace included where
+    ``footprint_of`` tells it."""
+
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(float(getattr(s, name)) for s in stages)
+
+    costs = CostProfile(
+        f_s=seconds["F"],
+        b_s=seconds["B"],
+        w_s=seconds["W"],
+        bw_s=seconds["BW"],
+        residual_bytes=each("residual_bytes"),
+        w_residual_bytes=each("w_residual_bytes"),
+        cotangent_bytes=each("cotangent_bytes"),
+        offloadable_bytes=each("offloadable_bytes"),
+        boundary_bytes=each("boundary_bytes"),
+        param_bytes=each("param_bytes"),
+        link=link if link is not None else Link(),
+        host=host if host is not None else HostLink(),
+        source=source,
+    )
+    return with_memory(costs, stages, footprint_of)

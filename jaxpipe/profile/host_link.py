@@ -1,0 +1,185 @@
+"""The link between a device and the host, measured: seconds = latency + bytes ÷ bandwidth, fitted over several sizes.
+
+Copies go through ``jax.device_put`` to and from pinned host memory, as the runtime's do. Each is timed until its result is
+ready. *One stream*: one copy at a time, each direction. *Two*: a copy out and a copy in of the same size, started together:
+if both take about as long as the longer one alone, the directions have a lane each (``duplex``), if they take the sum, they
+share one (``shared``). *Two devices*: a copy out of each of two neighbours (devices 0 and 1, 2 and 3, …) at once: if that
+takes twice as long as one, the two share their lanes (a PCIe switch), and become a group.
+
+On a CPU "pinned host memory" is the same memory: rates are those of ``memcpy``, and what shares what is not asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.profile.timing import Timing
+from jaxpipe.schedule import HostLink
+
+MIB = 1 << 20
+SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+CPU_SIZES = (MIB // 4, 1 * MIB, 4 * MIB, 16 * MIB)
+PINNED_HOST, DEVICE = "pinned_host", "device"
+_SHARED = 1.5
+"""Two copies at once that take this many times one alone share a lane (1: they don't, 2: they take turns)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``latency_s + n ÷ bytes_per_s`` seconds for n bytes. ``points``: the (bytes, seconds) it was fitted to."""
+
+    latency_s: float
+    bytes_per_s: float
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLinkMeasurement:
+    """``d2h`` ``h2d``: one stream, the first device. ``both_bytes_per_s``: bytes per second and direction while both copy.
+    ``both_slowdown``: time of both at once ÷ time of the slower alone. ``pairs``: per pair of devices by position, time of two
+    copies out at once ÷ time of one. ``platform``: of the devices."""
+
+    d2h: Fit
+    h2d: Fit
+    both_bytes_per_s: float
+    both_slowdown: float
+    pairs: tuple[tuple[tuple[int, int], float], ...]
+    platform: str
+
+    def host_link(self) -> HostLink:
+        """What the simulator needs. The latency is the larger of the two directions'."""
+        told = self.platform != "cpu"
+        return HostLink(
+            d2h_bytes_per_s=self.d2h.bytes_per_s,
+            h2d_bytes_per_s=self.h2d.bytes_per_s,
+            latency_s=max(self.d2h.latency_s, self.h2d.latency_s),
+            mode="shared" if told and self.both_slowdown > _SHARED else "duplex",
+            groups=tuple(pair for pair, slowdown in self.pairs if told and slowdown > _SHARED),
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"host link: out {self.d2h.bytes_per_s / 1e9:.2f} GB/s + {self.d2h.latency_s * 1e6:.0f} µs, "
+            f"in {self.h2d.bytes_per_s / 1e9:.2f} GB/s + {self.h2d.latency_s * 1e6:.0f} µs; both at once "
+            f"{self.both_bytes_per_s / 1e9:.2f} GB/s each ({self.both_slowdown:.2f} × one alone)"
+        ]
+        lines += [f"  devices {a} and {b} at once: {x:.2f} × one alone" for (a, b), x in self.pairs]
+        return "\n".join(lines)
+
+
+def has_pinned_host(device: jax.Device) -> bool:
+    """Whether the device can copy to pinned host memory."""
+    return PINNED_HOST in {m.kind for m in device.addressable_memories()}
+
+
+def measure_host_link(
+    devices: Sequence[jax.Device], *, sizes: Sequence[int] | None = None, repeats: int = 5, warm_up: int = 2
+) -> HostLinkMeasurement | None:
+    """Measure the host link of ``devices`` (ranks in order: positions become ranks in the groups).
+
+    Args:
+        devices: the first is measured alone, neighbours in pairs.
+        sizes: bytes of the copies, at least two; 1 to 256 MiB by default, less on a CPU.
+        repeats: timed copies per size and direction; the median counts.
+        warm_up: copies before them.
+
+    Returns:
+        The measurement, or None if these devices have no pinned host memory.
+    """
+    first = devices[0]
+    if not has_pinned_host(first):
+        return None
+    sizes = tuple(sizes or (CPU_SIZES if first.platform == "cpu" else SIZES))
+    timed = _Timer(repeats, warm_up)
+    rows = [(n, timed.alone(first, n)) for n in sizes]
+    out, back = ([(n, pair[k].median_s) for n, pair in rows] for k in (0, 1))
+    largest = sizes[-1]
+    both_s = timed.both(first, largest).median_s
+    alone_s = [pair for _, pair in rows][-1]
+    pairs = [
+        ((k, k + 1), timed.two_devices(a, b, largest).median_s / alone_s[0].median_s)
+        for k, (a, b) in enumerate(pairwise(devices))
+        if k % 2 == 0 and a != b
+    ]
+    return HostLinkMeasurement(
+        d2h=fit(out),
+        h2d=fit(back),
+        both_bytes_per_s=largest / both_s,
+        both_slowdown=both_s / max(t.median_s for t in alone_s),
+        pairs=tuple(pairs),
+        platform=first.platform,
+    )
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Fit:
+    """The line through (bytes, seconds) points by least squares of relative errors, its latency at least 0.
+
+    A single point gives a bandwidth without latency, and so do points through which no rising line goes.
+    """
+    n = np.array([p[0] for p in points], np.float64)
+    t = np.array([max(p[1], 1e-9) for p in points], np.float64)
+    latency, slope = 0.0, 0.0
+    if len(points) > 1:
+        unit = n.max()  # both unknowns in seconds: better conditioned
+        latency, slope = np.linalg.lstsq(np.stack([1 / t, n / unit / t], 1), np.ones(len(t)), rcond=None)[0] / [1, unit]
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    return Fit(float(latency), float(1 / slope), tuple((int(a), float(b)) for a, b in points))
+
+
+class _Timer:
+    """Times copies: a few untimed, then the median of several."""
+
+    def __init__(self, repeats: int, warm_up: int) -> None:
+        self.repeats, self.warm_up = repeats, warm_up
+
+    def alone(self, device: jax.Device, size: int) -> tuple[Timing, Timing]:
+        """Out, and back in."""
+        here, there = _homes(device)
+        array = _array(size, here)
+        out = self._time(lambda: [jax.device_put(array, there)])
+        host = jax.block_until_ready(jax.device_put(array, there))
+        return out, self._time(lambda: [jax.device_put(host, here)])
+
+    def both(self, device: jax.Device, size: int) -> Timing:
+        """Out and in at once."""
+        here, there = _homes(device)
+        array = _array(size, here)
+        host = jax.block_until_ready(jax.device_put(_array(size, here), there))
+        return self._time(lambda: [jax.device_put(array, there), jax.device_put(host, here)])
+
+    def two_devices(self, a: jax.Device, b: jax.Device, size: int) -> Timing:
+        """Out of two devices at once."""
+        pair = [(_array(size, _homes(d)[0]), _homes(d)[1]) for d in (a, b)]
+        return self._time(lambda: [jax.device_put(array, there) for array, there in pair])
+
+    def _time(self, start: Callable[[], Sequence[jax.Array]]) -> Timing:
+        samples = []
+        for n in range(self.warm_up + self.repeats):
+            began = time.perf_counter()
+            jax.block_until_ready(start())
+            if n >= self.warm_up:
+                samples.append(time.perf_counter() - began)
+        return Timing.of(samples)
+
+
+def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Sharding]:
+    """Shardings in device memory and in pinned host memory."""
+    return (
+        jax.sharding.SingleDeviceSharding(device, memory_kind=DEVICE),
+        jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED_HOST),
+    )
+
+
+def _array(size: int, home: jax.sharding.Sharding) -> jax.Array:
+    """``size`` bytes, made on the device."""
+    made: jax.Array = jax.jit(lambda: jnp.ones((max(1, size // 4),), jnp.float32), out_shardings=home)()
+    made.block_until_ready()
+    return made

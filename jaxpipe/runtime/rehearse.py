@@ -1,0 +1,272 @@
+"""One rank's real program alone on one device: does it fit, and how long does each action take?
+
+A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
+gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.runtime.stand_ins`).
+Kernels, buffers, copies to the host and dispatch are the real ones; waiting for neighbours is what is missing, so the step
+time is the rank's own work. :func:`rehearsed_costs` turns reports of some or all ranks into a cost profile, and the simulator
+turns that into the step time of the whole cluster.
+
+*Memory.* On a CPU, bytes of live buffers at every instruction, results there and nothing dropped yet; workspace does not
+show. On a GPU, the peak that the device's allocator reports, workspace included; it never falls in a process, so ranks are
+best rehearsed from the smallest to the largest, and a peak that an earlier one hides is replaced by the most seen between
+instructions, and marked as inexact.
+
+*Time.* Steps without the recorder give the step time and the host's cost, steps with it the time of each action: medians over
+all microbatches and steps, the first step discarded. Not modelled: contention of several ranks for one host link, and
+collectives inside a rank (one device a rank).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.profile import Timing, time_function
+from jaxpipe.profile.memory import OPS
+from jaxpipe.program.accounting import Kind, RankMemory, account
+from jaxpipe.program.ir import Program, Run
+from jaxpipe.program.order import holds, issue_order
+from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
+from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
+from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
+from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
+from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
+from jaxpipe.schedule import Action, Event, HostLink, Timeline, simulate
+from jaxpipe.stage.footprint import device_bytes, footprint
+
+GPU_ALIGN = 256
+"""Bytes to which XLA's GPU allocator rounds."""
+
+
+class Rehearsal:
+    """One rank, ready to run.
+
+    Args:
+        pipeline: built with the same device for every rank.
+        rank: the one to rehearse.
+        vocab_size: integers of the stand-in batch are below it.
+        resident: arrays that a training step keeps on the rank beside what its functions use (master parameters, optimizer
+            state), by the kind the accounting gives them.
+        memory_limit_bytes: a smaller device than the real one: an instruction that needs more than this raises.
+        host: the link to the host as measured. The runtime holds back what waits for an offload's memory, by these times.
+
+    Raises:
+        ConfigError: no such rank, or ranks on several devices.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rank: int,
+        *,
+        vocab_size: int | None = None,
+        resident: Mapping[Kind, Sequence[jax.ShapeDtypeStruct]] | None = None,
+        memory_limit_bytes: float | None = None,
+        host: HostLink | None = None,
+    ) -> None:
+        self.pipeline, self.rank = pipeline, rank
+        ranks = pipeline.schedule.num_ranks
+        if not 0 <= rank < ranks:
+            raise ConfigError(
+                f"there is no rank {rank}: schedule {pipeline.schedule.name!r} has ranks 0 to {ranks - 1}"
+            )
+        devices = {d for mesh in pipeline.submeshes for d in mesh.devices.flat}
+        if len(devices) != 1:
+            raise ConfigError(
+                f"a rehearsal runs on one device, and this pipeline's ranks are on {len(devices)}: build it with the same "
+                "device for every rank, and one device a rank (dp · tp = 1)"
+            )
+        (self.device,) = devices
+        self.program: Program = pipeline.programs[rank]
+        self.functions = {at: f for at, f in pipeline.functions.items() if at[0] == rank}
+        self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
+        self._resident = dict(resident or {})
+        self._limit = memory_limit_bytes
+        self._host = host
+        self._timeline = pipeline.predicted_timeline()
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the accounting, without compiling anything: no workspace."""
+        return self.predicted(footprints=False).peak_bytes
+
+    def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
+        """What the accounting says this rank's program holds."""
+        align = 1 if self.device.platform == "cpu" else GPU_ALIGN
+        report = account(
+            [self.program],
+            issue_order([self.program], self._timeline),
+            self.functions,
+            num_microbatches=self.pipeline.schedule.num_microbatches,
+            resident={self.rank: {kind: sum(device_bytes(a, align) for a in r) for kind, r in self._resident.items()}},
+            timeline=timeline,
+            footprint_of=footprint if footprints else None,
+            align=align,
+        )
+        return report.ranks[0]
+
+    def run(
+        self, *, steps: int = 5, complete: bool = True, progress: Callable[[str], None] | None = None
+    ) -> RankReport:
+        """Run ``steps`` timed steps without and with the recorder, after one that compiles and watches the memory.
+
+        Args:
+            steps: at least 1.
+            complete: first time every function of the rank's stages alone: those that its program does not call too, so that
+                the costs serve other schedules; and the order of dispatch follows from measured times, as in training.
+            progress: called with a line per phase.
+
+        Raises:
+            RunError: an instruction failed; out of memory, it says which one and what it wanted.
+        """
+        tell = progress if progress is not None else lambda text: None
+        tell(f"rank {self.rank}: compiling")
+        used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
+        footprints = {at: footprint(f) for at, f in used.items()}
+        watch = Watch(self.program, self.functions, self._limit)
+        if complete:
+            tell(f"rank {self.rank}: each function alone")
+        alone = self._alone(steps, tell) if complete else {}
+        executor = self._executor(self._timeline_of(alone))
+        tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        gc.collect()
+        before = self.device.memory_stats() or {}
+        host: list[float] = []
+        walls: list[float] = []
+        events: list[Sequence[Event]] = []
+        try:
+            watch.begin(self._placed_bytes())
+            inputs, kept = self._placed()
+            probed = probe_step(executor, inputs, [[self.device]], resident=kept, look=watch)
+            out = _finished(probed.outputs)
+            for n in range(2 * steps):
+                inputs = replace(inputs, acc=out.acc)
+                began = time.perf_counter()
+                out = _finished(executor.run(inputs, record=n >= steps))
+                if n < steps:
+                    walls.append(time.perf_counter() - began)
+                    host += out.instruction_s
+                else:
+                    events.append(out.events)
+        except Exception as error:
+            explained = self._explained(error, watch)
+            if explained is None:
+                raise
+            raise explained from error
+        memory = self._memory(probed.ranks[0], events[-1], before)
+        del out, inputs, kept, probed
+        timings = seconds_of(events)
+        return RankReport(
+            rank=self.rank,
+            num_ranks=self.pipeline.schedule.num_ranks,
+            schedule=self.pipeline.schedule.name,
+            stages=tuple(sorted(s for _, s in self.functions)),
+            num_instructions=len(executor.sequence),
+            device=self.device.device_kind,
+            timings=timings,
+            alone=alone,
+            step=Timing.of(walls),
+            host_us=statistics.median(host) * 1e6,
+            memory=memory,
+            copies=copy_reports(self.program, events),
+            slowdown=slowdown(events),
+            footprints=footprints,
+            events=tuple(events[-1]),
+        )
+
+    def _computes(self) -> set[Action]:
+        return {i.action for i in self.program.instructions if isinstance(i, Run)}
+
+    def _timeline_of(self, alone: Mapping[tuple[str, int], Timing]) -> Timeline:
+        """The schedule simulated with what is known of the costs."""
+        if not alone:
+            return self._timeline
+        seconds = {key: t.median_s for key, t in alone.items()}
+        costs = costs_from(self.pipeline, seconds, source="functions alone", host=self._host)
+        return simulate(self.pipeline.schedule, costs)
+
+    def _executor(self, timeline: Timeline) -> Executor:
+        pipe = self.pipeline
+        return Executor(
+            [self.program],
+            issue_order([self.program], timeline),
+            pipe.functions,
+            [batch_sharded(m) for m in pipe.submeshes],
+            StandIns(self.program, pipe.programs, pipe.stages),
+            all_programs=pipe.programs,
+            offload_fallback=pipe.offload.fallback,
+            holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
+        )
+
+    def _placed(self) -> tuple[StepInputs, Any]:
+        """What a step starts from, and what else a training step keeps on the device."""
+        m = self.pipeline.schedule.num_microbatches
+        params, acc, data = {}, {}, {}
+        for at, f in self.functions.items():
+            params[at] = maker(f.param_avals, PARAMETER)() if f.param_avals else []
+            acc[at] = self.pipeline.zeros(at)
+            if made := batches(f, m, self._vocab):
+                data[at] = made
+        keys: dict[int, Sequence[jax.Array]] = {}
+        if any(f.uses_key for f in self.functions.values()):
+            home = self.pipeline.submeshes[self.rank]
+            keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0), m), replicated(home))
+        kept = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
+        inputs = StepInputs(params, acc, data, keys)
+        jax.block_until_ready((params, acc, data, keys, kept))
+        return inputs, kept
+
+    def _memory(self, measured: RankMeasured, events: Sequence[Event], before: Mapping[str, int]) -> MemoryCheck:
+        """Prediction and measurement. An allocator counts workspace, and a buffer on its way to the host until the copy has
+        ended; the recorded times say when that was. ``before``: its statistics before anything was placed."""
+        if not before:
+            predicted = self.predicted()
+            return MemoryCheck(
+                predicted, predicted.live_peak_bytes, measured.live_peak_bytes, "live buffers", exact=True
+            )
+        predicted = self.predicted(timeline=replace(self._timeline, events=tuple(events)))
+        peak = self.device.memory_stats()["peak_bytes_in_use"]
+        exact = peak > before["peak_bytes_in_use"]
+        most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
+        return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
+
+    def _alone(self, repeats: int, tell: Callable[[str], None]) -> dict[tuple[str, int], Timing]:
+        """Every function of the rank's stages. One for which memory does not suffice is left out: should the program call it,
+        its step will say more."""
+        found = {}
+        for (_, s), stage in sorted(self.functions.items()):
+            for op in OPS:
+                try:
+                    found[(op, s)] = time_function(stage.functions[op], repeats)
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    tell(f"rank {self.rank}: no memory for {op} of stage {s} alone: not timed")
+        return found
+
+    def _explained(self, error: Exception, watch: Watch) -> RunError | None:
+        """An error that means that memory ran out, as one line; None for any other."""
+        stats = self.device.memory_stats() or {}
+        limit = self._limit if self._limit is not None else stats.get("bytes_limit")
+        return out_of_memory(error, watch, self.program, self.functions, self._placed_bytes(), limit)
+
+    def _placed_bytes(self) -> int:
+        """Parameters, accumulators, batch and what else stays: on the device before the first instruction."""
+        kinds: tuple[Kind, ...] = ("parameters", "gradients", "masters", "optimizer", "data")
+        placed = self.predicted(footprints=False).peaks
+        return sum(placed.get(k, 0) for k in kinds)
+
+
+def _finished(out: StepOutputs) -> StepOutputs:
+    out.wait()
+    jax.block_until_ready((dict(out.acc), list(out.losses)))
+    return out

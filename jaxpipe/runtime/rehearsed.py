@@ -1,0 +1,231 @@
+"""What a rehearsal told, and the costs that follow from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxpipe.profile import Timing, with_memory
+from jaxpipe.profile.memory import OPS
+from jaxpipe.program.accounting import RankMemory
+from jaxpipe.program.ir import Offload, Program, Reload
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
+from jaxpipe.stage.footprint import Footprint, footprint
+from jaxpipe.stage.functions import StageFunctions
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCheck:
+    """Bytes on the device. ``predicted``: what the accounting says, its peak broken down by kind; ``predicted_bytes`` is the
+    figure to compare ``measured_bytes`` with: with workspace where the allocator was asked (``memory statistics``), without
+    where buffers were counted (``live buffers``). ``exact``: false if an earlier peak of this process hid the real one, and
+    ``measured_bytes`` is the most seen between instructions."""
+
+    predicted: RankMemory
+    predicted_bytes: int
+    measured_bytes: int
+    source: Literal["live buffers", "memory statistics"]
+    exact: bool
+
+    @property
+    def ratio(self) -> float:
+        """Predicted ÷ measured."""
+        return self.predicted_bytes / self.measured_bytes if self.measured_bytes else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Copies to the host (``d2h``) or back (``h2d``): ``count`` and ``bytes`` a step, seconds of one, and the fraction of their
+    time in which the rank computed."""
+
+    lane: str
+    count: int
+    bytes: int
+    timing: Timing
+    hidden: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth reached."""
+        return self.bytes / self.count / self.timing.median_s if self.timing.median_s > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What rehearsing one rank told.
+
+    ``timings`` by (op, stage): actions of the program; ``alone``: every function of its stages, nothing else running.
+    ``step``: the rank's program without waiting for anybody. ``host_us``: median host time of one instruction. ``slowdown``:
+    compute time while copying ÷ without, median over functions that did both, or None. ``footprints``: XLA's own figures.
+    """
+
+    rank: int
+    num_ranks: int
+    schedule: str
+    stages: tuple[int, ...]
+    num_instructions: int
+    device: str
+    timings: Mapping[tuple[str, int], Timing]
+    alone: Mapping[tuple[str, int], Timing]
+    step: Timing
+    host_us: float
+    memory: MemoryCheck
+    copies: tuple[CopyReport, ...]
+    slowdown: float | None
+    footprints: Mapping[tuple[str, int], Footprint]
+    events: tuple[Event, ...]
+
+    def seconds(self, op: str, stage: int) -> float | None:
+        """Median seconds of an op of one of the rank's stages, in the program or alone; None if it was not timed."""
+        known = self.timings.get((op, stage)) or self.alone.get((op, stage))
+        return known.median_s if known is not None else None
+
+
+def seconds_of(steps: Sequence[Sequence[Event]]) -> dict[tuple[str, int], Timing]:
+    """Seconds of each (op, stage) over all microbatches and steps."""
+    samples: dict[tuple[str, int], list[float]] = {}
+    for events in steps:
+        for e in events:
+            for action in e.action.actions:
+                samples.setdefault((action.op, action.stage), []).append(e.end_s - e.start_s)
+    return {at: Timing.of(values) for at, values in samples.items()}
+
+
+def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[CopyReport, ...]:
+    """Copies out and in over some recorded steps of ``program``."""
+    found = []
+    for lane, kind in (("d2h", Offload), ("h2d", Reload)):
+        copies = [(span, k) for k, events in enumerate(steps) for span in _spans(events, lane)]
+        if not copies:
+            continue
+        moved = sum(
+            sum(written)
+            for i, written in zip(program.instructions, program.written_bytes, strict=True)
+            if isinstance(i, kind)
+        )
+        compute = [_spans(events, "compute") for events in steps]
+        lengths = [b - a for (a, b), _ in copies]
+        hidden = sum(_shared(span, compute[k]) for span, k in copies)
+        total = sum(lengths)
+        found.append(
+            CopyReport(lane, len(copies) // len(steps), moved, Timing.of(lengths), hidden / total if total > 0 else 1.0)
+        )
+    return tuple(found)
+
+
+def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
+    """Seconds of a function while copies are under way for more than half of it ÷ seconds with none: the median over (op,
+    stage) of the ratio of medians; None where no function ran both ways."""
+    groups: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+    for events in steps:
+        copies = _merged([*_spans(events, "d2h"), *_spans(events, "h2d")])
+        for e in events:
+            length = e.end_s - e.start_s
+            if e.lane != "compute" or length <= 0:
+                continue
+            shared = _shared((e.start_s, e.end_s), copies) / length
+            for action in e.action.actions:
+                during, without = groups.setdefault((action.op, action.stage), ([], []))
+                if shared > 0.5:
+                    during.append(length)
+                elif shared == 0:
+                    without.append(length)
+    ratios = [statistics.median(a) / statistics.median(b) for a, b in groups.values() if a and b]
+    return statistics.median(ratios) if ratios else None
+
+
+Span = tuple[float, float]
+
+
+def _spans(events: Sequence[Event], lane: str) -> list[Span]:
+    """When ``lane`` was busy; a sync only waits, so it does not count as compute."""
+    chosen = [e for e in events if e.lane == lane and not all(op_spec(a.op).is_sync for a in e.action.actions)]
+    return sorted((e.start_s, e.end_s) for e in chosen)
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+def _shared(span: Span, others: Sequence[Span]) -> float:
+    """Seconds of ``span`` that lie in one of ``others``, which do not overlap each other."""
+    return sum(max(0.0, min(span[1], b) - max(span[0], a)) for a, b in others)
+
+
+def rehearsed_costs(
+    pipeline: Pipeline,
+    reports: Sequence[RankReport],
+    *,
+    link: Link | None = None,
+    host: HostLink | None = None,
+) -> CostProfile:
+    """The measured cost profile of the ranks in ``reports``: seconds in the program, alone where the program does not call a
+    function; copies to the host take what they took in the program. For the rest see :func:`costs_from`."""
+    keys = {key for r in reports for key in (*r.timings, *r.alone)}
+    seconds = {key: statistics.median(x for r in reports if (x := r.seconds(*key)) is not None) for key in keys}
+    names = ", ".join(str(r.rank) for r in reports)
+    source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"
+    return costs_from(pipeline, seconds, source=source, link=link, host=host)
+
+
+def costs_from(
+    pipeline: Pipeline,
+    seconds: Mapping[tuple[str, int], float],
+    *,
+    source: str,
+    link: Link | None = None,
+    host: HostLink | None = None,
+) -> CostProfile:
+    """A profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L.
+
+    An op of a stage that was not measured gets the seconds that its FLOPs take at the rate of the same op elsewhere (of all
+    ops, if it was measured nowhere); a copy what ``host`` says. ``link``: between any two ranks; free by default. XLA's
+    workspace is in ``temp_bytes`` only if some function of every stage was measured.
+    """
+    stages = pipeline.stages
+    base = pipeline.costs
+    if {s for _, s in seconds} >= set(range(len(stages))):
+        base = with_memory(base, stages, footprint)
+    else:
+        source += "; other stages from FLOPs at the measured rate"
+    f_s, b_s, w_s, bw_s = (_filled(op, stages, seconds) for op in OPS)
+    costs = replace(
+        base,
+        f_s=f_s,
+        b_s=b_s,
+        w_s=w_s,
+        bw_s=bw_s,
+        offload_s=(),
+        load_s=(),
+        link=link if link is not None else base.link,
+        host=host if host is not None else base.host,
+        source=source,
+    )
+    return replace(
+        costs,
+        offload_s=tuple(seconds.get(("O", s), x) for s, x in enumerate(costs.offload_s)),
+        load_s=tuple(seconds.get(("L", s), x) for s, x in enumerate(costs.load_s)),
+    )
+
+
+def _filled(op: str, stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
+    rate = _seconds_per_flop((op,), stages, seconds) or _seconds_per_flop(OPS, stages, seconds)
+    return tuple(seconds.get((op, s), max(1e-6, rate * stage.flops.get(op, 0))) for s, stage in enumerate(stages))
+
+
+def _seconds_per_flop(
+    ops: Sequence[str], stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]
+) -> float:
+    """Over all measured functions of these ops; 0 if there are none with FLOPs."""
+    known = [(stages[s].flops.get(op, 0), x) for (op, s), x in seconds.items() if op in ops]
+    flops = sum(f for f, _ in known)
+    return sum(x for _, x in known) / flops if flops else 0.0

@@ -1,0 +1,99 @@
+"""What the compiler says a stage function needs in memory while it runs: arguments, results, workspace, code.
+
+Read from XLA's buffer assignment (``memory_analysis()`` of the compiled function), so it knows about fusion, buffer reuse and
+donation, which shapes alone do not tell. Works where nothing can run: compiling for described devices is enough. Compiling
+is shared with the runtime: a function that has run for these shapes is not compiled again, nor is one that runs later.
+
+Bytes are those of one device. Not in them: the allocator's rounding, memory that libraries (cuBLAS, NCCL) take for
+themselves, and constants that a backend places with the code without counting them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpipe._jax_compat import aval_bytes
+from jaxpipe.stage.functions import StageFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on one device. ``alias_bytes``: of the results that are written into donated arguments (accumulators), counted in
+    ``argument_bytes`` and in ``output_bytes``. ``temp_bytes``: workspace while the function runs. ``code_bytes``: of the
+    program itself, as long as it is loaded. ``host_bytes``: workspace and results in host memory. ``note``: why the numbers
+    are zero, where the backend does not tell them; else empty."""
+
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    temp_bytes: int = 0
+    code_bytes: int = 0
+    host_bytes: int = 0
+    note: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is live while the function runs, its code left out."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    def __str__(self) -> str:
+        if self.note:
+            return self.note
+        return (
+            f"arguments {self.argument_bytes}, results {self.output_bytes} (in place {self.alias_bytes}), workspace "
+            f"{self.temp_bytes}, code {self.code_bytes} bytes"
+        )
+
+
+UNKNOWN = Footprint(note="the backend does not report the memory of compiled functions; workspace counts as 0")
+
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[jax.ShapeDtypeStruct, ...], Footprint]] = weakref.WeakKeyDictionary()
+
+
+def footprint(function: StageFunction) -> Footprint:
+    """The footprint of a stage function, compiled for its shapes unless it is already. Remembered per compiled function.
+
+    The first compilation takes seconds for a large stage. What the compiler raises (an out-of-memory plan, an unknown
+    target) is passed on.
+    """
+    known = _known.setdefault(function.jitted, {})
+    if function.avals_in not in known:
+        known[function.avals_in] = compiled_footprint(function.jitted.lower(*function.avals_in).compile())
+    return known[function.avals_in]
+
+
+def compiled_footprint(compiled: Any) -> Footprint:
+    """The footprint of any ``jax.stages.Compiled``."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return UNKNOWN
+    return Footprint(
+        argument_bytes=int(stats.argument_size_in_bytes),
+        output_bytes=int(stats.output_size_in_bytes),
+        alias_bytes=int(stats.alias_size_in_bytes),
+        temp_bytes=int(stats.temp_size_in_bytes),
+        code_bytes=int(stats.generated_code_size_in_bytes),
+        host_bytes=int(stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes),
+    )
+
+
+def device_bytes(aval: jax.ShapeDtypeStruct | jax.Array, align: int = 1) -> int:
+    """Bytes that an array takes on each of its devices: of one shard if it is split, of the whole if it is replicated.
+
+    ``align``: the allocator's granularity, to which every buffer is rounded up.
+    """
+    whole = aval_bytes(aval)
+    if aval.sharding is not None and aval.size:
+        whole = whole * math.prod(aval.sharding.shard_shape(tuple(aval.shape))) // aval.size
+    return -(-whole // align) * align
+
+
+def total_device_bytes(avals: Sequence[jax.ShapeDtypeStruct], align: int = 1) -> int:
+    """Sum of :func:`device_bytes`."""
+    return sum(device_bytes(a, align) for a in avals)

@@ -1,0 +1,86 @@
+"""Which residuals of a stage an offload moves: a choice over the ``res`` ports of F, made once per stage.
+
+A residual may leave if B or W (and BW) read it later and F made it: parameters, batch arrays, keys and the stage input are
+never ``res`` ports, and what F only hands on would free nothing. Scalars, and leaves 256 times smaller than the largest, stay:
+each costs a transfer and frees next to nothing. Largest first, and of equal size what W reads after B before what dies with B,
+until a fraction of the bytes is reached (`pipeoffload.txt` section 2 offloads by lifespan; all residuals of a microbatch are
+held from F to B, so within one stage size decides first).
+
+Not modelled: that W alone may read a residual, so that it could come back later than B; a load brings everything back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import StageError
+from jaxpipe.stage.functions import StageFunctions
+
+TINY = 256
+"""A leaf stays if the largest is more than this many times larger."""
+
+
+def with_offload(
+    stage: StageFunctions,
+    fraction: float = 1.0,
+    *,
+    recompute_s: Mapping[int, float] | None = None,
+    link_bytes_per_s: float = math.inf,
+) -> StageFunctions:
+    """``stage`` whose O and L move about ``fraction`` of the bytes that may leave: at least that, and no leaf more than needed.
+
+    Args:
+        stage: any; an earlier choice is replaced.
+        fraction: 0 (nothing moves) to 1 (all that may leave).
+        recompute_s: by ``res`` index, seconds that computing the leaf again would take, where known. Leaves for which this is
+            less than moving them out and back at ``link_bytes_per_s`` stay.
+        link_bytes_per_s: of the host link, one direction.
+
+    Raises:
+        StageError: ``fraction`` is outside 0..1.
+    """
+    if not 0 <= fraction <= 1:
+        raise StageError(f"offload: fraction is {fraction}; want a number between 0 and 1")
+    sizes = leaves_that_may_leave(stage)
+    for index, seconds in (recompute_s or {}).items():
+        if index in sizes and seconds < 2 * sizes[index] / link_bytes_per_s:
+            del sizes[index]
+    read_by_w = {p.index for p in stage.functions["W"].inputs if p.kind == "res"}
+    target = fraction * sum(sizes.values())
+    chosen: dict[int, int] = {}
+    for index in sorted(sizes, key=lambda i: (-sizes[i], i not in read_by_w, i)):
+        if sum(chosen.values()) >= target:
+            break
+        chosen[index] = sizes[index]
+    return replace(stage, offloaded=tuple(sorted(chosen)), offloadable_bytes=sum(chosen.values()))
+
+
+def leaves_that_may_leave(stage: StageFunctions) -> dict[int, int]:
+    """Bytes per device of every leaf that may be offloaded, by ``res`` index."""
+    forward = stage.functions["F"]
+    read = [{p.index for p in stage.functions[op].inputs if p.kind == "res"} for op in ("B", "W", "BW")]
+    needed = (read[0] | read[1]) & read[2]
+    sizes = {
+        port.index: _bytes_per_device(aval)
+        for k, (port, aval) in enumerate(zip(forward.outputs, forward.avals_out, strict=True))
+        if port.kind == "res" and port.index in needed and k not in forward.forwarded and _is_plain_array(aval)
+    }
+    largest = max(sizes.values(), default=0)
+    return {index: n for index, n in sizes.items() if n * TINY >= largest}
+
+
+def _is_plain_array(aval: jax.ShapeDtypeStruct) -> bool:
+    return math.prod(_shard_shape(aval)) > 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _bytes_per_device(aval: jax.ShapeDtypeStruct) -> int:
+    return math.prod(_shard_shape(aval)) * int(aval.dtype.itemsize)
+
+
+def _shard_shape(aval: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return tuple(aval.shape if aval.sharding is None else aval.sharding.shard_shape(aval.shape))

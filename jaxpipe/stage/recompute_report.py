@@ -1,0 +1,153 @@
+"""What each recompute policy saves and costs on the stages at hand, and the cheapest one that fits.
+
+Everything is read off traced programs: nothing is compiled or run, so stages of any size can be compared on any machine. FLOPs
+count elementwise work too (:mod:`jaxpipe.stage.flops`), or ``cheap`` would seem to cost nothing.
+
+Bytes saved count between F and B: what a schedule holds once per microbatch in flight. What W waits for (the operands of its
+matrix products) is the same under every policy that recomputes no product for W, so a schedule that delays W much gains less.
+Not modelled: workspace inside B, which holds what it recomputes for one layer at a time (:mod:`jaxpipe.stage.footprint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxpipe.errors import StageError
+from jaxpipe.stage.compile import BuildCache, build_all
+from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.layer import Layer, Params
+from jaxpipe.stage.policies import STANDARD
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCost:
+    """One policy on one stage, per device and microbatch.
+
+    ``residual_bytes``, ``w_residual_bytes``, ``cotangent_bytes`` as in :class:`~jaxpipe.stage.functions.StageFunctions`.
+    ``saved_bytes``: residual bytes fewer than with ``none``. ``flops``: of F, B, W and BW, elementwise operations counted.
+    ``added_flops``: of F, B and W together, beyond ``none``; ``added_fraction``: of their sum with ``none``.
+    """
+
+    policy: str
+    residual_bytes: int
+    w_residual_bytes: int
+    cotangent_bytes: int
+    saved_bytes: int
+    flops: Mapping[str, int]
+    added_flops: int
+    added_fraction: float
+
+    @property
+    def saved_fraction(self) -> float:
+        """Of the residual bytes with ``none``."""
+        return self.saved_bytes / max(1, self.saved_bytes + self.residual_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "policy": self.policy,
+            "residual_bytes": self.residual_bytes,
+            "w_residual_bytes": self.w_residual_bytes,
+            "cotangent_bytes": self.cotangent_bytes,
+            "saved_bytes": self.saved_bytes,
+            "saved_fraction": self.saved_fraction,
+            "flops": dict(self.flops),
+            "added_flops": self.added_flops,
+            "added_fraction": self.added_fraction,
+        }
+
+
+def compare_policies(
+    stages: Sequence[Sequence[Layer]],
+    param_avals: Mapping[str, Params],
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    meshes: Sequence[Mesh],
+    policies: Sequence[str] = STANDARD,
+    acc_dtype: Any = jnp.float32,
+) -> tuple[tuple[PolicyCost, ...], ...]:
+    """For each stage of a chain, what each of ``policies`` costs, in their order. Arguments as for
+    :func:`~jaxpipe.stage.compile.build_all`; each stage is traced once.
+
+    Raises:
+        StageError: as ``build_all``; a policy does not exist.
+    """
+    cache = BuildCache()
+
+    def built(name: str) -> tuple[StageFunctions, ...]:
+        return build_all(stages, param_avals, data_avals, meshes, name, acc_dtype, cache)
+
+    base = built("none")
+    rows = {name: built(name) for name in dict.fromkeys(policies)}
+    return tuple(
+        tuple(_cost(name, rows[name][s], base[s]) for name in dict.fromkeys(policies)) for s in range(len(stages))
+    )
+
+
+def _cost(name: str, stage: StageFunctions, base: StageFunctions) -> PolicyCost:
+    flops, plain = (
+        {op: jaxpr_flops(f.functions[op].jaxpr, elementwise=True) for op in ("F", "B", "W", "BW")}
+        for f in (stage, base)
+    )
+    total, before = (sum(f[op] for op in ("F", "B", "W")) for f in (flops, plain))
+    return PolicyCost(
+        name,
+        stage.residual_bytes,
+        stage.w_residual_bytes,
+        stage.cotangent_bytes,
+        base.residual_bytes - stage.residual_bytes,
+        MappingProxyType(flops),
+        total - before,
+        (total - before) / max(1, before),
+    )
+
+
+def cheapest_policy(
+    costs: Sequence[PolicyCost], residual_bytes: float, w_residual_bytes: float = float("inf")
+) -> PolicyCost:
+    """The policy that adds the fewest FLOPs among those of one stage that hold at most ``residual_bytes`` from F to B, and
+    ``w_residual_bytes`` from B to W, per microbatch; of equal ones the one that holds least.
+
+    Raises:
+        StageError: none fits; says what the least is.
+    """
+    fitting = [c for c in costs if c.residual_bytes <= residual_bytes and c.w_residual_bytes <= w_residual_bytes]
+    if fitting:
+        return min(fitting, key=lambda c: (c.added_flops, c.residual_bytes, c.w_residual_bytes))
+    least = min(costs, key=lambda c: (c.residual_bytes, c.w_residual_bytes))
+    least_w = min(costs, key=lambda c: (c.w_residual_bytes, c.residual_bytes))
+    w_limit = f" and {w_residual_bytes:.0f} for W" if w_residual_bytes != float("inf") else ""
+    raise StageError(
+        f"no recompute policy holds a microbatch in {residual_bytes:.0f} bytes{w_limit}: {least.policy} needs "
+        f"{least.residual_bytes} ({least_w.policy} {least_w.w_residual_bytes} for W); use a smaller microbatch or more stages"
+    )
+
+
+def policy_table(costs: Sequence[PolicyCost]) -> str:
+    """The policies of one stage, a line each: MiB held from F to B and from B to W, bytes saved and FLOPs added in percent."""
+    mib = 1 << 20
+    lines = [f"{'policy':<22}{'F to B, MiB':>13}{'saved':>9}{'B to W, MiB':>13}{'FLOPs added':>13}"]
+    lines += [
+        f"{c.policy:<22}{c.residual_bytes / mib:>13.3f}{c.saved_fraction:>9.1%}{c.w_residual_bytes / mib:>13.3f}"
+        f"{c.added_fraction:>13.2%}"
+        for c in costs
+    ]
+    return "\n".join(lines)
+
+
+def policy_tables(stages: Sequence[Sequence[PolicyCost]]) -> str:
+    """The table of each stage under a heading, equal stages together."""
+    alike: dict[str, list[int]] = {}
+    for s, costs in enumerate(stages):
+        alike.setdefault(policy_table(costs), []).append(s)
+    return "\n".join(
+        f"recomputing on stage{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}, per microbatch:\n{table}"
+        for table, which in alike.items()
+    )

@@ -1,0 +1,201 @@
+"""From a config to rehearsals of its ranks on one device, and from their reports to what people and files get.
+
+The pipeline is the one that training would build, except that every rank sits on the same device; so the memory limit,
+recompute policy, offload and re-planning of the config are in the program that is rehearsed. What a training step keeps on a
+rank beside the program (master parameters where the compute dtype is smaller, optimizer state) is there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxpipe.profile import Timing
+from jaxpipe.program.accounting import Kind
+from jaxpipe.runtime.host_memory import check_host_memory
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.rehearse import Rehearsal
+from jaxpipe.runtime.rehearsed import RankReport, rehearsed_costs
+from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
+from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.metrics import format_bytes
+from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, offload_options, step_of
+from jaxpipe.train.step import TrainStep
+
+_NO_LIMIT_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """Reports of some ranks, in order; ``costs`` that follow from them; ``timeline``: a whole step simulated with these."""
+
+    reports: tuple[RankReport, ...]
+    costs: CostProfile
+    timeline: Timeline
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        pipeline: Pipeline,
+        reports: Sequence[RankReport],
+        *,
+        link: Link | None = None,
+        host: HostLink | None = None,
+    ) -> Rehearsed:
+        """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
+        ordered = tuple(sorted(reports, key=lambda r: r.rank))
+        measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
+        costs = step_of(config, pipeline.with_costs(measured)).costs_with_state()
+        return cls(ordered, costs, simulate(pipeline.schedule, costs))
+
+
+def pipeline_on_one_device(prepared: Prepared, device: jax.Device, progress: Progress) -> Pipeline:
+    """The config's pipeline with every rank on ``device``. Compiles nothing.
+
+    Raises:
+        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
+    """
+    config = prepared.config
+    roomy = replace(
+        config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB)
+    )  # a rank at a time: checked there
+    return compile_pipeline(replace(prepared, config=roomy), [device] * prepared.schedule.num_ranks, progress)
+
+
+def rehearsals(
+    prepared: Prepared,
+    pipeline: Pipeline,
+    ranks: Sequence[int],
+    *,
+    optimizer: bool = True,
+    memory_limit_bytes: float | None = None,
+    host: HostLink | None = None,
+) -> list[Rehearsal]:
+    """Rehearsals of ``ranks``, the one that needs least memory first (an allocator's peak never falls).
+
+    Raises:
+        ConfigError: no such rank.
+        ProgramError: the host has no room for what a rank offloads.
+    """
+    for rank in ranks:
+        platform = pipeline.submeshes[rank].devices.flat[0].platform
+        check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
+    step = step_of(prepared.config, pipeline)
+    found = [
+        Rehearsal(
+            pipeline,
+            rank,
+            vocab_size=prepared.dataset.tokenizer.vocab_size,
+            resident=resident(step, rank) if optimizer else None,
+            memory_limit_bytes=memory_limit_bytes,
+            host=host,
+        )
+        for rank in ranks
+    ]
+    return sorted(found, key=lambda r: r.predicted_peak_bytes)
+
+
+def resident(step: TrainStep, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
+    """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
+    pipeline, states = step.pipeline, step.stage_states()
+    here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
+    return {
+        "masters": [a for s in here if pipeline.casts for a in states[s].master],
+        "optimizer": [a for s in here if pipeline.primary(s)[0] == rank for a in jax.tree.leaves(states[s].optimizer)],
+    }
+
+
+def rehearsed_json(done: Rehearsed) -> dict[str, Any]:
+    """All of it, as JSON can hold it."""
+    return {
+        "ranks": [_rank_json(r) for r in done.reports],
+        "predicted_step_s": done.timeline.makespan if _complete(done) else None,
+        "predicted_bubble_rate": done.timeline.bubble_rate if _complete(done) else None,
+        "costs": to_costs(done.costs),
+    }
+
+
+def _rank_json(r: RankReport) -> dict[str, Any]:
+    def functions(timings: Mapping[tuple[str, int], Timing]) -> list[dict[str, Any]]:
+        return [{"op": op, "stage": s, **asdict(t)} for (op, s), t in sorted(timings.items(), key=lambda x: x[0][::-1])]
+
+    predicted = r.memory.predicted
+    return {
+        "rank": r.rank,
+        "num_ranks": r.num_ranks,
+        "schedule": r.schedule,
+        "stages": list(r.stages),
+        "device": r.device,
+        "instructions": r.num_instructions,
+        "step": asdict(r.step),
+        "host_us": r.host_us,
+        "functions": functions(r.timings),
+        "functions_alone": functions(r.alone),
+        "memory": {
+            "predicted_bytes": r.memory.predicted_bytes,
+            "measured_bytes": r.memory.measured_bytes,
+            "predicted_over_measured": r.memory.ratio,
+            "source": r.memory.source,
+            "exact": r.memory.exact,
+            "at": predicted.at,
+            "by_kind": dict(predicted.by_kind),
+        },
+        "copies": [{**asdict(c), "bytes_per_s": c.bytes_per_s} for c in r.copies],
+        "slowdown_while_copying": r.slowdown,
+        "workspace": [
+            {"op": op, "stage": s, "temp_bytes": f.temp_bytes} for (op, s), f in sorted(r.footprints.items())
+        ],
+    }
+
+
+def rehearsed_text(done: Rehearsed) -> str:
+    """A block per rank, then the step of the whole cluster if all ranks were rehearsed."""
+    blocks = [_rank_text(r) for r in done.reports]
+    if _complete(done):
+        t = done.timeline
+        span = max(r.step.median_s for r in done.reports)
+        blocks.append(
+            f"all ranks: predicted step {t.makespan * 1e3:.2f} ms without the optimizer's update, bubble "
+            f"{t.bubble_rate:.1%}; the busiest rank alone takes {span * 1e3:.2f} ms"
+        )
+    return "\n\n".join(blocks)
+
+
+def _complete(done: Rehearsed) -> bool:
+    return len(done.reports) == done.reports[0].num_ranks
+
+
+def _rank_text(r: RankReport) -> str:
+    stages = ", ".join(map(str, r.stages))
+    m = r.memory
+    kinds = ", ".join(
+        f"{kind} {format_bytes(n)}" for kind, n in sorted(m.predicted.by_kind.items(), key=lambda x: -x[1])
+    )
+    lines = [
+        f"rank {r.rank} of {r.num_ranks} (stage{'s' * (len(r.stages) > 1)} {stages}), schedule {r.schedule}, "
+        f"{r.num_instructions} instructions on one {r.device}",
+        f"  memory  predicted {format_bytes(m.predicted_bytes)}, measured {'' if m.exact else 'at least '}"
+        f"{format_bytes(m.measured_bytes)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
+        f"          with workspace {format_bytes(m.predicted.peak_bytes)}, at {m.predicted.at}: {kinds}",
+        f"  step    {r.step} without waiting for other ranks; {r.host_us:.0f} µs of the host per instruction",
+        "  op  stage        ms  spread  samples  alone ms",
+    ]
+    for op, s in sorted({*r.timings, *r.alone}, key=lambda at: at[::-1]):
+        t, alone = r.timings.get((op, s)), r.alone.get((op, s))
+        cells = (
+            f"{t.median_s * 1e3:>8.3f}  {t.spread:>6.0%}  {t.count:>7}" if t is not None else f"{'-':>8}{'-':>8}{0:>9}"
+        )
+        lines.append(f"  {op:<2}  {s:>5}  {cells}" + (f"  {alone.median_s * 1e3:>8.3f}" if alone is not None else ""))
+    lines += [
+        f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count)}, "
+        f"{c.bytes_per_s / 1e9:.2f} GB/s, {c.hidden:.0%} of their time under compute"
+        for c in r.copies
+    ]
+    if r.slowdown is not None:
+        lines.append(f"  compute takes {r.slowdown:.3f} × as long while copies run")
+    return "\n".join(lines)

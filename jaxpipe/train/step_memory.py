@@ -1,0 +1,137 @@
+"""Predicted memory of a whole training step: the pipeline with the optimizer's state beside it, or the update after it.
+
+The update of a stage works in place on masters, accumulators and optimizer state; with a smaller compute dtype the new
+compute copies are made while the old ones are still there. Replicas of a stage (bidirectional placements) add their
+accumulators up before it, and get the new parameters while they hold the old; tied leaves travel between their ranks. The
+update's peak counts all of that as if it happened at once, so it is an upper bound; the pipeline's is exact
+(:mod:`jaxpipe.program.accounting`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
+per action).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.mesh import replicated
+from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.stage.footprint import Footprint, device_bytes, total_device_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What the update of one stage takes, as shapes on the stage's primary rank."""
+
+    master: Sequence[jax.ShapeDtypeStruct]
+    acc: Sequence[jax.ShapeDtypeStruct]
+    optimizer: Any
+
+    @property
+    def master_bytes(self) -> int:
+        return total_device_bytes(self.master)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return sum(device_bytes(leaf) for leaf in jax.tree.leaves(self.optimizer))
+
+
+def master_avals(pipeline: Pipeline, stage: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of a stage's master buffers on its primary rank."""
+    home = replicated(pipeline.submeshes[pipeline.primary(stage)[0]])
+
+    def aval(b: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = pipeline.master_dtype if jnp.issubdtype(b.dtype, jnp.floating) else b.dtype
+        return jax.ShapeDtypeStruct(b.shape, dtype, sharding=home)
+
+    return [aval(b) for b in pipeline.layout(stage).buffers]
+
+
+def step_memory(
+    pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint], *, workspace: bool = True
+) -> MemoryReport:
+    """The memory of a step, per rank: of the pipeline's instructions or of the update, whichever is more.
+
+    Args:
+        states: by stage, what its update takes.
+        updates: by stage, the compiled update.
+        workspace: count temporaries.
+    """
+    casts = pipeline.casts
+    resident: dict[int, dict[Kind, int]] = {}
+    for s, ranks in pipeline.instances.items():
+        for r in ranks:
+            held = resident.setdefault(r, {"masters": 0, "optimizer": 0, "code": 0})
+            held["masters"] += states[s].master_bytes if casts else 0
+        primary = resident[ranks[0]]
+        primary["optimizer"] += states[s].optimizer_bytes
+        primary["code"] += updates[s].code_bytes if workspace else 0
+    # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
+    report = pipeline.memory_report(resident=resident, workspace=workspace, timed_copies=True)
+    larger = tuple(_larger(r, _update(pipeline, r, resident[r.rank], states, updates, workspace)) for r in report.ranks)
+    return replace(report, ranks=larger)
+
+
+def _update(
+    pipeline: Pipeline,
+    before: RankMemory,
+    resident: Mapping[Kind, int],
+    states: Mapping[int, StageState],
+    updates: Mapping[int, Footprint],
+    workspace: bool,
+) -> dict[Kind, int]:
+    """Bytes by kind on a rank while its stages are updated."""
+    rank = before.rank
+    casts = pipeline.casts
+    here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
+    shared = [s for s in here if len(pipeline.instances[s]) > 1]
+    held: dict[Kind, int] = {k: n for k, n in resident.items() if n}
+    for kind in ("parameters", "gradients", "losses"):
+        held[kind] = before.peaks.get(kind, 0)
+    held["code"] = before.peaks.get("code", 0)
+    acc = {s: total_device_bytes(states[s].acc) for s in here}
+    sums = sum(acc[s] for s in shared) + max((acc[s] for s in shared if pipeline.primary(s)[0] == rank), default=0)
+    copies = {s: states[s].master_bytes for s in shared if pipeline.primary(s)[0] != rank}
+    held["gradients"] += sums
+    held["masters" if casts else "parameters"] = held.get("masters" if casts else "parameters", 0) + sum(
+        copies.values()
+    )
+    if casts:
+        held["parameters"] += sum(total_device_bytes(pipeline.functions[(rank, s)].param_avals) for s in here)
+    held["communication"] = _tied_bytes(pipeline, rank)
+    if workspace:
+        held["temporaries"] = max((_workspace(updates[s], states[s]) for s in here), default=0)
+    return {k: n for k, n in held.items() if n}
+
+
+def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
+    """Leaves that are carried between this rank and others, so that tied copies stay equal: gradients, then values."""
+    itemsize = pipeline.master_dtype.itemsize
+    sizes = {
+        tie: next(
+            slot.size * itemsize
+            for slot in pipeline.layout(tie.owner_stage).slots
+            if (slot.layer, *slot.path) == tie.owner_path
+        )
+        for tie in pipeline.tied
+    }
+    ends = [(pipeline.primary(s)[0], n) for tie, n in sizes.items() for s in (tie.owner_stage, tie.copy_stage)]
+    return sum(n for home, n in ends if home == rank)
+
+
+def _workspace(update: Footprint, state: StageState) -> int:
+    """What an update allocates beside the new compute copies: XLA's temporaries, and what it does not write in place."""
+    donated = state.master_bytes + total_device_bytes(state.acc) + state.optimizer_bytes
+    return update.temp_bytes + max(0, donated - update.alias_bytes)
+
+
+def _larger(rank: RankMemory, update: Mapping[Kind, int]) -> RankMemory:
+    total = sum(update.values())
+    peaks: dict[Kind, int] = {k: max(rank.peaks.get(k, 0), update.get(k, 0)) for k in {**rank.peaks, **update}}
+    if total <= rank.peak_bytes:
+        return replace(rank, peaks=peaks)
+    return replace(rank, peak_bytes=total, at="the update", by_kind=dict(update), peaks=peaks)

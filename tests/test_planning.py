@@ -1,0 +1,509 @@
+"""`jaxpipe plan`: targets, roofline, bytes of stages, predictions against the runtime's accounting and the papers, the verb.
+
+Truth: closed forms for kernels and layers, the program-level account of memory (which other tests compare with live
+buffers), the papers' tables. Compiling for a GPU without one is tested where the CUDA wheels are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe._jax_compat import compile_only_devices
+from jaxpipe.cli import main
+from jaxpipe.errors import ConfigError
+from jaxpipe.planning.compiled import Compiler
+from jaxpipe.planning.predict import Prediction, predict
+from jaxpipe.planning.roofline import Efficiency, Work, work_of
+from jaxpipe.planning.stages import PlannedStage, Sharding, Workbench, workbench
+from jaxpipe.planning.suggest import suggest
+from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate, read_costs, read_schedule, simulate
+from jaxpipe.train.config import TrainConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PLANS = ROOT / "scripts" / "plans"
+H100 = TARGETS["h100"]
+FULL = Efficiency(matmul=1.0, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, kernel_s=0.0)
+
+ACTIVATION_GB = {
+    "gpt-9.6b": {"1f1b": 46, "v-half": 28, "v-min": 19, "v-zb": 48},
+    "gpt-21b": {"1f1b": 42, "v-half": 24, "v-min": 17, "v-zb": 43},
+    "gpt-38.5b": {"1f1b": 35, "v-half": 19, "v-min": 14, "v-zb": 36},
+}
+"""`controllable-memory.txt` table 4."""
+
+
+def silent(text: str) -> None:
+    """Progress that nobody reads."""
+
+
+def small(**pipeline: Any) -> TrainConfig:
+    """A GPT of four blocks on two ranks."""
+    options = {"vocab_size": 64, "d_model": 32, "num_layers": 4, "num_heads": 4, "tied": False}
+    return TrainConfig.from_dict(
+        {
+            "model": {"target": "models.gpt:GPT", "options": options},
+            "data": {"path": "none.npy", "tokenizer": "ids:64", "seq_len": 16},
+            "pipeline": {"ranks": 2, "microbatches": 4, **pipeline},
+            "run": {"batch": 8},
+        }
+    )
+
+
+def bench_of(config: TrainConfig, target: Target = H100, sharding: Sharding = Sharding(), **others: Any) -> Workbench:  # noqa: B008
+    return workbench(config, target, Efficiency(), sharding, silent, **others)
+
+
+def prediction_of(
+    config: TrainConfig, bench: Workbench | None = None, limit: float = 80e9, **others: Any
+) -> Prediction:
+    bench = bench if bench is not None else bench_of(config)
+    return predict(config, bench, bench.target, bench.efficiency, bench.sharding, limit, **others)
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_survives_its_json_form(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(target_json(TARGETS[name])))
+    assert find_target(str(file)) == TARGETS[name]
+
+
+def test_a_file_may_change_a_known_target(tmp_path: Path) -> None:
+    file = tmp_path / "fat.json"
+    file.write_text(json.dumps({"base": "h100", "memory_bytes": 2e11}))
+    assert find_target(str(file)) == replace(H100, name="fat", description="fat", memory_bytes=2e11)
+
+
+def test_an_unknown_target_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown target 'h10'; did you mean 'h100'\?; known: a100, .*b200, cpu, or"):
+        find_target("h10")
+
+
+def test_every_mistake_of_a_target_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    bad = {
+        "memory_bytes": -1,
+        "node_size": 2.5,
+        "host_duplex": 1,
+        "speed": 3,
+        "flops_per_s": {"bfloat16": 1},
+        "chip": {},
+    }
+    file.write_text(json.dumps(bad))
+    with pytest.raises(ConfigError) as caught:
+        find_target(str(file))
+    for key in (*bad, "memory_bytes_per_s", "d2h_bytes_per_s"):
+        assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[]", "want an object"), (None, "can't be read")])
+def test_a_target_file_that_can_not_be_read(text: str | None, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        find_target(str(file))
+
+
+def test_the_description_of_an_h100_is_the_measured_one() -> None:
+    text = device_text(H100)
+    for line in (
+        "core_count: 132", "memory_bandwidth: 3352320000000", "device_memory_size: 84942979072", "clock_rate_ghz: 1.98",
+        "shared_memory_per_block_optin: 232448", "l2_cache_size: 52428800", 'device_description_str: "NVIDIA H100 80GB HBM3"',
+    ):  # fmt: skip
+        assert line in text
+
+
+# -- roofline ---------------------------------------------------------------------------------------------------------
+
+
+def work(f: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Work:
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return work_of(jax.make_jaxpr(f)(*arrays), H100, FULL)
+
+
+def test_a_large_product_takes_its_operations_over_the_peak() -> None:
+    n = 4096
+    w = work(lambda a, b: a @ b, (n, n), (n, n))
+    assert w.flops == 2 * n**3
+    assert w.moved_bytes == 3 * n * n * 2
+    assert w.seconds == pytest.approx(2 * n**3 / 989.4e12)
+
+
+def test_a_thin_product_takes_its_bytes_over_the_bandwidth() -> None:
+    w = work(lambda a, b: a @ b, (4096, 4096), (4096, 1))
+    assert w.seconds == pytest.approx((4096 * 4096 + 2 * 4096) * 2 / 3352.32e9)
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(jnp.bfloat16, 989.4e12), (jnp.float32, 494.7e12)])
+def test_the_dtype_of_the_operands_chooses_the_peak(dtype: Any, rate: float) -> None:
+    n = 8192
+    assert work(lambda a, b: a @ b, (n, n), (n, n), dtype=dtype).seconds == pytest.approx(2 * n**3 / rate)
+
+
+def test_a_chain_of_elementwise_work_is_one_kernel() -> None:
+    n = 1 << 20
+    w = work(lambda a, b: jnp.tanh(jnp.exp(a) * b + a).reshape(1024, -1) * 2, (n,), (n,))
+    assert (w.kernels, w.moved_bytes, w.flops) == (1, 3 * 2 * n, 0)
+
+
+def test_a_reduction_reads_through_what_feeds_it() -> None:
+    w = work(lambda a: jnp.sum(jnp.exp(a), axis=1, dtype=jnp.bfloat16), (1024, 1024))
+    assert w.moved_bytes == pytest.approx(2 * 1024 * 1024 + 2 * 1024, rel=0.01)
+
+
+def test_a_loop_counts_its_body_each_time() -> None:
+    def body(x: Any, _: Any) -> tuple[Any, None]:
+        return x @ x, None
+
+    once = work(lambda a: a @ a, (512, 512))
+    loop = work(lambda a: jax.lax.scan(body, a, None, length=7)[0], (512, 512))
+    assert loop.flops == 7 * once.flops
+    assert loop.seconds == pytest.approx(7 * once.seconds)
+
+
+def test_workspace_is_what_is_made_and_read_inside() -> None:
+    n = 256
+    chain = work(lambda a, b: ((a @ b) @ b) @ b, (n, n), (n, n))  # two results of products live at once
+    assert chain.workspace_bytes == 2 * n * n * 2
+    assert work(lambda a, b: a @ b, (n, n), (n, n)).workspace_bytes == 0
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table_2() -> tuple[TrainConfig, Workbench]:
+    """The 9.6B model of `controllable-memory.txt`."""
+    config = load_config(PLANS / "gpt-9.6b.toml")
+    return config, bench_of(config, TARGETS["a100"])
+
+
+def layer_of(config: TrainConfig, bench: Workbench, recompute: str) -> PlannedStage:
+    """A stage of one block."""
+    cut = bench.plan(
+        config.override(["pipeline.schedule=v-zb", "pipeline.chunks=2", f"pipeline.cut={list(range(1, 32))}"]), 32
+    ).cut
+    return bench.stages(cut, recompute, 4)[5]
+
+
+@pytest.mark.parametrize(("recompute", "scores"), [("fused", 5), ("flash", 0)])
+def test_a_gpt_layer_keeps_what_megatron_does(
+    recompute: str, scores: int, table_2: tuple[TrainConfig, Workbench]
+) -> None:
+    """34 bsh + 5 abs² bytes with 16-bit values and dropout (Korthikanti et al. 2023); flash attention keeps no score."""
+    b, s, h, a = 4, 1024, 5120, 40
+    assert layer_of(*table_2, recompute).residual == 34 * b * s * h + scores * a * b * s * s
+
+
+def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[TrainConfig, Workbench]) -> None:
+    layer = layer_of(*table_2, "fused")
+    assert layer.parameters + layer.gradients + layer.optimizer == 18 * layer.num_params
+    p = prediction_of(small())
+    assert sum(m.parameters + m.gradients + m.optimizer for m in p.memory) == 16 * p.num_params
+
+
+def test_equal_stages_are_traced_once() -> None:
+    config = small(ranks=4, microbatches=4, cut=[2, 3, 4])
+    seen: list[str] = []
+    bench = workbench(config, H100, Efficiency(), Sharding(), seen.append)
+    stages = bench.stages(bench.plan(config, 4).cut, "none", 2)
+    assert stages[1] is stages[2]
+    assert len([line for line in seen if line.startswith("tracing")]) == 3
+
+
+def test_tensor_parallel_divides_all_but_the_residual_stream() -> None:
+    config = small(recompute="fused")
+    cut = bench_of(config).plan(config, 2).cut
+    whole, part, split = (
+        bench_of(config, sharding=s).stages(cut, "fused", 2)[0] for s in (Sharding(), Sharding(4), Sharding(4, True))
+    )
+    assert part.parameters == whole.parameters / 4
+    assert split.residual == pytest.approx(whole.residual / 4)
+    assert split.residual < part.residual < whole.residual
+    assert part.boundary == whole.boundary == 4 * split.boundary
+    assert part.streams == 2
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("po-f", 2)])
+def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
+    """The account of the lowered programs walks what the runtime executes; a plan knows the schedule and shapes only."""
+    config = small(schedule=schedule, chunks=chunks)
+    p = prediction_of(config)
+    bench = bench_of(config)
+    pipeline = Pipeline.build(
+        bench.model,
+        p.schedule,
+        microbatch_size=2,
+        boundaries=bench.plan(config, p.schedule.num_stages).cut,
+        costs=p.costs,
+    )
+    report = pipeline.memory_report(workspace=False, timed_copies=True)
+    for planned, exact in zip(p.memory, report.ranks, strict=True):
+        beside = exact.by_kind.get("data", 0) + exact.by_kind.get("losses", 0)
+        mine = planned.parameters + planned.gradients + p.activation_bytes[planned.rank]
+        assert exact.peak_bytes - beside <= mine <= 1.05 * exact.peak_bytes
+
+
+def test_times_and_ratios_follow_their_definitions() -> None:
+    config = small()
+    p = prediction_of(config)
+    assert p.step_s == p.timeline.makespan + p.update_s
+    assert p.timeline.makespan == simulate(p.schedule, p.costs).makespan
+    assert p.tokens_per_s == pytest.approx(8 * 16 / p.step_s)
+    assert p.mfu == pytest.approx(p.model_flops / (p.step_s * 2 * 494.7e12))
+    layers = 4 * (24 * 16 * 32**2 + 4 * 16**2 * 32) + 2 * 16 * 32 * 64  # Narayanan et al. 2021, and the head
+    assert p.model_flops == 3 * 8 * layers
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-min", "v-zb"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt-9.6b", pytest.param("gpt-21b", marks=pytest.mark.soak), pytest.param("gpt-38.5b", marks=pytest.mark.soak)],
+)
+def test_activation_memory_of_the_paper(name: str, schedule: str, table_2: tuple[TrainConfig, Workbench]) -> None:
+    """Within 10% of `controllable-memory.txt` table 4: bfloat16, attention scores kept, sequence 1024."""
+    config, bench = table_2 if name == "gpt-9.6b" else (config := load_config(PLANS / f"{name}.toml"), bench_of(config))
+    if schedule != "1f1b":
+        blocks = len(bench.model.layers) - 3
+        v = (f"pipeline.schedule={schedule}", "pipeline.chunks=2", f"pipeline.cut={list(range(1, blocks + 2))}")
+        config = config.override(v)
+    got = max(prediction_of(config, bench).activation_bytes) / 1e9
+    assert got == pytest.approx(ACTIVATION_GB[name][schedule], rel=0.1)
+
+
+def test_offload_is_priced_at_the_shared_host_link() -> None:
+    config = small(schedule="po-h", chunks=2)
+    apart = prediction_of(config)
+    shared = prediction_of(config, bench_of(config, TARGETS["a100"]))
+    assert apart.costs.host.groups == ()
+    assert shared.costs.host.groups == ((0, 1),)
+    assert apart.offloaded > 0
+    assert max(apart.offload_bytes) > 0
+    half = prediction_of(config.override(["offload.fraction=0.5"]))
+    assert 0 < max(half.offload_bytes) < max(apart.offload_bytes)
+
+
+# -- suggestions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tight() -> tuple[Prediction, Workbench, float]:
+    config = small(microbatches=8, ranks=2)
+    bench = bench_of(config)
+    roomy = prediction_of(config, bench)
+    limit = 0.9 * roomy.worst.total
+    return prediction_of(config, bench, limit), bench, limit
+
+
+def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Prediction, Workbench, float]) -> None:
+    current, bench, limit = tight
+    assert not current.fits
+    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    assert found.fitting
+    assert found.left_out == 0
+    speeds = [s.prediction.tokens_per_s_per_device for s in found.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    for s in found.fitting[:5]:
+        assert s.prediction.worst.total <= limit
+        if s.schedule is None:
+            again = prediction_of(current.config.override(s.overrides), bench, limit)
+            assert (again.step_s, again.worst.total) == (s.prediction.step_s, s.prediction.worst.total)
+    assert any(o.startswith("pipeline.recompute=") for s in found.fitting for o in s.overrides)
+    assert any(o.startswith("pipeline.schedule=") for s in found.fitting for o in s.overrides)
+
+
+def test_no_time_for_suggestions_is_said(tight: tuple[Prediction, Workbench, float]) -> None:
+    current, bench, limit = tight
+    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 0.0)
+    assert found.fitting == ()
+    assert found.left_out > 10
+    assert found.smallest.prediction is current
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+def test_workspace_by_compiling_for_this_cpu() -> None:
+    config, notices = small(recompute="full"), list[str]()
+    compiler = Compiler(TARGETS["cpu"], notices.append, 1e9)
+    bench = bench_of(config, TARGETS["cpu"], temp_of=compiler)
+    p = prediction_of(config, bench, compile_stages=True)
+    assert notices == []
+    assert compiler.count == 4  # F and BW of two different stages: 1F1B has no B and W
+    pipeline = Pipeline.build(
+        bench.model, p.schedule, microbatch_size=2, boundaries=bench.plan(config, 2).cut, recompute="full"
+    )
+    exact = pipeline.memory_report().ranks
+    assert [m.temporaries > 0 for m in p.memory] == [True, True]
+    for planned, known in zip(p.memory, exact, strict=True):
+        beside = known.by_kind.get("data", 0) + known.by_kind.get("losses", 0) + known.by_kind.get("code", 0)
+        assert known.peak_bytes - beside <= planned.total - planned.optimizer <= 1.05 * known.peak_bytes
+
+
+def test_a_compile_budget_is_kept_and_told() -> None:
+    config, notices = small(), list[str]()
+    bench = bench_of(config, TARGETS["cpu"], temp_of=Compiler(TARGETS["cpu"], notices.append, 0.0))
+    p = prediction_of(config, bench, compile_stages=True)
+    assert len(notices) == 1
+    assert "the rest is estimated" in notices[0]
+    assert p.worst.temporaries > 0
+
+
+def _no_cuda() -> str:
+    devices = compile_only_devices("h100", device_text(H100))
+    return devices if isinstance(devices, str) else ""
+
+
+@pytest.mark.parametrize(
+    "name", ["h100", *(pytest.param(name, marks=pytest.mark.soak) for name in ("a100", "h20", "b200"))]
+)
+def test_compiling_for_a_gpu_that_is_not_here(name: str) -> None:
+    if reason := _no_cuda():
+        pytest.skip(reason)
+    config, notices = small(), list[str]()
+    compiler = Compiler(TARGETS[name], notices.append, 1e9)
+    p = prediction_of(config, bench_of(config, TARGETS[name], temp_of=compiler), compile_stages=True)
+    assert notices == []
+    assert compiler.count == 4
+    assert p.worst.temporaries > 0
+
+
+def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpipe.planning.compiled.compile_only_devices", lambda *a: "no wheels here")
+    notices: list[str] = []
+    compiler = Compiler(H100, notices.append)
+    config = small()
+    p = prediction_of(config, bench_of(config, temp_of=compiler), compile_stages=True)
+    assert notices == ["workspace is estimated from the jaxprs where it was not compiled: no wheels here"]
+    assert compiler.count == 0
+    assert p.worst.temporaries > 0
+
+
+def test_a_long_stage_is_compiled_short_and_scaled() -> None:
+    config = small(ranks=1, microbatches=2)
+    compiler = Compiler(TARGETS["cpu"], silent, 1e9)
+    p = prediction_of(config, bench_of(config, TARGETS["cpu"], temp_of=compiler), compile_stages=True)
+    assert compiler.count == 4  # F and BW, with one block and with two
+    assert p.worst.temporaries > 0
+
+
+# -- the verb ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ[name])  # the verb changes them
+    path = tmp_path / "run.toml"
+    path.write_text(small().to_toml())
+    return str(path)
+
+
+def test_plan_prints_json_and_writes_files(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(tmp_path / name) for name in ("plan.svg", "plan.html", "plan.sched", "costs.json")]
+    outputs = ["-o", files[0], "-o", files[1], "-o", files[2], "--costs-out", files[3]]
+    code = main(["plan", config_file, "pipeline.microbatches=8", "--json", "--compile-seconds", "0", *outputs])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["fits"]
+    assert plan["microbatches"] == 8
+    assert plan["limit_bytes"] == pytest.approx(0.92 * H100.memory_bytes)
+    assert [m["rank"] for m in plan["memory"]] == [0, 1]
+    assert plan["peak_bytes"] == max(m["total_bytes"] for m in plan["memory"])
+    assert read_schedule(files[2]) == generate("1f1b", 2, 8)
+    assert read_costs(files[3]).num_stages == 2
+    assert "roofline of h100" in read_costs(files[3]).source
+    assert all(Path(f).stat().st_size > 100 for f in files)
+    assert "tracing" in err
+
+
+def test_plan_that_does_not_fit_suggests(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--compile-seconds", "0", "--suggest-seconds", "8", "--schedules", str(tmp_path)]
+    code = main(["plan", config_file, "--memory-limit-gb", "0.00098", *flags])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "DOES NOT FIT: rank" in out
+    assert "change that fits" in out
+    assert "pipeline.recompute=flash" in out
+    assert "assumed  precision: float32" in out
+
+
+def test_a_limit_below_everything_says_the_minimum(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--memory-limit-gb", "0.0001", "--compile-seconds", "0", "--suggest-seconds", "5"]
+    code = main(["plan", config_file, "--json", *flags])
+    out, err = capsys.readouterr()
+    last = err.strip().splitlines()[-1]
+    assert code == 2
+    assert last.startswith("jaxpipe: nothing tried fits in 0.0001 GB a device: the least memory found is 0.000")
+    plan = json.loads(out)
+    assert plan["suggestions"] == []
+    assert plan["smallest"]["peak_bytes"] > 1e5
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--target", "gb300"], "unknown target 'gb300'; did you mean 'b200'?; known: a100, a100-40, a800, h100"),
+        (["--matmul-efficiency", "1.5"], "want a number above 0 and at most 1"),
+        (["--memory-limit-gb", "0"], "want a number above 0"),
+        (["other.toml"], "one config file, please"),
+        (["-o", "plan.pdf"], "unknown suffix"),
+        (["--schedules", "no/such"], "no such directory"),
+        (["--tp", "0"], "tp"),
+        (["pipeline.recompute=everything"], "everything"),
+        (["model.options.num_heads=5"], "num_heads"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    flags: list[str], says: str, config_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config_file, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxpipe: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_host_memory_is_what_is_out_at_once() -> None:
+    """One microbatch in flight at a time on one rank: all of its residuals that leave, and no more."""
+    config = small(ranks=2, schedule="po-h", chunks=2)
+    p = prediction_of(config)
+    for rank, host in enumerate(p.host_bytes):
+        moved = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
+        assert max(moved, default=0) <= host <= sum(moved)
+
+
+def test_a_policy_only_where_it_is_needed() -> None:
+    """1F1B's first ranks hold the most: recomputing there alone fits, and is faster than recomputing everywhere."""
+    config = small(ranks=4, microbatches=8)
+    bench = bench_of(config)
+    totals = sorted(m.total for m in prediction_of(config, bench).memory)
+    limit = (totals[-1] + totals[-2]) / 2
+    current = prediction_of(config, bench, limit)
+    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    speed = {s.change: s.prediction.step_s for s in found.fitting}
+    tight = [m.rank for m in current.memory if m.total > limit]
+    assert len(tight) == 1
+    assert speed[f"recompute full on rank {tight[0]}"] < speed["recompute full"]

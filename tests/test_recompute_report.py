@@ -155,4 +155,4 @@ def test_the_readme_shows_what_the_script_prints() -> None:
         numbers = [
             [float(x) for x in re.findall(r"[0-9.]+", row.partition("|")[2].partition("|")[2])] for row in (got, want)
         ]
-        assert numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=0.05)
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.15, abs=0.05)

@@ -161,6 +161,15 @@ def test_a_chain_of_elementwise_work_is_one_kernel() -> None:
     assert (w.kernels, w.moved_bytes, w.flops) == (1, 3 * 2 * n, 0)
 
 
+def test_barriers_and_shapes_cost_nothing() -> None:
+    def barred(a: Any, b: Any) -> Any:
+        a, b = jax.lax.optimization_barrier((a.reshape(-1), b))
+        return jnp.exp(a) * b
+
+    n = 1 << 20
+    assert work(barred, (1024, 1024), (n,)) == work(lambda a, b: jnp.exp(a.reshape(-1)) * b, (1024, 1024), (n,))
+
+
 def test_a_reduction_reads_through_what_feeds_it() -> None:
     w = work(lambda a: jnp.sum(jnp.exp(a), axis=1, dtype=jnp.bfloat16), (1024, 1024))
     assert w.moved_bytes == pytest.approx(2 * 1024 * 1024 + 2 * 1024, rel=0.01)

@@ -3,7 +3,7 @@
 The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, convolutions, gathers, scatters, sorts and loops
 are kernels of their own. Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by
 itself: where its result must exist in memory (it leaves the function, or a product reads it), one kernel reads what the
-chain started from and writes the result. Reshapes cost nothing. A kernel takes
+chain started from and writes the result. Reshapes and barriers cost nothing. A kernel takes
 ``max(operations / (peak · matmul efficiency), bytes / (memory bandwidth · bandwidth efficiency)) + launch`` seconds.
 
 The same walk gives an estimate of workspace: values that exist in memory and neither enter nor leave, at their most. It stands
@@ -30,7 +30,9 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 _OWN = (*_PRODUCTS, "gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call",
         "dynamic_slice", "dynamic_update_slice")  # fmt: skip
 _REDUCTIONS = ("reduce", "arg", "cum")
-_FREE = frozenset({"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient"})
+_FREE = frozenset(
+    {"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient", "optimization_barrier"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,12 @@ class _Walk:
         self.launched: list[tuple[JaxprEqn, frozenset[Var]]] = []
 
     def base(self, v: Var) -> Var:
-        """The value of which ``v`` is another shape."""
+        """The value of which ``v`` is another shape, or the same one behind a barrier."""
         while (eqn := self.maker.get(v)) is not None and eqn.primitive.name in _FREE:
-            operands = list(variables(eqn.invars))
-            if len(operands) != 1:
+            operand = eqn.invars[eqn.outvars.index(v)]
+            if not isinstance(operand, Var):
                 break
-            v = operands[0]
+            v = operand
         return v
 
     def _stored(self) -> set[Var]:

@@ -242,7 +242,7 @@ def test_random_graphs(data: st.DataObject) -> None:
     at = data.draw(st.integers(1, 4))
     cut = [layers[:at], layers[at:]]
     with jax.enable_x64(True):
-        policy = data.draw(st.sampled_from(["none", "cheap", "dots", "full"]))
+        policy = data.draw(st.sampled_from(["none", "cheap", "dots", "full", "fused", "cheap+attention+mlp"]))
         functions, params = build(cut, jnp.float64, recompute=policy)
         batch = toy.make_batch()
         want_loss, want = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)

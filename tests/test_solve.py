@@ -450,7 +450,7 @@ def v_grid(p: int, limit: float, comm: float = 0.0) -> Grid:
 def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, stretch: float, shape: Shape) -> None:
     """Passes of a rank don't overlap modulo the period, follow each other, and half of them mirror the others."""
     grid = v_grid(p, limit, comm)
-    period = round(2 * grid.work() * stretch)
+    period = 2 * round(grid.work() * stretch)
     cycle, _ = find_mirrored(grid, shape, period, {"max_deterministic_time": 2.0, "num_workers": 1})
     assert cycle is not None
     assert (cycle.period, cycle.microbatches) == (period, 2)
@@ -475,7 +475,7 @@ def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, st
 def test_peak_of_a_cycle_is_what_a_long_run_of_it_holds() -> None:
     grid = v_grid(5, 4.0)
     cycle, _ = find_mirrored(
-        grid, Shape(2, 5, 1), round(2.2 * grid.work()), {"max_deterministic_time": 1.0, "num_workers": 1}
+        grid, Shape(2, 5, 1), 2 * round(1.1 * grid.work()), {"max_deterministic_time": 1.0, "num_workers": 1}
     )
     assert cycle is not None
     changes: list[list[tuple[int, int]]] = [[] for _ in range(5)]

@@ -3,8 +3,8 @@
 A cycle of g microbatches over p ranks (:mod:`~jaxpipe.schedule.solve.cyclic`) has 6 g p passes to place, too many for CP-SAT
 where passes have no common step. Two symmetries leave a model whose size does not depend on p:
 
-* *Repeating.* Ranks r and r + q do the same, later by α on the way down and earlier by n periods less α on the way back. So
-  the offsets of q ranks are enough, and a forward takes n periods over q ranks, there and back.
+* *Repeating.* Ranks r and r + q do the same, half of n periods later on the way down and earlier on the way back (half, so
+  that mirrored they fit too). So the offsets of q ranks are enough, and a forward takes n periods over q ranks and back.
 * *Mirrored.* Read backwards in time, backwards are forwards: chunk 1's B's go down the ranks as its F's come up. The B of
   chunk 1 is the F of chunk 1 mirrored at one instant, and that of chunk 0 the F of chunk 0. Both get the longer one's steps.
 
@@ -32,7 +32,7 @@ from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.solve.cyclic import Cycle, Grid
 
 _MOST_RANKS = 9  # that repeat
-_MOST_MICROBATCHES = 4
+_MOST_MICROBATCHES = 3
 _TURNS = 1.0  # chunks that the turns add at least
 _LONGEST_WAIT = 8  # W's that a W waits for at most
 
@@ -85,7 +85,7 @@ def _step(grid: Grid) -> int:
 
 
 def find_mirrored(grid: Grid, shape: Shape, period: int, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
-    """A cycle of ``period`` cells that holds little, and whether there is none for sure."""
+    """A cycle of ``period`` cells (even) that holds little, and whether there is none for sure."""
     from ortools.sat.python import cp_model
 
     p, (f, b, w) = grid.problem.num_ranks, (grid.cells[op][0] for op in (F, B, W))
@@ -94,12 +94,12 @@ def find_mirrored(grid: Grid, shape: Shape, period: int, budget: dict[str, Any])
     far = period * (n + 2)
     down, up = (_chain(model, grid, shape, period, far, direction) for direction in (1, -1))
     model.add(down[0][0] == 0)
-    alpha = model.new_int_var(0, n * period, "")
+    assert n * period % 2 == 0, "q ranks shift by half of n periods"
     for j in range(g):
-        model.add(down[j][q] - down[j][0] == alpha)
-        model.add(up[j][0] - up[j][q] == n * period - alpha)
+        model.add(down[j][q] - down[j][0] == n * period // 2)
+        model.add(up[j][0] - up[j][q] == n * period // 2)
     mirror = model.new_int_var(0, 2 * far, "")
-    block = _Block(grid, shape, period, alpha, down, up, mirror)
+    block = _Block(grid, shape, period, down, up, mirror)
     for i in range(g):
         model.add(block.forward(1, i, p - 1) >= block.forward(0, i, p - 1) + max(f, b))
         model.add(block.backward(1, i, 0) >= block.forward(1, i, 0) + f)
@@ -131,7 +131,6 @@ def find_mirrored(grid: Grid, shape: Shape, period: int, budget: dict[str, Any])
         grid,
         shape,
         period,
-        read(alpha),
         [list(map(read, x)) for x in down],
         [list(map(read, x)) for x in up],
         read(mirror),
@@ -168,7 +167,6 @@ class _Block:
     grid: Grid
     shape: Shape
     period: int
-    alpha: Any
     down: list[list[Any]]
     up: list[list[Any]]
     mirror: Any
@@ -183,10 +181,10 @@ class _Block:
         """Start of the F of ``chunk`` of microbatch i."""
         blocks, r = divmod(rank, self.shape.q)
         later, j = divmod(i, self.shape.g)
+        shift = blocks * self.shape.n * self.period // 2
         if chunk == 0:
-            return self.down[j][r] + blocks * self.alpha + later * self.period
-        whole = self.whole - blocks * self.shape.n
-        return self.up[j][r] + blocks * self.alpha + (whole + later) * self.period
+            return self.down[j][r] + shift + later * self.period
+        return self.up[j][r] + shift + (self.whole - blocks * self.shape.n + later) * self.period
 
     def backward(self, chunk: int, i: int, rank: int) -> Any:
         """Start of the B of ``chunk`` of microbatch i: the mirrored F of microbatch −i."""

@@ -17,14 +17,14 @@ from jaxpipe.schedule.blocks.finish import Finisher
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, nine_digits, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
-from jaxpipe.schedule.solve.mirrored import applies, find_mirrored, shapes
+from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
 
 _SLACK = 1 + 1e-9
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
-_STRETCHES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
-_MIRRORED_S = 5.0  # seconds for one shape and period, at most
+_STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
+_MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second
 _RECIPES = 20
 _TIDY = 0.3  # of windows
 _EDGE = 0.15  # of windows are at the start, and as many at the end
@@ -118,31 +118,35 @@ def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) 
 def mirrored_cycles(
     problem: Problem, target: Target, part: int, parts: int, budget: Budget, seed: int
 ) -> Iterator[tuple[Draft, str]]:
-    """Orders from mirrored cycles of a V, short periods first, until one keeps to the limit; every ``parts``-th shape."""
+    """Orders from mirrored cycles of a V, every ``parts``-th shape: short periods first, until one keeps to the limit; then
+    back to short ones with more time."""
     grid, finisher = Grid.of(problem, target.limits), Finisher(problem)
     if not applies(grid):
         return
-    tried: set[tuple[Any, int]] = set()
-    for stretch in _STRETCHES:
-        fits = False
-        for shape in list(shapes(grid, stretch))[part::parts]:
-            period = round(grid.work() * shape.g * stretch)
-            if (shape, period) in tried or shape.g >= problem.num_microbatches:
-                continue
-            if budget.left <= 0:
-                return
-            tried.add((shape, period))
-            parameters = budget.parameters(min(_MIRRORED_S, budget.seconds / 4), seed)
-            cycle, _ = find_mirrored(grid, shape, period, parameters)
-            draft = None if cycle is None else finisher.best(cycle.rows(problem), target.limit, _RECIPES)
-            if cycle is None or draft is None:
-                continue
-            fits = fits or cycle.peak(grid) <= min(grid.limit)
-            yield draft, f"mirrored cycle of {shape.g}"
-            if target.reached(draft):
-                return
-        if fits:
-            return
+    settled: set[tuple[Shape, int]] = set()
+    stretches: Sequence[float] = _STRETCHES
+    for seconds in _MIRRORED_S:
+        for number, stretch in enumerate(stretches):
+            fits = False
+            for shape in list(shapes(grid, stretch))[part::parts]:
+                period = 2 * round(grid.work() * shape.g * stretch / 2)
+                if (shape, period) in settled or shape.g >= problem.num_microbatches:
+                    continue
+                if budget.left <= 0:
+                    return
+                cycle, none = find_mirrored(grid, shape, period, budget.parameters(seconds, seed))
+                if cycle is not None or none:
+                    settled.add((shape, period))
+                draft = None if cycle is None else finisher.best(cycle.rows(problem), target.limit, _RECIPES)
+                if cycle is None or draft is None:
+                    continue
+                fits = fits or cycle.peak(grid) <= min(grid.limit)
+                yield draft, f"mirrored cycle of {shape.g}"
+                if target.reached(draft):
+                    return
+            if fits and seconds == _MIRRORED_S[0]:
+                stretches = stretches[number::-1]  # then, from there, what was not settled
+                break
 
 
 class WindowSearch:

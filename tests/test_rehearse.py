@@ -117,7 +117,13 @@ class Log(Executor):
         return super().run(inputs, record=record, probe=both)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.soak] if n in ("zb-1p", "interleaved-1f1b", "v-min", "po-h") else [])
+        for n in SCHEDULES
+    ],
+)
 def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = SCHEDULES[name]()
     logs: list[Log] = []

@@ -201,17 +201,18 @@ def test_seconds_of_a_copy_follow_the_bytes() -> None:
 
 
 _USUAL = ("gis", "po", "po-h", "po-f", "ada-offload")
+_OTHERS = ("1f1b", "interleaved-1f1b", "zb-h1", "v-min", "v-zb", "chimera")
 _BY_DEFAULT = {(2, "gpt", False), (2, "gpt", True), (2, "llama", True), (4, "gpt", True)}
 
 
 def _families() -> list[Any]:
-    """All at p = 1..4 on both models; by default p = 2 on one, and of those that offload or may, p = 2 on both and 4 on one."""
+    """All at p = 1..4 on both models; by default those that offload or may, p = 2 on both and 4 on one, and some others."""
     return [
         pytest.param(model, name, p, id=f"{name}-p{p}-{model}", marks=[] if usual else [pytest.mark.soak])
         for p in (1, 2, 3, 4)
         for name in FAMILIES
         for model in NAMES
-        for usual in [(p, model, name in _USUAL) in _BY_DEFAULT]
+        for usual in [name in _USUAL + _OTHERS and (p, model, name in _USUAL) in _BY_DEFAULT]
     ]
 
 

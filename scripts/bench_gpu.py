@@ -27,7 +27,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.train.devices import request_devices
+from scripts.commit_id import commit_id
 
 SCHEDULES = ("po", "po-h", "po-f")
 """Offload off, half, all."""
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     return {
         "what": "jaxpipe on one device",
         "command": " ".join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),
         "device": device.device_kind,
         "target": target.name if target is not None else None,
@@ -352,19 +352,6 @@ def _target(args: argparse.Namespace, device: Any) -> Any:
     named = [t for t in TARGETS.values() if t.description.lower() == kind]
     named += [t for name, t in TARGETS.items() if name in kind.replace("-", " ").split()]
     return named[0] if named else None
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _note(text: str) -> None:

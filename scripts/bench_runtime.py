@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import request_devices
+from scripts.commit_id import commit_id
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     report: dict[str, Any] = {
         "what": "jaxpipe runtime",
         "command": " ".join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
@@ -215,19 +215,6 @@ def _host_cost(samples: list[tuple[str, float]]) -> dict[str, float]:
         "p90": every[len(every) * 9 // 10],
         **{kind: statistics.median(values) for kind, values in kinds.items()},
     }
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _note(text: str) -> None:

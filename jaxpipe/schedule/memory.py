@@ -65,6 +65,11 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
     )
 
 
+def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -> float:
+    """Bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
+    return sum(costs.residual_bytes[s] for s, group in enumerate(placement.flows[flow]) if rank in group)
+
+
 class _Grid:
     """Deltas of every op, stage and flow as integers: ``round(bytes * scale)``, with one power of two for all."""
 
@@ -82,7 +87,7 @@ class _Grid:
         self.unit_scale = 2.0**_BITS
 
     def delta(self, rank: int, op: str, stage: int, flow: int) -> _Delta:
-        share = sum(self.costs.residual_bytes[s] for s, group in enumerate(self.placement.flows[flow]) if rank in group)
+        share = rank_share(self.placement, self.costs, rank, flow)
         changes = {"start": [0, 0], "end": [0, 0]}
         for effect in op_spec(op).memory:
             amount = self.costs.values(effect.field)[stage]

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.errors import StageError
+from jaxpipe.stage.footprint import device_bytes
 from jaxpipe.stage.functions import StageFunctions
 
 TINY = 256
@@ -66,7 +67,7 @@ def leaves_that_may_leave(stage: StageFunctions) -> dict[int, int]:
     read = [{p.index for p in stage.functions[op].inputs if p.kind == "res"} for op in ("B", "W", "BW")]
     needed = (read[0] | read[1]) & read[2]
     sizes = {
-        port.index: _bytes_per_device(aval)
+        port.index: device_bytes(aval)
         for k, (port, aval) in enumerate(zip(forward.outputs, forward.avals_out, strict=True))
         if port.kind == "res" and port.index in needed and k not in forward.forwarded and _is_plain_array(aval)
     }
@@ -75,12 +76,4 @@ def leaves_that_may_leave(stage: StageFunctions) -> dict[int, int]:
 
 
 def _is_plain_array(aval: jax.ShapeDtypeStruct) -> bool:
-    return math.prod(_shard_shape(aval)) > 1 and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _bytes_per_device(aval: jax.ShapeDtypeStruct) -> int:
-    return math.prod(_shard_shape(aval)) * int(aval.dtype.itemsize)
-
-
-def _shard_shape(aval: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return tuple(aval.shape if aval.sharding is None else aval.sharding.shard_shape(aval.shape))
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and device_bytes(aval) > aval.dtype.itemsize

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Schedule, op_spec
-from jaxpipe.schedule.memory import static_bytes
+from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
 
@@ -58,7 +58,9 @@ class SolveTask:
         if self.costs.memory_limit_bytes:
             static = static_bytes(self.placement, self.costs)
             for rank, allowed in enumerate(self.costs.memory_limit_bytes):
-                share = share_of(_shares(self.placement, self.costs, rank))
+                share = share_of(
+                    [rank_share(self.placement, self.costs, rank, k) for k in range(self.placement.num_flows)]
+                )
                 if share > 0:
                     limits[rank] = min(limits[rank], (allowed - static[rank] - taken[rank]) / share)
         return tuple(limits)
@@ -77,11 +79,6 @@ class SolveTask:
             return False
         allowed = self.costs.memory_limit_bytes or (float("inf"),) * timeline.num_ranks
         return all(peak <= x * _SLACK for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
-
-
-def _shares(placement: Placement, costs: CostProfile, rank: int) -> list[float]:
-    """Bytes of residuals that ``rank`` holds for a microbatch, flow by flow."""
-    return [sum(costs.residual_bytes[s] for s, group in enumerate(flow) if rank in group) for flow in placement.flows]
 
 
 def gap_of(value: float, lower_bound: float) -> float:

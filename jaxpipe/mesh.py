@@ -7,6 +7,7 @@ outermost, so that tensor-parallel neighbours are the closest devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -17,6 +18,30 @@ from jaxpipe.errors import ConfigError
 DP = "dp"
 TP = "tp"
 AXES = (DP, TP)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """How the layers of a rank divide their work over the axis ``tp``.
+
+    ``size``: shards. ``sequence``: between the parallel products each shard holds a part of the time axis (axis 1 of what flows
+    between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
+    (Korthikanti et al., "Reducing Activation Recomputation", 2022). ``fused_residual``: a branch's residual is added before the
+    all-reduce that ends it (``stp.txt`` equations 1 and 2). With size 1 nothing of this changes what is computed.
+    """
+
+    size: int = 1
+    sequence: bool = False
+    fused_residual: bool = False
+
+    @property
+    def splits_time(self) -> bool:
+        """Whether what flows between layers is divided along the time axis."""
+        return self.sequence and self.size > 1
+
+
+ONE_SHARD = TensorParallel()
+"""No tensor parallelism."""
 
 
 def pipeline_submeshes(

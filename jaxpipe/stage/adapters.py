@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Layer, LayerContext, Params, Path
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.stage.layer import Layer, LayerContext, Params, Path, Shard
 
 
 def from_linen(
@@ -34,13 +35,16 @@ def from_linen(
     rngs: Sequence[str] = ("dropout",),
     tied: Mapping[Path, tuple[str, Path]] | None = None,
     kind: str = "",
+    shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None,
 ) -> Layer:
     """A layer from the linen module ``module``.
 
     ``example``: the positional arguments of a call, arrays as ``ShapeDtypeStruct``, from which ``init`` learns shapes (any
     batch size will do). ``uses_key``: the module draws random numbers in training, from the streams named ``rngs``. ``tied``:
     leaves that belong to another layer; they are taken out of what ``init`` makes. Layers made by ``dataclasses.replace(layer,
-    name=…)`` from one adapter share its functions, and so JAX's caches.
+    name=…)`` from one adapter share its functions, and so JAX's caches. ``shards``: as in :class:`Layer`; such a module has a
+    field ``tp: TensorParallel = ONE_SHARD``, and on several shards it is called with its own shard of each parameter and ``tp``
+    set (the shapes that it declares are then those of a shard).
 
     Raises StageError, from ``init`` or ``apply``, for collections other than ``params`` and for whatever Flax refuses.
     """
@@ -64,7 +68,8 @@ def from_linen(
         arguments = _arguments(x, context, reads)
         keys = _streams(context.key, rngs) if context.train and uses_key else {}
         try:
-            return module.apply({"params": params}, *arguments, rngs=keys, **mode(context.train))
+            shard = module if context.tp.size == 1 else module.clone(tp=context.tp)
+            return shard.apply({"params": params}, *arguments, rngs=keys, **mode(context.train))
         except flax.errors.InvalidRngError as error:
             raise StageError(
                 f"{label} draws random numbers and got no key; make its layer with uses_key=True "
@@ -73,7 +78,7 @@ def from_linen(
         except flax.errors.FlaxError as error:
             raise StageError(f"{label}: {_first_line(error)}") from error
 
-    return Layer(name, jax.jit(init), apply, tuple(reads), uses_key, ties, kind)
+    return Layer(name, jax.jit(init), apply, tuple(reads), uses_key, ties, kind, shards)
 
 
 def from_nnx(

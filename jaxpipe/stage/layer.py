@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxpipe.errors import StageError
+from jaxpipe.mesh import ONE_SHARD, TensorParallel
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
+Shard = int | Literal["partial"]
+"""How a parameter lies on the ``tp`` shards: split along an axis, or (``"partial"``) whole on each of them, each shard making
+a part of its gradient. A parameter of which nothing is said is whole on each, and each shard makes its whole gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,14 @@ class LayerContext:
 
     ``data``: the batch arrays named in :attr:`Layer.reads`, this microbatch's shard. ``key``: a PRNG key unique to (step,
     microbatch, layer), or None when the layer does not ask for one or in evaluation. ``train``: False in evaluation.
+    ``tp``: how the work is divided over tensor-parallel shards; outside a pipeline there is one. With several, ``apply`` runs
+    once a shard, inside ``shard_map``, and gets its own shard of each parameter.
     """
 
     data: Mapping[str, jax.Array]
     key: jax.Array | None = None
     train: bool = True
+    tp: TensorParallel = ONE_SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,9 @@ class Layer:
     batch arrays it needs. ``uses_key``: it draws random numbers in training (dropout). ``tied``: ``{path in this layer's
     params: (owner layer, path there)}``; a tied leaf is not created by ``init`` but put into ``params`` before ``apply``; its
     gradient is added to the owner's. ``kind``: layers of one kind with equal shapes share tracing and cost.
+
+    ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
+    the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
     """
 
     name: str
@@ -51,6 +61,7 @@ class Layer:
     uses_key: bool = False
     tied: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
     kind: str = ""
+    shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ braided only if
 * it has less to wait for as one slot than as two: the local gain is positive;
 * what its second action waits for is there when the first starts, in the schedule's simulated timeline. Then every dependency
   still leads from an earlier start to a later one, and no braid can deadlock;
-* the whole schedule takes no longer. All pairs are tried at once, and by halves where that is longer.
+* the whole schedule gets shorter, or takes as long and holds no more. All pairs are tried at once, and by halves where that fails.
 
 The order of actions never changes. The second action's memory is taken with the first's: a B before an F holds one chunk more.
 """
@@ -68,9 +68,15 @@ class _Search:
         self.plain = self.schedule = schedule
         self.costs = costs
         self.timeline = simulate(schedule, costs)
-        self.makespan = self.timeline.makespan
         self.limit = max(memory_limit, max(self.timeline.peak_activations, default=0.0))
         self.taken: list[_Pair] = []
+
+    def _better(self, timeline: Timeline) -> bool:
+        """Whether it is shorter within the limit, or as long and holds no more than the best so far."""
+        peak, now = max(timeline.peak_activations), max(self.timeline.peak_activations)
+        if timeline.makespan * _SLACK < self.timeline.makespan:
+            return peak <= self.limit * _SLACK
+        return timeline.makespan <= self.timeline.makespan and peak <= now * _SLACK
 
     def take(self, pairs: Sequence[_Pair], least: int) -> None:
         """Braid all of ``pairs``, or those halves, quarters, … of at least ``least`` with which nothing takes longer."""
@@ -78,9 +84,8 @@ class _Search:
             return
         tried = _with(self.plain, [*self.taken, *pairs])
         timeline = simulate(tried, self.costs)
-        fits = max(timeline.peak_activations) <= self.limit * _SLACK
-        if fits and timeline.makespan <= self.makespan * _SLACK:
-            self.schedule, self.makespan = tried, min(self.makespan, timeline.makespan)
+        if self._better(timeline):
+            self.schedule, self.timeline = tried, timeline
             self.taken += pairs
         elif len(pairs) > least:
             middle = len(pairs) // 2
@@ -88,12 +93,36 @@ class _Search:
             self.take(pairs[middle:], least)
 
 
+class _Times:
+    """When the slots and transfers of a simulated schedule begin and end."""
+
+    def __init__(self, schedule: Schedule, timeline: Timeline) -> None:
+        self.graph = build_graph(schedule)
+        slots = [e for e in timeline.events if e.lane not in ("send", "tp")]
+        self.start_s = {(e.rank, e.action): e.start_s for e in slots}
+        self.end_s = {(e.rank, e.action): e.end_s for e in slots}
+        self.sent_s = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "send"}
+
+    def ended(self, number: int) -> float:
+        """End of the slot or transfer that a wait names by its number."""
+        graph, source = self.graph, self.graph.source(number)
+        made = self.end_s[graph.rank_of[source], graph.slots[source]]
+        if number == source:
+            return made
+        moved = graph.transfers[number - len(graph.slots)]
+        return max(made, self.sent_s.get((moved.src, moved.action), 0.0))
+
+    def together(self, rank: int, at: int) -> bool:
+        """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
+        row, first = self.graph.schedule.rows[rank], self.graph.row_start[rank]
+        begins, ends = self.start_s[rank, row[at]], self.end_s[rank, row[at]]
+        before = (x for x in self.graph.waits[first + at + 1] if x != first + at)
+        return ends > begins and all(self.ended(x) <= begins * _SLACK for x in before)
+
+
 def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> list[list[_Pair]]:
     """Per rank, the pairs that may be braided, in order."""
-    start_s = {(e.rank, e.action): e.start_s for e in timeline.events if e.lane not in ("send", "tp")}
-    end_s = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane not in ("send", "tp")}
-    sent_s = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "send"}
-    graph = build_graph(schedule)
+    times = _Times(schedule, timeline)
     gains: dict[tuple[tuple[str, int], ...], float] = {}
     found: list[list[_Pair]] = []
     for rank, row in enumerate(schedule.rows):
@@ -103,21 +132,17 @@ def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> l
                 continue
             key = tuple((a.op, a.stage) for slot in (one, two) for a in slot.actions)
             if key not in gains:
-                gains[key] = sum(slot_lanes(costs, [x]).seconds for x in key) - slot_lanes(costs, key).seconds
-            if gains[key] <= (_SLACK - 1) * slot_lanes(costs, key[:1]).seconds:
-                continue
-            begins = start_s[rank, one]
-            ready = 0.0
-            for dep in graph.waits[graph.row_start[rank] + at + 1]:
-                source = graph.source(dep)
-                where = graph.rank_of[source], graph.slots[source]
-                ready = max(ready, end_s[where])
-                if dep != source:
-                    moved = graph.transfers[dep - len(graph.slots)]
-                    ready = max(ready, sent_s.get((moved.src, moved.action), 0.0))
-            if ready <= begins * _SLACK and end_s[rank, one] > begins:
+                gains[key] = _gain(costs, key)
+            if gains[key] > 0 and times.together(rank, at):
                 found[-1].append(_Pair(rank, at, gains[key]))
     return found
+
+
+def _gain(costs: CostProfile, actions: tuple[tuple[str, int], ...]) -> float:
+    """Seconds that a braid of these actions saves; 0 where it is rounding."""
+    apart = sum(slot_lanes(costs, [x]).seconds for x in actions)
+    saved = apart - slot_lanes(costs, actions).seconds
+    return saved if saved > (_SLACK - 1) * apart else 0.0
 
 
 def _may(one: Slot, two: Slot) -> bool:
@@ -130,15 +155,27 @@ def _may(one: Slot, two: Slot) -> bool:
 
 def _chosen(ranks: Sequence[Sequence[_Pair]]) -> list[_Pair]:
     """Of every rank, pairs without a slot in common that save most together; by the place in their rows."""
-    chosen: list[_Pair] = []
-    for pairs in ranks:
-        best: list[tuple[float, tuple[_Pair, ...]]] = [(0.0, ())]  # of the first k pairs
-        for k, pair in enumerate(pairs):
-            before = best[k - 1] if k and pairs[k - 1].at + 1 == pair.at else best[k]
-            with_it = before[0] + pair.gain_s, (*before[1], pair)
-            best.append(max(best[k], with_it, key=lambda x: x[0]))
-        chosen += best[-1][1]
+    chosen = [pair for pairs in ranks for pair in _apart(pairs)]
     return sorted(chosen, key=lambda x: (x.at, x.rank))
+
+
+def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
+    best = [0.0]  # of the first k pairs
+    for k, pair in enumerate(pairs):
+        best.append(max(best[k], best[_before(pairs, k)] + pair.gain_s))
+    chosen, k = [], len(pairs)
+    while k:
+        if best[k] > best[k - 1]:
+            chosen.append(pairs[k - 1])
+            k = _before(pairs, k - 1)
+        else:
+            k -= 1
+    return chosen
+
+
+def _before(pairs: Sequence[_Pair], k: int) -> int:
+    """How many pairs end before pair k begins."""
+    return k - 1 if k and pairs[k - 1].at + 1 == pairs[k].at else k
 
 
 def _with(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:

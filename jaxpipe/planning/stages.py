@@ -39,10 +39,19 @@ OPS = ("F", "B", "W", "BW")
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """``tp`` shards of each rank, and whether the residual stream is split over them too."""
+    """``tp`` shards of each rank, and whether the residual stream is split over them too; ``dp`` such groups, and whether
+    they divide optimizer state and update (ZeRO-1)."""
 
     tp: int = 1
     sequence_parallel: bool = False
+    dp: int = 1
+    zero1: bool = False
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Sharding:
+        """As ``[pipeline]`` says."""
+        pipe = config.pipeline
+        return cls(pipe.tp, pipe.sequence_parallel, pipe.dp, pipe.zero1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +248,7 @@ class Workbench:
             boundary=functions.boundary_bytes * whole,
             parameters=params / tp,
             gradients=grads / tp,
-            optimizer=(2 * grads + master) / tp,
+            optimizer=(2 * grads + master) / tp / (self.sharding.dp if self.sharding.zero1 else 1),
             num_params=sum(a.size for a in acc),
             streams=sum(_keeps_stream(layer, self.avals) for layer in layers),
             work=work,
@@ -268,8 +277,8 @@ def workbench(
 
 
 def microbatch_size(config: TrainConfig) -> int:
-    """Sequences in a microbatch."""
-    return config.run.batch // config.pipeline.microbatches
+    """Sequences of a microbatch that one data-parallel device computes."""
+    return config.run.batch // config.pipeline.microbatches // config.pipeline.dp
 
 
 def _ports(functions: StageFunctions, op: str) -> dict[Port, Any]:

@@ -97,10 +97,16 @@ def stored_params(model: Model) -> dict[str, Any]:
     return jax.tree.map(master, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
 
 
+def microbatch_size(config: TrainConfig) -> int:
+    """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
+    sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
+    return config.run.batch // config.pipeline.microbatches
+
+
 def stage_planner(config: TrainConfig, model: Model) -> Callable[[int], StagePlan]:
     """A function from the number of stages to the plan, cut as ``pipeline.cut`` says. Costs of layers are taken once."""
     cut = config.pipeline.cut
-    size = config.run.batch // config.pipeline.microbatches
+    size = microbatch_size(config) // config.pipeline.dp  # what one device sees, as far as costs go
     if cut == "measured":
         costs, source = profile.measured_layer_costs(model, size), "measured"
     else:
@@ -202,7 +208,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
         pipeline = Pipeline.build(
             prepared.model,
             schedule,
-            microbatch_size=config.run.batch // config.pipeline.microbatches,
+            microbatch_size=microbatch_size(config),
             boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
             devices=devices,
             compute_dtype=jnp.dtype(config.run.dtype),

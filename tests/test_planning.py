@@ -20,6 +20,7 @@ import pytest
 from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
+from jaxpipe.planning.collectives import Collective, collectives_s
 from jaxpipe.planning.compiled import Compiler
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
@@ -235,17 +236,40 @@ def test_equal_stages_are_traced_once() -> None:
     assert len([line for line in seen if line.startswith("tracing")]) == 3
 
 
-def test_tensor_parallel_divides_all_but_the_residual_stream() -> None:
+def test_tensor_parallel_stages_are_those_of_one_device() -> None:
+    """Two blocks, h = 32, T = 16, 2 sequences, float32: what is divided, what is whole, and what is sent."""
     config = small(recompute="fused")
-    cut = bench_of(config).plan(config, 2).cut
-    whole, part, split = (
-        bench_of(config, sharding=s).stages(cut, "fused", 2)[0] for s in (Sharding(), Sharding(4), Sharding(4, True))
-    )
-    assert part.parameters == whole.parameters / 4
-    assert split.residual == pytest.approx(whole.residual / 4)
-    assert split.residual < part.residual < whole.residual
-    assert part.boundary == whole.boundary == 4 * split.boundary
-    assert part.streams == 2
+    cut = [(1, 3)]
+    stream = 2 * 16 * 32 * 4
+
+    def stage(sharding: Sharding, policy: str = "fused") -> PlannedStage:
+        bench = bench_of(config, sharding=sharding)
+        return bench.stages([(0, 1), *cut, (3, 7)], policy, 2)[1]
+
+    whole, part, split, own = (
+        stage(Sharding()), stage(Sharding(4)), stage(Sharding(4, True)), stage(Sharding(4, True), "fused+gather")
+    )  # fmt: skip
+    norms_and_biases = 2 * 4 * (4 * 32 + 2 * 32)  # of a block, whole on each device: two norms, two row biases
+    assert part.parameters - norms_and_biases == (whole.parameters - norms_and_biases) / 4
+    assert part.num_params == split.num_params == whole.num_params
+    assert part.boundary == whole.boundary == 4 * split.boundary == stream
+    assert own.residual < split.residual < part.residual < whole.residual
+    assert own.residual == pytest.approx(whole.residual / 4, rel=0.01)  # nothing of the stream's size is left whole
+    assert [c.kind for c in part.collectives["F"]] == ["all-reduce"] * 4
+    assert {c.num_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
+    assert [c.kind for c in split.collectives["B"]] == ["all-gather", "reduce-scatter"] * 4
+    assert part.collectives["W"] == split.collectives["W"] == whole.collectives["F"] == ()
+    assert [c.kind for c in own.collectives["W"]] == ["all-gather"] * 4
+    assert part.work["F"].flops == whole.work["F"].flops / 4
+
+
+def test_collectives_take_what_a_ring_takes() -> None:
+    found = (Collective("all-reduce", 8_000_000), Collective("all-gather", 8_000_000))
+    seconds = collectives_s(found, 8, H100, FULL)
+    ring = 7 / 8 * 8e6 / H100.link_bytes_per_s
+    assert seconds == pytest.approx(3 * ring + 3 * H100.link_latency_s)
+    assert collectives_s(found, 1, H100, FULL) == 0
+    assert collectives_s(found, 16, H100, FULL) > 4 * seconds  # beyond a node, over the network
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------

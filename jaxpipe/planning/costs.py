@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from jaxpipe.planning.collectives import collectives_s
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding
 from jaxpipe.planning.targets import Target
@@ -84,16 +85,4 @@ def _near_links(
 
 
 def _seconds(stage: PlannedStage, op: str, target: Target, efficiency: Efficiency, sharding: Sharding) -> float:
-    tp = sharding.tp
-    compute = stage.work[op].seconds / tp
-    if tp == 1 or op == "W":
-        return compute
-    inside = sharding.tp <= target.node_size
-    rate, latency = (
-        (target.link_bytes_per_s, target.link_latency_s)
-        if inside
-        else (target.network_bytes_per_s, target.network_latency_s)
-    )
-    whole = stage.boundary * (tp if sharding.sequence_parallel else 1)
-    reduce_s = 2 * (tp - 1) / tp * whole / (rate * efficiency.link) + 2 * latency
-    return compute + 2 * stage.streams * reduce_s
+    return stage.work[op].seconds + collectives_s(stage.collectives[op], sharding.tp, target, efficiency)

@@ -254,7 +254,7 @@ def test_tensor_parallel_stages_are_those_of_one_device() -> None:
     assert part.num_params == split.num_params == whole.num_params
     assert part.boundary == whole.boundary == 4 * split.boundary == stream
     assert own.residual < split.residual < part.residual < whole.residual
-    assert own.residual == pytest.approx(whole.residual / 4, rel=0.01)  # nothing of the stream's size is left whole
+    assert own.residual <= whole.residual / 4  # nothing of the stream's size is left whole
     assert [c.kind for c in part.collectives["F"]] == ["all-reduce"] * 4
     assert {c.num_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
     assert [c.kind for c in split.collectives["B"]] == ["all-gather", "reduce-scatter"] * 4

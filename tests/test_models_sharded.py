@@ -289,8 +289,9 @@ class PlainGPTBlock(nn.Module):
 
         def attention(x: jax.Array) -> jax.Array:
             qkv = _dense((3, 4, 4), "qkv")(x)
+            q, k, v = (qkv[:, :, i] for i in range(3))
             key = self.make_rng("dropout") if train else None
-            heads = causal_attention(*(qkv[:, :, i] for i in range(3)), 0.1, key)
+            heads = causal_attention(q, k, v, 0.1, key)
             return _dense(16, "out", std, axis=(-2, -1))(heads)
 
         def mlp(x: jax.Array) -> jax.Array:

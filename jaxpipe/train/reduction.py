@@ -1,9 +1,9 @@
 """The collectives of a training step outside the pipeline: gradients are added up, updated parameters handed round.
 
 F, B and W add to each device's own accumulators and make no collective over ``dp``. After the pipeline, here, each parameter is
-reduced once: over ``dp``, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``). Without
-ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket, and after the update an
-all-gather a bucket. Copies of tied leaves are left out: they have been added to their owner's accumulator.
+reduced once: over ``dp``, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``).
+Without ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket, and after the update
+an all-gather a bucket. Copies of tied leaves are left out: they have been added to their owner's accumulator.
 
 A stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as the rank has run its last W, while
 other ranks still work. With one device a rank there are no collectives, and nothing is compiled for them.
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP
-from jaxpipe.stage.params import BufferKind
+from jaxpipe.runtime.reduction import reduced_axes
 from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]
@@ -79,7 +79,7 @@ def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     sums = list(acc)
     groups: dict[tuple[str, ...], list[int]] = {}
     for index in shards.bucketed:
-        groups.setdefault(_axes(shards, shards.layout.kinds[index]), []).append(index)
+        groups.setdefault(reduced_axes(shards.mesh, shards.layout.kinds[index]), []).append(index)
     for axes, members in groups.items():
         if axes:
             parts = jax.lax.psum([shards.part(acc[i], i) for i in members], axes)
@@ -92,7 +92,7 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
     buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.bucketed]
-    partial = [k for k, i in enumerate(shards.bucketed) if TP in _axes(shards, shards.layout.kinds[i])]
+    partial = [k for k, i in enumerate(shards.bucketed) if TP in reduced_axes(shards.mesh, shards.layout.kinds[i])]
     if partial:
         for k, total in zip(partial, jax.lax.psum([buckets[k] for k in partial], TP), strict=True):
             buckets[k] = total
@@ -116,8 +116,8 @@ def own_buckets(shards: StageShards, buffers: Sequence[jax.Array]) -> Buffers:
 
 
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:
-    """The sum of squares of reduced gradients (local leaves or chunks), each parameter counted once: of split leaves every shard,
-    of the others one."""
+    """The sum of squares of reduced gradients (local leaves or chunks), each parameter counted once: every shard of split
+    leaves, one of the others."""
     leaves = jax.tree.leaves(tree)
     kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
     dtype = leaves[0].dtype if leaves else jnp.float32
@@ -153,9 +153,3 @@ def spec_of(aval: jax.ShapeDtypeStruct | jax.Array) -> P:
     """The partition of an array that lies on a rank."""
     spec: P = aval.sharding.spec  # type: ignore[union-attr]
     return spec
-
-
-def _axes(shards: StageShards, kind: BufferKind) -> tuple[str, ...]:
-    """The axes of more than one device over which a gradient is to be added up."""
-    wanted = (DP, TP) if kind == "partial" else (DP,)
-    return tuple(axis for axis in wanted if shards.mesh.shape[axis] > 1)

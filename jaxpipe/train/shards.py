@@ -1,13 +1,13 @@
 """How masters, reduced gradients and optimizer state of a stage lie on the ``dp × tp`` devices of its rank.
 
-Without ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state is
-an array of each leaf's whole shape, split along the leaf's own axis.
+Without ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state
+is an array of each leaf's whole shape, split along the leaf's own axis.
 
 With ZeRO-1 (Rajbhandari et al. 2020, stage 1) over ``dp`` devices, each holds a *chunk* of every leaf of its shard: the leaf
-flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that what
-an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is the
-chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and integers are in no bucket: their
-owner's stage updates the first, nothing the second.
+flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that
+what an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is
+the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and integers are in no
+bucket: their owner's stage updates the first, nothing the second.
 
 :class:`StageShards` converts between whole leaves on the host (checkpoints), a device's buffers, and chunks. It makes no
 collective: :mod:`jaxpipe.train.reduction` does.
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import DP, TP
+from jaxpipe.mesh import DP, TP, replicated
 from jaxpipe.stage.params import LeafSlot, ParamLayout
 
 Tree = Mapping[str, Any]
@@ -111,18 +111,49 @@ class StageShards:
         """Of a parameter buffer: the shards of a split one are stacked on axis 0."""
         return P(TP) if self._is_split(buffer) else P()
 
+    @property
+    def buffer_specs(self) -> list[P]:
+        """:meth:`buffer_spec` of each."""
+        return [self.buffer_spec(i) for i in range(len(self.layout.buffers))]
+
     def bucket_spec(self, buffer: int) -> P:
         """Of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
         return P((TP, DP)) if self._is_split(buffer) else P(DP)
 
-    def leaf_spec(self, slot: LeafSlot) -> P:
-        """Of a leaf of optimizer state."""
-        if self.chunked:
-            return self.bucket_spec(slot.buffer)
+    def whole_spec(self, slot: LeafSlot) -> P:
+        """Of a whole leaf, split along its own axis."""
         return P() if slot.axis is None else P(*[None] * slot.axis, TP)
+
+    def leaf_spec(self, slot: LeafSlot) -> P:
+        """Of a leaf of optimizer state: whole, or chunks."""
+        return self.bucket_spec(slot.buffer) if self.chunked else self.whole_spec(slot)
 
     def _is_split(self, buffer: int) -> bool:
         return self.tp > 1 and self.layout.kinds[buffer] == "split"
+
+    # -- shapes over the rank -----------------------------------------------------------------------------------------
+
+    def whole_avals(self, dtype: Any) -> dict[str, Any]:
+        """Shapes of the whole leaves that this stage updates, by layer."""
+        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), dtype) for s in self.layout.slots])
+
+    def leaf_aval(self, leaf: Any, slot: LeafSlot) -> jax.ShapeDtypeStruct:
+        """What a rank holds of a leaf of optimizer state of ``leaf``'s dtype."""
+        shape = slot.whole_shape(self.tp)
+        if self.chunked:
+            k, *ones = self.chunk_shape(slot)
+            shape = (k * self.dp * (self.tp if self._is_split(slot.buffer) else 1), *ones)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
+
+    def bucket_aval(self, index: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """What a rank holds of a buffer's bucket."""
+        k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
+        shape = (k * self.dp * (self.tp if self._is_split(index) else 1),)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
+
+    def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """What a rank holds of an array that is the same on all devices."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(self.mesh))
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
@@ -209,8 +240,7 @@ class StageShards:
 
     def host_chunk(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
         """A whole leaf as a rank's array of chunks, all devices together."""
-        k, *ones = self.chunk_shape(slot)
-        return self.host_rows(leaf, slot).reshape(-1, *ones)
+        return self.host_rows(leaf, slot).reshape(-1, *self.chunk_shape(slot)[1:])
 
     def host_bucket(self, params: Tree, index: int) -> np.ndarray:
         """The rank's array of a bucket, all devices together, of whole parameters by layer."""

@@ -8,7 +8,7 @@ AdamW, SGD and Lion do; :func:`check_elementwise` refuses others (Adafactor, LAM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxpipe._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, shape_of
 from jaxpipe.errors import ConfigError
 from jaxpipe.train.reduction import gathered, gradient_tree, on_rank, own_buckets, spec_of
 from jaxpipe.train.shards import StageShards
@@ -34,28 +34,34 @@ def compile_update(
 ) -> Any:
     """``update(params, masters, grads, states, scale, ok) -> (params, masters, states, acc)``, compiled when it first runs.
 
-    ``params``: the buffers that are computed with. ``masters``: in a wider dtype, where ``cast_to`` is that of ``params``; else
-    empty, and ``params`` are updated themselves. ``grads``: as :class:`~jaxpipe.train.reduction.GradientReduction` gives them.
-    ``states``: by layer (here: their shapes). ``scale``: factor of the gradients; ``ok``: whether to change anything. ``acc``:
-    accumulators at zero, or empty with ZeRO-1. All that is replaced is donated, but ``params`` beside masters without ZeRO-1.
+    ``params``: the buffers that are computed with; empty where they do not matter (:func:`takes_params`). ``masters``: in a
+    wider dtype, where ``cast_to`` is that of ``params``; else empty, and ``params`` are updated themselves. ``grads``: as
+    :class:`~jaxpipe.train.reduction.GradientReduction` gives them. ``states``: by layer (here: their shapes). ``scale``: factor
+    of the gradients; ``ok``: whether to change anything. ``acc``: accumulators at zero, in place of ``grads``; empty with
+    ZeRO-1. What is replaced is donated.
     """
-    layout = shards.layout
-    buffers = [shards.buffer_spec(i) for i in range(len(layout.buffers))]
+    buffers, casts = shards.buffer_specs, cast_to is not None
     buckets = [shards.bucket_spec(i) for i in shards.bucketed]
     acc = [spec_of(a) for a in acc_avals]
     state_specs = shards.state_specs(tx, states)
     if shards.chunked:
-        masters, grads, zeros = (buckets if cast_to is not None else []), buckets, []
+        masters, grads, zeros = (buckets if casts else []), buckets, []
     else:
-        masters, grads, zeros = (buffers if cast_to is not None else []), acc, acc
+        masters, grads, zeros = (buffers if casts else []), acc, acc
+    params = buffers if takes_params(shards, casts) else []
     function = partial(_chunked if shards.chunked else _whole, shards, tx, cast_to)
     return on_rank(
         function,
         shards.mesh,
-        (buffers, masters, grads, state_specs, P(), P()),
+        (params, masters, grads, state_specs, P(), P()),
         (buffers, masters, state_specs, zeros),
-        donate=(0, 1, 2, 3),
+        donate=(0, 1, 3) if shards.chunked else (0, 1, 2, 3),
     )
+
+
+def takes_params(shards: StageShards, casts: bool) -> bool:
+    """Whether the update reads the parameters that are computed with: not where it makes them anew of whole masters."""
+    return shards.chunked or not casts
 
 
 def _whole(
@@ -135,10 +141,10 @@ def check_elementwise(tx: optax.GradientTransformation) -> None:
     state = jax.eval_shape(tx.init, probe)
     closed = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(probe, state, probe)
     for eqn in _equations(closed.jaxpr):
-        shapes = [tuple(v.aval.shape) for v in eqn.invars if getattr(v.aval, "shape", ())]
-        moved = any(tuple(v.aval.shape) not in (shape, ()) for v in eqn.outvars for shape in shapes)
-        mixes = eqn.primitive.name.startswith(_MIXING) and (shapes or any(v.aval.shape for v in eqn.outvars))
-        if moved or mixes:
+        read = {shape for v in eqn.invars if (shape := shape_of(v))}
+        made = {shape for v in eqn.outvars if (shape := shape_of(v))}
+        mixes = eqn.primitive.name.startswith(_MIXING) and (read or made)
+        if mixes or (read and made != read):
             raise ConfigError(
                 f"the optimizer uses {eqn.primitive.name} across a parameter's elements, and with zero1 or tp above 1 a device "
                 "sees only a piece of each: use one that treats elements alone (AdamW, SGD, Lion), or zero1=false and tp=1"
@@ -154,5 +160,3 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
                 yield from _equations(closed.jaxpr)
         else:
             yield eqn
-
-

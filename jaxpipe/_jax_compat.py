@@ -14,6 +14,8 @@ name                           why
 ``aval.vma``                   mesh axes over which a value varies; ``aval.mat.varying`` in 0.10.2 and 0.12, replaced through
                                ``aval.update(manual_axis_type=…)``.
 ``jax.lax.pcast``              casts a value to varying; public since 0.9.
+``psum_invariant``             what ``jax.lax.psum`` becomes while varying-axis types are on; the cut programs run with them
+                               off and need ``jax.lax.psum_p`` in its place.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
@@ -64,6 +66,7 @@ __all__ = [
     "is_identity",
     "is_key_dtype",
     "map_bodies",
+    "plain_collective",
     "scan_parts",
     "shape_of",
     "source_line",
@@ -131,6 +134,15 @@ def is_identity(eqn: JaxprEqn) -> bool:
     """Whether the result is the operand, once varying-axis types no longer matter."""
     name = eqn.primitive.name
     return name in ("name", "pvary", "copy", "copy_p") or (name == "pcast" and eqn.params.get("to") == "varying")
+
+
+def plain_collective(eqn: JaxprEqn) -> JaxprEqn:
+    """A sum over shards whose result is typed as equal on them (``psum_invariant``) as the plain ``psum``; else ``eqn``."""
+    if eqn.primitive.name != "psum_invariant":
+        return eqn
+    params = {"axes": tuple(eqn.params["axes"]), "axis_index_groups": None}
+    plain: JaxprEqn = eqn.replace(primitive=jax.lax.psum_p, params=params)
+    return plain
 
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import ONE_SHARD, TensorParallel, batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Offload, Program
@@ -34,6 +34,7 @@ from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutput
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
+from jaxpipe.runtime.reduction import reduction
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
 from jaxpipe.stage.braid import build_braids
 from jaxpipe.stage.compile import BuildCache, build_all
@@ -41,6 +42,7 @@ from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
+from jaxpipe.stage.options import divisors
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
@@ -71,7 +73,8 @@ class Pipeline:
     ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``:
     first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on; ``offload``:
     what O and L move, and where to; ``braid``: whether braided slots run as one function, those in ``braids``; ``epilogues``:
-    what is done with a stage's accumulators as soon as nothing adds to them.
+    what is done with a stage's accumulators as soon as nothing adds to them. Every rank has ``dp`` × ``tp.size`` devices: a
+    microbatch is split over ``dp``, and the layers divide their work over ``tp``.
     """
 
     model: Model
@@ -88,6 +91,8 @@ class Pipeline:
     compute_dtype: Any
     master_dtype: Any
     offload: OffloadOptions = OFFLOAD_ALL
+    dp: int = 1
+    tp: TensorParallel = ONE_SHARD
     braid: bool = True
     braids: Braids = field(default_factory=dict)
     epilogues: Epilogues = field(default_factory=dict)
@@ -106,6 +111,8 @@ class Pipeline:
         recompute: str | Sequence[str] = "none",
         costs: CostProfile | None = None,
         offload: OffloadOptions = OFFLOAD_ALL,
+        dp: int = 1,
+        tp: TensorParallel = ONE_SHARD,
         braid: bool = True,
     ) -> Pipeline:
         """Trace, split and compile the stages, and lower the schedule.
@@ -113,13 +120,15 @@ class Pipeline:
         Args:
             model: layers in order, the loss last.
             schedule: one rank a stage (several flows are allowed), stages in a chain.
-            microbatch_size: sequences in a microbatch.
+            microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
-            devices: one a rank, in order; the first of ``jax.devices()`` by default.
+            devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
             costs: for the dispatch order and the prediction; FLOP counts by default.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
+            dp: shards of a microbatch on each rank.
+            tp: tensor-parallel shards of each rank, and how they divide the layers' work.
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
 
         Raises:
@@ -132,7 +141,8 @@ class Pipeline:
                 f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
                 f"into {placement.num_stages}"
             )
-        submeshes = pipeline_submeshes(placement.num_ranks, devices=devices)
+        _check_microbatch(microbatch_size, dp)
+        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(schedule)
         compute = jnp.dtype(compute_dtype)
@@ -148,6 +158,7 @@ class Pipeline:
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
+                tp=tp,
                 cache=cache,
             )
             chosen = [with_offload(f, offload.fraction) for f in built]
@@ -174,6 +185,8 @@ class Pipeline:
             compute,
             master,
             offload,
+            dp,
+            tp,
             braid,
             braids,
             cache=cache,
@@ -268,6 +281,7 @@ class Pipeline:
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
+            self.tp,
         )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -282,9 +296,11 @@ class Pipeline:
         return {name: _overlay(leaves, owned[name]) for name, leaves in tree.items()}
 
     def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
-        """Accumulators as a tree; leaves that are not trained (integers) come as zeros."""
-        layout = self.layout(stage)
-        return layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in layout.buffers[layout.num_trained :])])
+        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained
+        (integers) come as zeros."""
+        functions = self.functions[self.primary(stage)]
+        untrained = functions.param_avals[functions.layout.num_trained :]
+        return functions.layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in untrained)])
 
     def place(self, params: Mapping[str, Params], dtype: Any = None) -> dict[Instance, Buffers]:
         """Parameters by layer name → buffers on every rank that needs them, floats in ``dtype`` (default: the compute dtype).
@@ -300,8 +316,20 @@ class Pipeline:
                 buffers = self.layout(stage).pack(tree)
             except StageError as error:
                 raise CheckpointError(f"these parameters do not fit the model: {error}") from None
-            placed[(rank, stage)] = list(jax.device_put(buffers, replicated(self.submeshes[rank])))
+            placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
         return placed
+
+    def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
+        """Where each parameter buffer of one (rank, stage) lives; reduced gradients live there too."""
+        return [_home(a) for a in self.functions[instance].param_avals]
+
+    def reduced(self, acc: Mapping[Instance, Buffers]) -> dict[Instance, Buffers]:
+        """What the devices of each rank accumulated, summed over them (:mod:`jaxpipe.runtime.reduction`)."""
+        return {at: self._reductions[at](buffers) for at, buffers in acc.items()}
+
+    @cached_property
+    def _reductions(self) -> Mapping[Instance, Any]:
+        return {(r, s): reduction(self.submeshes[r], f) for (r, s), f in self.functions.items()}
 
     def zeros(self, instance: Instance) -> Buffers:
         """Gradient accumulators of one (rank, stage)."""
@@ -342,9 +370,9 @@ class Pipeline:
     ) -> tuple[jax.Array, dict[str, Params]]:
         """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
-        loss_sum = sum(float(loss[0]) for loss in out.losses)
-        weight = sum(float(loss[1]) for loss in out.losses)
-        acc = self.sum_replicas(out.acc)
+        loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
+        weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
+        acc = self.sum_replicas(self.reduced({at: list(buffers) for at, buffers in out.acc.items()}))
         whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
         grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
         for tie in self.tied:
@@ -360,22 +388,21 @@ class Pipeline:
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()
             for s in self.instances:
-                rank, _ = at = self.primary(s)
-                if s:
-                    carry = jax.device_put(list(carry), batch_sharded(self.submeshes[rank]))
+                at = self.primary(s)
                 function = self.functions[at].functions["E"]
+                if s:
+                    carry = jax.device_put(list(carry), [_home(a) for a in self.functions[at].x_avals])
                 given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
                 carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
             sums.append(carry)
-        return sum(float(c[0]) for c in sums), sum(float(c[1]) for c in sums)
+        return sum(float(jnp.sum(c[0])) for c in sums), sum(float(jnp.sum(c[1])) for c in sums)
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
-        """Accumulators with the gradients of a stage's replicas added to its primary's, the replicas' at zero."""
+        """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
         acc = {at: list(buffers) for at, buffers in given.items()}
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                home = replicated(self.submeshes[ranks[0]])
-                there = jax.device_put(list(acc[(other, s)]), home)
+                there = jax.device_put(list(acc[(other, s)]), [a.sharding for a in acc[(ranks[0], s)]])
                 acc[(ranks[0], s)] = [a + b for a, b in zip(acc[(ranks[0], s)], there, strict=True)]
                 acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
         return acc
@@ -384,7 +411,7 @@ class Pipeline:
         """Copy a stage's parameters from its primary to its replicas, in place."""
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], replicated(self.submeshes[other])))
+                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], self.param_homes((other, s))))
 
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
@@ -459,11 +486,8 @@ class Pipeline:
         }
         acc = {at: self.zeros(at) for at in self.all_instances}
         params = {
-            (r, s): [
-                jax.device_put(jnp.zeros(a.shape, a.dtype), replicated(self.submeshes[r]))
-                for a in self.layout(s).buffers
-            ]
-            for r, s in self.all_instances
+            at: [jax.device_put(jnp.zeros(a.shape, a.dtype), _home(a)) for a in self.functions[at].param_avals]
+            for at in self.all_instances
         }
         outputs = self.run(params, acc, batch, jax.random.key(0))
         jax.block_until_ready((outputs.acc, outputs.losses))
@@ -525,6 +549,22 @@ def _executor(
         braids=braids,
         epilogues=epilogues,
     )
+
+
+def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    sharding: jax.sharding.Sharding | None = aval.sharding
+    assert sharding is not None
+    return sharding
+
+
+def _check_microbatch(microbatch_size: int, dp: int) -> None:
+    if dp > 1 and microbatch_size % dp:
+        below, above = microbatch_size // dp * dp, -(-microbatch_size // dp) * dp
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ProgramError(
+            f"a microbatch of {microbatch_size} sequences does not divide over dp {dp}; use a microbatch size of {sizes}, or "
+            f"dp {divisors(microbatch_size).replace(', ', ' or ')}"
+        )
 
 
 def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:

@@ -124,12 +124,17 @@ class _Composition:
             avals = dict(zip(f.inputs, f.avals_in, strict=True))
             for port in head.inputs:
                 var = next(invars)
-                key = (stage, port) if port.kind in SHARED else (-1 - k, port)
+                key = self._key(k, stage, port)
                 if key not in self._invars:
                     self._invars[key] = var
                     self.inputs.append((k, port, avals[port]))
                 self._env[var] = self._invars[key]
         return [[next(outvars) for _ in head.closed.jaxpr.outvars] for head in heads]
+
+    @staticmethod
+    def _key(part: int, stage: int, port: Port) -> tuple[int, Port]:
+        """What names an argument: shared ones by stage, others by part."""
+        return (stage, port) if port.kind in SHARED else (-1 - part, port)
 
     def _finish(self, k: int, head: _Head, atoms: Sequence[Atom], eqns: list[JaxprEqn]) -> dict[Port, Atom]:
         """The results of a part by port; additions that were left out of the weave are appended to ``eqns``."""
@@ -151,10 +156,12 @@ class _Composition:
         last = {(stage, port): k for k, (stage, f) in enumerate(self.parts) for port in f.outputs if port.kind == "acc"}
         outvars = []
         for k, (stage, f) in enumerate(self.parts):
-            for port, aval in zip(f.outputs, f.avals_out, strict=True):
-                if last.get((stage, port), k) == k and (port.kind != "token" or k == len(self.parts) - 1):
-                    self.outputs.append((k, port, aval))
-                    outvars.append(results[k][port])
+            for n, (port, aval) in enumerate(zip(f.outputs, f.avals_out, strict=True)):
+                if last.get((stage, port), k) != k or (port.kind == "token" and k < len(self.parts) - 1):
+                    continue
+                self.outputs.append((k, port, aval))
+                given = f.inputs[f.forwarded[n]] if n in f.forwarded else None
+                outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
         return outvars
 
     def _read(self, atom: Atom) -> Atom:

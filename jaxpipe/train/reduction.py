@@ -57,12 +57,20 @@ class GradientReduction:
             self.function = on_rank(self._summed, shards.mesh, (specs,), (specs, P()), donate=(0,))
 
     def __call__(self, acc: Buffers) -> Reduced:
+        return self.read(self.dispatch(acc))
+
+    def dispatch(self, acc: Buffers) -> Buffers:
+        """What :meth:`read` takes, as a flat list: an epilogue of the executor."""
         if self.shards.mesh.size == 1:
-            return Reduced(acc, self.function(acc), [])
-        if not self.shards.chunked:
-            grads, square = self.function(acc)
-            return Reduced(grads, square, [])
-        return Reduced(*self.function(acc))
+            return [self.function(acc), *acc]
+        parts = self.function(acc)
+        return [parts[1], *parts[0], *(parts[2] if self.shards.chunked else ())]
+
+    def read(self, flat: Sequence[jax.Array]) -> Reduced:
+        """What was dispatched."""
+        square, *arrays = flat
+        count = len(self.shards.bucketed) if self.shards.chunked else len(arrays)
+        return Reduced(arrays[:count], square, arrays[count:])
 
     def _summed(self, acc: Buffers) -> tuple[Buffers, jax.Array]:
         sums = summed(self.shards, acc)

@@ -29,7 +29,7 @@ from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.layer import Params
 from jaxpipe.stage.params import LeafSlot
-from jaxpipe.train.reduction import GradientReduction, on_rank, own_buckets
+from jaxpipe.train.reduction import GradientReduction, Reduced, on_rank, own_buckets
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.step_memory import StageState, master_avals, step_memory
 from jaxpipe.train.ties import TiedLeaves
@@ -90,7 +90,6 @@ class TrainStep:
         clip_norm: float = 0.0,
         zero1: bool = False,
     ) -> None:
-        self.pipeline = pipeline
         self._tx = optimizer
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._shards = {
@@ -98,6 +97,7 @@ class TrainStep:
         }
         if any(x.chunked or x.tp > 1 for x in self._shards.values()):
             check_elementwise(optimizer)
+        self.pipeline = pipeline
         self._states = {s: self._stage_state(s) for s in self._primary}
         self._reduce = {s: GradientReduction(x, self._states[s].acc) for s, x in self._shards.items()}
         self._update = {s: self._compile_update(s) for s in self._primary}
@@ -106,12 +106,13 @@ class TrainStep:
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(_sum_losses)
         self._ties = TiedLeaves(pipeline)
+        self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
 
     def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
         """The same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles nothing."""
         other = copy.copy(self)
-        other.pipeline = pipeline
+        other.pipeline = self._with_epilogues(pipeline)
         return other
 
     def init(
@@ -151,8 +152,8 @@ class TrainStep:
         pipe = self.pipeline
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
-        outputs = replace(outputs, acc={})  # whoever keeps the metrics would keep replicas' accumulators
-        reduced = {s: self._reduce[s](acc.pop((r, s))) for s, r in self._primary.items()}
+        reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._primary.items()}
+        outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
         first = replicated(pipe.submeshes[0])
         several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
         loss_sum, weight = self._sum_losses(jax.device_put(outputs.losses, first) if several else outputs.losses)
@@ -248,6 +249,22 @@ class TrainStep:
         return found
 
     # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _with_epilogues(self, pipeline: Pipeline) -> Pipeline:
+        """``pipeline``, reducing the gradients of a stage as soon as its last W has been dispatched, where nothing is to be
+        added to them first and no other stage wants them."""
+        tied = {s for tie in pipeline.tied for s in (tie.owner_stage, tie.copy_stage)}
+        early = {
+            (r, s): self._reduce[s].dispatch
+            for s, r in self._primary.items()
+            if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
+        }
+        return pipeline.with_epilogues(early) if early else pipeline
+
+    def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
+        """The reduced gradients of a stage: dispatched in the pipeline, or now."""
+        at = (self._primary[stage], stage)
+        return self._reduce[stage].read(outputs.reduced[at]) if at in outputs.reduced else self._reduce[stage](acc)
 
     @property
     def _chunked(self) -> bool:

@@ -98,7 +98,7 @@ def test_ranks_of_two_processes_meet_through_a_transport() -> None:
     timeline = simulate(pipe.schedule, pipe.costs)
     shared = _Switchboard(pipe)
     executors = [
-        Executor([p], issue_order([p], timeline), pipe.functions, shared.shardings, shared, all_programs=pipe.programs)
+        Executor([p], issue_order([p], timeline), pipe.functions, pipe.submeshes, shared, all_programs=pipe.programs)
         for p in pipe.programs
     ]
     batch = random_batch(2)

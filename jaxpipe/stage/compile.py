@@ -364,14 +364,14 @@ def _function(
     jitted = cache.jitted.get(key) if shareable else None
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        jitted = _jit(closed, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name)
+        jitted = jit_per_shard(closed, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name)
         if shareable:
             cache.jitted[key] = jitted
-    call = jitted if not forwarded else _forwarding(jitted, forwarded, len(part.outvars))
+    call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
     return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
 
 
-def _jit(
+def jit_per_shard(
     closed: ClosedJaxpr,
     avals_in: Sequence[jax.ShapeDtypeStruct],
     avals_out: Sequence[jax.ShapeDtypeStruct],
@@ -400,7 +400,7 @@ def _spec(aval: jax.ShapeDtypeStruct) -> P:
     return sharding.spec
 
 
-def _forwarding(
+def forwarding(
     jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], count: int
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """A call that hands arguments on as results without copying them."""

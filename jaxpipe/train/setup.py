@@ -14,6 +14,7 @@ import optax
 
 from jaxpipe import profile
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.mesh import TensorParallel
 from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
@@ -214,6 +215,8 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,
             offload=offload_options(config),
+            dp=config.pipeline.dp,
+            tp=tensor_parallel(config),
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         return with_replannable_start(config, pipeline)
@@ -221,7 +224,14 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
 
 def step_of(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
     """The training step of ``config`` over ``pipeline``. Compiles nothing yet."""
-    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+    zero1 = config.pipeline.zero1
+    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm, zero1=zero1)
+
+
+def tensor_parallel(config: TrainConfig) -> TensorParallel:
+    """How the layers of a rank divide their work."""
+    pipe = config.pipeline
+    return TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual)
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:

@@ -20,7 +20,6 @@ import pytest
 from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
-from jaxpipe.planning.collectives import Collective, collectives_s
 from jaxpipe.planning.compiled import Compiler
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
@@ -255,21 +254,22 @@ def test_tensor_parallel_stages_are_those_of_one_device() -> None:
     assert part.boundary == whole.boundary == 4 * split.boundary == stream
     assert own.residual < split.residual < part.residual < whole.residual
     assert own.residual <= whole.residual / 4  # nothing of the stream's size is left whole
-    assert [c.kind for c in part.collectives["F"]] == ["all-reduce"] * 4
-    assert {c.num_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
-    assert [c.kind for c in split.collectives["B"]] == ["all-gather", "reduce-scatter"] * 4
+    assert [c.primitive for c in part.collectives["F"]] == ["psum"] * 4
+    assert {c.whole_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
+    assert [c.primitive for c in split.collectives["B"]] == ["all_gather", "reduce_scatter"] * 4
     assert part.collectives["W"] == split.collectives["W"] == whole.collectives["F"] == ()
-    assert [c.kind for c in own.collectives["W"]] == ["all-gather"] * 4
+    assert [c.primitive for c in own.collectives["W"]] == ["all_gather"] * 4
     assert part.work["F"].flops == whole.work["F"].flops / 4
 
 
 def test_collectives_take_what_a_ring_takes() -> None:
-    found = (Collective("all-reduce", 8_000_000), Collective("all-gather", 8_000_000))
-    seconds = collectives_s(found, 8, H100, FULL)
-    ring = 7 / 8 * 8e6 / H100.link_bytes_per_s
-    assert seconds == pytest.approx(3 * ring + 3 * H100.link_latency_s)
-    assert collectives_s(found, 1, H100, FULL) == 0
-    assert collectives_s(found, 16, H100, FULL) > 4 * seconds  # beyond a node, over the network
+    config = small(tp=4, recompute="fused")
+    p = prediction_of(config, bench_of(config, sharding=Sharding(4)))
+    stream, e = 2 * 16 * 32 * 4, Efficiency()
+    one = 2 * 3 / 4 * stream / (H100.link_bytes_per_s * e.link) + H100.link_latency_s
+    assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
+    assert p.costs.tp_collectives[0] == 5
+    assert max(p.timeline.tp_exposed_s) > 0
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------

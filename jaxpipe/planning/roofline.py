@@ -1,7 +1,7 @@
 """Seconds of a stage function from its jaxpr: a roofline per kernel, with stated efficiencies.
 
 The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, convolutions, gathers, scatters, sorts and loops
-are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.planning.collectives`).
+are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.stage.units`).
 Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by itself: where its result must
 exist in memory (it leaves the function, or a product reads it), one kernel reads what the chain started from and writes the
 result. Reshapes and barriers cost nothing. A kernel takes

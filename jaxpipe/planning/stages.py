@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
-from jaxpipe.planning.collectives import Collective, collectives_of
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.compile import BuildCache, build_stage_functions
@@ -31,6 +30,7 @@ from jaxpipe.stage.layer import Layer, Model
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, param_avals, plan_stages
 from jaxpipe.stage.policies import per_stage
+from jaxpipe.stage.units import Collective, collectives
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -252,7 +252,7 @@ class Workbench:
             optimizer=(2 * grads + master) / (self.sharding.dp if self.sharding.zero1 else 1),
             num_params=sum(math.prod(s.whole_shape(layout.shards)) for s in trained),
             work=work,
-            collectives={op: collectives_of(jaxpr) for op, jaxpr in jaxprs.items()},
+            collectives={op: collectives(jaxpr) for op, jaxpr in jaxprs.items()},
             passing={op: total_device_bytes(_passing(functions, op, kept)) for op in OPS},
             temp={op: w.workspace_bytes for op, w in work.items()},
         )

@@ -16,6 +16,7 @@ name                           why
 ``jax.lax.pcast``              casts a value to varying; public since 0.9.
 ``psum_invariant``             what ``jax.lax.psum`` becomes while varying-axis types are on; the cut programs run with them
                                off and need ``jax.lax.psum_p`` in its place.
+``NamedAxisEffect``            the effect of an equation that names a mesh axis; told by its class's name.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
@@ -137,11 +138,13 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def plain_collective(eqn: JaxprEqn) -> JaxprEqn:
-    """A sum over shards whose result is typed as equal on them (``psum_invariant``) as the plain ``psum``; else ``eqn``."""
-    if eqn.primitive.name != "psum_invariant":
-        return eqn
-    params = {"axes": tuple(eqn.params["axes"]), "axis_index_groups": None}
-    plain: JaxprEqn = eqn.replace(primitive=jax.lax.psum_p, params=params)
+    """An equation without what only the types of ``shard_map`` need: a sum whose result is typed as equal on all shards
+    (``psum_invariant``) becomes the plain ``psum``; that a mesh axis is named is no effect (it may be dropped or repeated)."""
+    effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}
+    plain: JaxprEqn = eqn.replace(effects=effects) if len(effects) < len(eqn.effects) else eqn
+    if eqn.primitive.name == "psum_invariant":
+        params = {"axes": tuple(eqn.params["axes"]), "axis_index_groups": None}
+        plain = plain.replace(primitive=jax.lax.psum_p, params=params)
     return plain
 
 

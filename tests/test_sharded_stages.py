@@ -124,11 +124,18 @@ def _wanted(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tuple
     return jax.value_and_grad(mean)(params)
 
 
-def _pipeline(model: Model, pp: int, dp: int, tp: TensorParallel, family: str = "zb-h1", size: int = 4) -> Pipeline:
+def _pipeline(model: Model, pp: int, dp: int, tp: TensorParallel, size: int = 4, recompute: str = "none") -> Pipeline:
     cut = {1: [(0, 5)], 2: [(0, 2), (2, 5)], 4: [(0, 1), (1, 2), (2, 3), (3, 5)]}[pp]
-    schedule = generate(family, ranks=pp, microbatches=4)
+    schedule = generate("zb-h1", ranks=pp, microbatches=4)
     return Pipeline.build(
-        model, schedule, microbatch_size=size, boundaries=cut, dp=dp, tp=tp, compute_dtype=jnp.float64
+        model,
+        schedule,
+        microbatch_size=size,
+        boundaries=cut,
+        dp=dp,
+        tp=tp,
+        compute_dtype=jnp.float64,
+        recompute=recompute,
     )
 
 
@@ -147,6 +154,17 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
 
 
+@pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])
+def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) -> None:
+    model = toy_model()
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    _, want = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None:
     pipe = _pipeline(toy_model(), 2, 2, TensorParallel(2, sequence))
@@ -157,7 +175,7 @@ def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None
                 assert "dp" not in axes, f"{function.op} of stage {stage.stage}: {eqn}"
 
 
-def test_parameters_go_to_the_shards_and_back() -> None:
+def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
     model = toy_model()
     params = init_params(model, 0)
     pipe = _pipeline(model, 2, 2, TensorParallel(2, True))
@@ -168,7 +186,7 @@ def test_parameters_go_to_the_shards_and_back() -> None:
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
-def test_what_can_not_be_divided_says_what_would_work() -> None:
+def test_what_can_not_be_divided_says_what_would_work(x64: None) -> None:
     model = toy_model()
     with pytest.raises(ConfigError, match=r"embed.*table.*8 on axis 1.*tp 3"):
         _pipeline(model, 2, 1, TensorParallel(3))

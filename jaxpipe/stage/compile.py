@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP, ONE_SHARD, TP, TensorParallel, device_sharded, replicated, varies_over_tp
+from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Params
@@ -73,7 +73,7 @@ def build_stage_functions(
     param_avals: Mapping[str, Params],
     x: Any,
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
-    mesh: Mesh,
+    mesh: AnyMesh,
     stage: int,
     is_last: bool,
     recompute: str = "none",
@@ -127,7 +127,7 @@ def build_all(
     stages: Sequence[Sequence[Layer]],
     param_avals: Mapping[str, Params],
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
-    meshes: Sequence[Mesh],
+    meshes: Sequence[AnyMesh],
     recompute: str | Sequence[str] = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
@@ -170,7 +170,7 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
+def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable | None:
     """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
     leaves, treedef = jax.tree.flatten(spec.x)
     statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else (type(v), v) for v in leaves)
@@ -201,7 +201,7 @@ def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
 
 
 def _assemble(
-    spec: TraceSpec, traced: _Traced, cut: Split, mesh: Mesh, signature: Hashable | None, cache: BuildCache
+    spec: TraceSpec, traced: _Traced, cut: Split, mesh: AnyMesh, signature: Hashable | None, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}
@@ -291,7 +291,7 @@ class _Homes:
     """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
     enters and leaves, whether it differs between ``tp`` shards. ``handed_on``: results that are arguments → those."""
 
-    mesh: Mesh
+    mesh: AnyMesh
     layout: ParamLayout
     x_varies: tuple[bool, ...]
     y_varies: tuple[bool, ...]
@@ -376,7 +376,7 @@ def jit_per_shard(
     avals_in: Sequence[jax.ShapeDtypeStruct],
     avals_out: Sequence[jax.ShapeDtypeStruct],
     results: Sequence[int],
-    mesh: Mesh,
+    mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
 ) -> Any:

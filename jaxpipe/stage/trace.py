@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import (
@@ -43,7 +42,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP, ONE_SHARD, TP, TensorParallel, varies_over_tp
+from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over_tp
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
@@ -128,7 +127,7 @@ def fill(tree: Any, arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
 
 
-def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
+def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace forward, gradients and accumulation of a stage.
 
     ``roots`` of the result is empty where ``x`` has inexact leaves: B then computes what ``dx`` needs. A stage without (the
@@ -174,7 +173,7 @@ def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
     return _joint_trace(spec, flat, made, offset_at)
 
 
-def trace_eval(spec: TraceSpec, mesh: Mesh) -> StageTrace:
+def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace the evaluation forward pass: ``(param, x, data) -> y | loss`` with ``train=False`` and no keys."""
     made: dict[str, Any] = {}
 
@@ -237,7 +236,7 @@ def boundary_axes(varies: bool) -> tuple[str, ...]:
 
 
 def _trace(
-    spec: TraceSpec, mesh: Mesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
+    spec: TraceSpec, mesh: AnyMesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr, int]:
     """The jaxpr of ``fn`` per shard, and the position of the layer offset among its inputs."""
     captured: list[ClosedJaxpr] = []
@@ -273,16 +272,16 @@ def _trace(
     return captured[0], offset_at
 
 
-def split_spec(mesh: Mesh, aval: Any) -> P:
+def split_spec(mesh: AnyMesh, aval: Any) -> P:
     """How an activation or batch array lies on the submesh: axis 0 over ``dp``; scalars are replicated (``dp`` 1 only)."""
     return P(DP) if len(aval.shape) else P()
 
 
-def _stacked(shape: tuple[int, ...], mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
+def _stacked(shape: tuple[int, ...], mesh: AnyMesh, axes: Sequence[str]) -> tuple[int, ...]:
     return (shape[0] * math.prod(mesh.shape[a] for a in axes), *shape[1:])
 
 
-def _check_divisible(spec: TraceSpec, mesh: Mesh) -> None:
+def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
     dp = mesh.shape[DP]
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
@@ -314,7 +313,7 @@ def _zeros(like: Any) -> Any:
 
 def _run_layers(
     spec: TraceSpec,
-    mesh: Mesh,
+    mesh: AnyMesh,
     params: Mapping[str, Params],
     x: Any,
     data: Sequence[Any],

@@ -276,6 +276,10 @@ def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
     batch["weights"] = (rng.random((4, 4, 8)) < 0.6).astype(np.float32)
     params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
     check_whole(pipe, params, batch)
+    if tp.size > 1:
+        assert any(c.covered for b in pipe.braids.values() for c in b.collectives), (
+            "something computes under a collective"
+        )
 
 
 def test_a_braid_is_one_instruction_between_its_messages() -> None:

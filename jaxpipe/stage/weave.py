@@ -263,9 +263,7 @@ class _Emission:
         graph = self.graphs[last.part]
         assert isinstance(last.work, Chunk)
         mine = set(last.work.eqns)
-        left = [
-            v for v in self._outvars(last) if v in graph.results or not mine.issuperset(graph.readers.get(v, ()))
-        ]
+        left = [v for v in self._outvars(last) if v in graph.results or not mine.issuperset(graph.readers.get(v, ()))]
         operands = {v for c in starting for v in self._reads(c)}
         first = [v for v in left if v in operands]
         return min(first or left, key=lambda v: aval_bytes(v.aval), default=None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -379,6 +380,7 @@ def jit_per_shard(
     mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
+    compiler_options: Mapping[str, bool | int | str] = MappingProxyType({}),
 ) -> Any:
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
 
@@ -391,7 +393,7 @@ def jit_per_shard(
     run.__name__ = run.__qualname__ = name
     specs = [tuple(_spec(a) for a in avals) for avals in (avals_in, avals_out)]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return jax.jit(mapped, donate_argnums=donated)
+    return jax.jit(mapped, donate_argnums=donated, compiler_options=dict(compiler_options) or None)
 
 
 def _spec(aval: jax.ShapeDtypeStruct) -> P:

@@ -16,6 +16,10 @@ chunk more, and keeps a rank busy while the first backwards are on their way.
 Two things differ from the paper. W's of a stage run in order of microbatch, so that gradients add up in one order: where some
 were put off, BW is B braided with the W that is next in turn, which takes as long. And any m works: a smaller one takes the rows
 for more microbatches and leaves some out.
+
+In phase 4 neighbours wait for each other in turn: a rank's F1 for the F1 below it, and that rank's next B1 for the B1 braided with
+it. Both results leave when the slot ends, so a slot and its transfer repeat: transfers add to the period although they overlap
+compute. The paper says the same of its runtime (section 5.2). It would take 4p − 2 chunks to hide them.
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ from jaxpipe.schedule.ir import Action, Braid, Row, Slot
 class Shape:
     """What can be chosen. ``ahead``: forwards ahead, 1 to p. ``split``: of rank r's last slots of phase 4, min(r, this) put W off.
 
-    ``paired``: whether forwards of phase 2 run in pairs. ``first``: of the microbatches left out, whether the first ones are.
+    ``hasty``: the last so many BW0 are B0 alone, whose cotangents leave sooner. ``paired``: whether forwards of phase 2 run in
+    pairs. ``first``: of the microbatches left out, whether the first ones are.
     """
 
     ahead: int
     split: int
+    hasty: int = 0
     paired: bool = True
     first: bool = False
 
@@ -87,7 +93,7 @@ class _Rank:
             self._add(self._f(1), self._b(1))
             self._add(*([self._f(0)] if k >= below - (shape.ahead - here) else []), self._w(1))
         self._steady(min(shape.split, self.rank))
-        self._cool_down()
+        self._cool_down(shape.hasty)
         return self.row
 
     def _ahead(self, count: int, paired: bool) -> None:
@@ -105,7 +111,7 @@ class _Rank:
             forward = self._f(chunk)
             self._add(forward, *([self._b(chunk)] if k >= slots - split else self._bw(chunk)))
 
-    def _cool_down(self) -> None:
+    def _cool_down(self, hasty: int) -> None:
         m = self.microbatches
         while self.forwards[1] < m:
             self._add(*self._bw(0))
@@ -114,7 +120,7 @@ class _Rank:
             self._add(*self._bw(0))
             self._add(*self._bw(1))
         while self.backwards[0] < m:
-            self._add(*self._bw(0))
+            self._add(*([self._b(0)] if self.backwards[0] >= m - hasty else self._bw(0)))
             self._weights(2)
         self._weights(2 * m)
 

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
 from jaxpipe.mesh import TP
-from jaxpipe.stage.compile import BuildCache, forwarding, jit_per_shard
+from jaxpipe.stage.compile import BuildCache, forwarding, gpu_options, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
-from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
+from jaxpipe.stage.weave import weave
 
 
 def build_braids(
@@ -60,8 +60,8 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     rest = [k for k in range(len(outvars)) if k not in forwarded]
     avals_in = tuple(aval for _, _, aval in made.inputs)
     avals_out = tuple(aval for _, _, aval in made.outputs)
-    options = GPU_OVERLAP_OPTIONS if mesh.devices.flat[0].platform in ("gpu", "cuda") else {}
-    jitted = jit_per_shard(made.closed, avals_in, [avals_out[k] for k in rest], rest, mesh, donated, name, options)
+    results = [avals_out[k] for k in rest]
+    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, gpu_options(mesh))
     return BraidedFunction(
         parts=names,
         inputs=tuple(port for _, port, _ in made.inputs),

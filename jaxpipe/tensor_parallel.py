@@ -14,9 +14,9 @@ Shapes are given whole: a layer divides them by ``tp.size`` itself. On one shard
 with the same equations. The linear layers are Flax's own ``DenseGeneral`` with another product in it, so names, shapes and
 initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
 
-Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, and
-not gathered a second time. Not modelled: vocabularies padded to a multiple of t, context parallelism, overlap of a collective
-with its own product (see :mod:`jaxpipe.stage` for the overlap with another microbatch).
+Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
+the recompute policy ``gather`` says otherwise. Not modelled: vocabularies padded to a multiple of t, context parallelism,
+pieces of one product overlapped with pieces of its own collective (a collective is hidden under another microbatch's work).
 """
 
 from __future__ import annotations

@@ -235,10 +235,11 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
             found: jax.Array = super().__call__(tokens)
             return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        row, own = _own_rows(tokens, table.shape[0])
-        missing = jnp.where((tokens >= 0) & (tokens < self.num_embeddings), 0.0, jnp.nan).astype(table.dtype)
-        words = jnp.where(own[..., None], jnp.take(table, row, axis=0), missing[..., None])
-        return sum_parts(words, self.tp)
+        local, own = _own_rows(tokens, table.shape[0])
+        row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+        words = jnp.take(table, row, axis=0, mode="fill", fill_value=0)
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
 
 
 def vocab_parallel_logits(x: jax.Array, kernel: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -263,9 +264,10 @@ def _cross_entropy_forward(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
     valid = (targets >= 0) & (targets < logits.shape[-1] * tp.size)
-    index, own = (jnp.where(valid, targets, 0), None) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    index = jnp.where(own, local, 0)
     picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
-    if own is not None:
+    if tp.size > 1:
         picked = lax.psum(jnp.where(own, picked, 0), TP)
     return jnp.where(valid, lse - picked, jnp.nan), (logits, targets, lse)
 
@@ -285,7 +287,7 @@ def _cross_entropy_backward(
     logits, targets, lse = residuals
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
     rows = logits.shape[-1]
-    local = targets if tp.size == 1 else targets - lax.axis_index(TP) * rows
+    local = targets if tp.size == 1 else _own_rows(targets, rows)[0]
     hit = local[:, :, None] == jnp.arange(rows)[None, None, :]
     return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
 
@@ -294,10 +296,9 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _own_rows(words: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where ``words`` lie in this shard's ``rows`` rows of the vocabulary (0 if elsewhere), and whether they do."""
+    """Where ``words`` lie from the first of this shard's ``rows`` rows of the vocabulary on, and whether they are its own."""
     local = words - lax.axis_index(TP) * rows
-    own = (local >= 0) & (local < rows)
-    return jnp.where(own, local, 0), own
+    return local, (local >= 0) & (local < rows)
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------------

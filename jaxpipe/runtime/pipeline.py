@@ -13,8 +13,9 @@ placement (replicas: the first is the primary, which owns the update).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,17 +28,18 @@ from jaxpipe.mesh import ONE_SHARD, TensorParallel, batch_sharded, pipeline_subm
 from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Offload, Program
-from jaxpipe.program.lower import lower
+from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
-from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
-from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.braid import build_braids
+from jaxpipe.stage.compile import BuildCache, build_all
 from jaxpipe.stage.footprint import footprint
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.options import divisors
@@ -70,8 +72,9 @@ class Pipeline:
 
     ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``:
     first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on; ``offload``:
-    what O and L move, and where to. Every rank has ``dp`` × ``tp.size`` devices: a microbatch is split over ``dp``, and the
-    layers divide their work over ``tp``.
+    what O and L move, and where to; ``braid``: whether braided slots run as one function, those in ``braids``; ``epilogues``:
+    what is done with a stage's accumulators as soon as nothing adds to them. Every rank has ``dp`` × ``tp.size`` devices: a
+    microbatch is split over ``dp``, and the layers divide their work over ``tp``.
     """
 
     model: Model
@@ -90,6 +93,10 @@ class Pipeline:
     offload: OffloadOptions = OFFLOAD_ALL
     dp: int = 1
     tp: TensorParallel = ONE_SHARD
+    braid: bool = True
+    braids: Braids = field(default_factory=dict)
+    epilogues: Epilogues = field(default_factory=dict)
+    cache: BuildCache = field(default_factory=BuildCache, repr=False)
 
     @classmethod
     def build(
@@ -106,6 +113,7 @@ class Pipeline:
         offload: OffloadOptions = OFFLOAD_ALL,
         dp: int = 1,
         tp: TensorParallel = ONE_SHARD,
+        braid: bool = True,
     ) -> Pipeline:
         """Trace, split and compile the stages, and lower the schedule.
 
@@ -121,6 +129,7 @@ class Pipeline:
             offload: how much of a stage's residuals O and L move, and what the host has for them.
             dp: shards of a microbatch on each rank.
             tp: tensor-parallel shards of each rank, and how they divide the layers' work.
+            braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
 
         Raises:
             ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work. Schedules that offload
@@ -139,6 +148,7 @@ class Pipeline:
         compute = jnp.dtype(compute_dtype)
         master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
         functions: dict[Instance, StageFunctions] = {}
+        cache = BuildCache()
         for flow in range(max(len(r) for r in instances.values())):
             ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
             built = build_all(
@@ -149,15 +159,17 @@ class Pipeline:
                 recompute=recompute,
                 acc_dtype=master,
                 tp=tp,
+                cache=cache,
             )
             chosen = [with_offload(f, offload.fraction) for f in built]
             functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
-        programs = lower(schedule, first)
+        braids = build_braids(braided_slots(schedule), functions, cache) if braid else {}
+        programs = lower(schedule, first, braids)
         dump.dump("schedule", schedule.name, str(schedule))
         check_host_memory(programs, offload, _platform(submeshes))
-        executor = _executor(programs, schedule, costs, functions, submeshes, offload)
+        executor = _executor(programs, schedule, costs, functions, submeshes, offload, braids)
         return cls(
             model,
             schedule,
@@ -175,12 +187,29 @@ class Pipeline:
             offload,
             dp,
             tp,
+            braid,
+            braids,
+            cache=cache,
         )
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        executor = _executor(self.programs, self.schedule, costs, self.functions, self.submeshes, self.offload)
+        executor = _executor(
+            self.programs,
+            self.schedule,
+            costs,
+            self.functions,
+            self.submeshes,
+            self.offload,
+            self.braids,
+            self.epilogues,
+        )
         return replace(self, costs=costs, executor=executor)
+
+    def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
+        """The same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as nothing
+        adds to them: what it returns is in :attr:`StepOutputs.reduced`. Compiles nothing."""
+        return replace(self, epilogues=epilogues).with_costs(self.costs)
 
     def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
         """Another order over the same stages on the same ranks, and other costs if given. Compiles nothing by itself: a
@@ -193,9 +222,13 @@ class Pipeline:
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from {self.schedule.name!r}; build a new pipeline for it"
             )
-        programs = lower(schedule, self.stages)
+        braids = dict(self.braids)
+        if self.braid:
+            wanted = [slot for slot in braided_slots(schedule) if slot not in braids]
+            braids |= build_braids(wanted, self.functions, self.cache)
+        programs = lower(schedule, self.stages, braids)
         check_host_memory(programs, self.offload, _platform(self.submeshes))
-        return replace(self, schedule=schedule, programs=programs).with_costs(
+        return replace(self, schedule=schedule, programs=programs, braids=braids).with_costs(
             costs if costs is not None else self.costs
         )
 
@@ -434,6 +467,7 @@ class Pipeline:
             footprint_of=footprint if workspace else None,
             align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
+            braids=self.braids,
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
@@ -499,12 +533,22 @@ def _executor(
     functions: Mapping[Instance, StageFunctions],
     submeshes: Sequence[jax.sharding.Mesh],
     offload: OffloadOptions,
+    braids: Braids,
+    epilogues: Epilogues = MappingProxyType({}),
 ) -> Executor:
     timeline = simulate(schedule, costs)
     order = issue_order(programs, timeline)
     held = {(k, at): ended for k, p in enumerate(programs) for at, ended in holds(p, timeline).items()}
-    homes = [batch_sharded(m) for m in submeshes]
-    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback, holds=held)
+    return Executor(
+        programs,
+        order,
+        functions,
+        submeshes,
+        offload_fallback=offload.fallback,
+        holds=held,
+        braids=braids,
+        epilogues=epilogues,
+    )
 
 
 def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.mesh import replicated
 from jaxpipe.profile import Timing, time_function
 from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import Kind, RankMemory, account
@@ -40,8 +40,9 @@ from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
 from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
-from jaxpipe.schedule import Action, Event, HostLink, Timeline, simulate
+from jaxpipe.schedule import Event, HostLink, Timeline, simulate
 from jaxpipe.stage.footprint import device_bytes, footprint
+from jaxpipe.stage.functions import AnyFunction, function_of
 
 GPU_ALIGN = 256
 """Bytes to which XLA's GPU allocator rounds."""
@@ -111,6 +112,7 @@ class Rehearsal:
             timeline=timeline,
             footprint_of=footprint if footprints else None,
             align=align,
+            braids=self.pipeline.braids,
         )
         return report.ranks[0]
 
@@ -130,9 +132,10 @@ class Rehearsal:
         """
         tell = progress if progress is not None else lambda text: None
         tell(f"rank {self.rank}: compiling")
-        used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
-        footprints = {at: footprint(f) for at, f in used.items()}
-        watch = Watch(self.program, self.functions, self._limit)
+        used = {i.parts: self._function(i) for i in self.program.instructions if isinstance(i, Run)}
+        compiled = {parts: footprint(f) for parts, f in used.items()}
+        footprints = {parts[0]: found for parts, found in compiled.items() if len(parts) == 1}
+        watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
         if complete:
             tell(f"rank {self.rank}: each function alone")
         alone = self._alone(steps, tell) if complete else {}
@@ -183,8 +186,8 @@ class Rehearsal:
             events=tuple(events[-1]),
         )
 
-    def _computes(self) -> set[Action]:
-        return {i.action for i in self.program.instructions if isinstance(i, Run)}
+    def _function(self, run: Run) -> AnyFunction:
+        return function_of(self.rank, run.parts, self.functions, self.pipeline.braids)
 
     def _timeline_of(self, alone: Mapping[tuple[str, int], Timing]) -> Timeline:
         """The schedule simulated with what is known of the costs."""
@@ -200,11 +203,12 @@ class Rehearsal:
             [self.program],
             issue_order([self.program], timeline),
             pipe.functions,
-            [batch_sharded(m) for m in pipe.submeshes],
+            pipe.submeshes,
             StandIns(self.program, pipe.programs, pipe.stages),
             all_programs=pipe.programs,
             offload_fallback=pipe.offload.fallback,
             holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
+            braids=pipe.braids,
         )
 
     def _placed(self) -> tuple[StepInputs, Any]:
@@ -257,7 +261,7 @@ class Rehearsal:
         """An error that means that memory ran out, as one line; None for any other."""
         stats = self.device.memory_stats() or {}
         limit = self._limit if self._limit is not None else stats.get("bytes_limit")
-        return out_of_memory(error, watch, self.program, self.functions, self._placed_bytes(), limit)
+        return out_of_memory(error, watch, self.program, self._placed_bytes(), limit)
 
     def _placed_bytes(self) -> int:
         """Parameters, accumulators, batch and what else stays: on the device before the first instruction."""

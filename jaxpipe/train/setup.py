@@ -217,6 +217,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             offload=offload_options(config),
             dp=config.pipeline.dp,
             tp=tensor_parallel(config),
+            braid=config.pipeline.braid,
         )
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         return with_replannable_start(config, pipeline)

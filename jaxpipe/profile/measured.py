@@ -39,15 +39,18 @@ _MOST_CALLS = 30
 @dataclass(frozen=True, slots=True)
 class StageMeasurements:
     """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
-    measured."""
+    measured. ``collectives``: of F of each stage, how many over ``tp`` it has and what they take alone; empty without tensor
+    parallelism."""
 
     stages: tuple[StageFunctions, ...]
     timings: Mapping[tuple[str, int], Timing]
     footprints: Mapping[tuple[str, int], Footprint]
     host: HostLinkMeasurement | None = None
+    collectives: tuple[tuple[int, Timing | None], ...] = ()
 
     def costs(self, link: Link | None = None) -> CostProfile:
-        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default."""
+        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default. With
+        tensor parallelism ``tp_comm_s`` is what F's collectives took alone, and F, B and BW take that less."""
         stages = range(len(self.stages))
         seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
         count = min(t.count for t in self.timings.values())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.cli.cost_flags import (
     CostChoice,
+    add_braid_flag,
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
@@ -35,6 +36,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_braid_flag(parser)
     parser.add_argument(
         "--explore",
         action="store_true",
@@ -134,6 +136,7 @@ def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective
         group=arguments.group,
         offload=None if costs.offload_time is None else True,
         objective=objective,
+        braid=arguments.braid,
     )
 
 
@@ -157,6 +160,7 @@ def configure_best(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_braid_flag(parser)
     parser.add_argument(
         "--objective",
         choices=("makespan", "span"),

@@ -52,7 +52,7 @@ def add_group_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --offload-time --host-link --costs``."""
+    """``--cost --comm --w-residual --offload-time --host-link --tp-comm --tp-collectives --costs``."""
     group = parser.add_argument_group(
         "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
     )
@@ -78,7 +78,28 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         help="whether copies to the host and back share one lane (default: duplex, or what --costs says)",
     )
     group.add_argument(
+        "--tp-comm",
+        metavar="T",
+        type=amount("time of TP collectives"),
+        help="time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)",
+    )
+    group.add_argument(
+        "--tp-collectives",
+        metavar="N",
+        type=whole_number("number of collectives", MOST_CHUNKS),
+        help="how many collectives that is in each stage; two a layer are usual (default 1)",
+    )
+    group.add_argument(
         "--costs", metavar="FILE", help="cost profile (JSON) with seconds and bytes of each stage, instead"
+    )
+
+
+def add_braid_flag(parser: argparse.ArgumentParser) -> None:
+    """``--braid``."""
+    parser.add_argument(
+        "--braid",
+        action="store_true",
+        help="run F and a backward that stand side by side as one slot, where that hides TP collectives and saves time",
     )
 
 
@@ -105,6 +126,8 @@ class CostChoice:
     comm: float
     w_residual: float
     offload_time: float | None = None
+    tp_comm: float = 0.0
+    tp_collectives: int = 1
     host_link: Literal["shared", "duplex"] | None = None
 
     @property
@@ -118,6 +141,7 @@ class CostChoice:
             return f"costs of {Path(self.path).name}"
         parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.cost)]
         parts += [f"transfers {self.comm:g}"] if self.comm else []
+        parts += [f"TP collectives {self.tp_comm:g}"] if self.tp_comm else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time else []
         return ", ".join(parts)
 
@@ -141,6 +165,8 @@ class CostChoice:
                 w_residual=self.w_residual,
                 offload_time=self.offload_time or 0.0,
                 host_mode=self.host_link or "duplex",
+                tp_comm=self.tp_comm,
+                tp_collectives=self.tp_collectives,
                 source="command line",
             )
         if self.profile.num_stages != placement.num_stages:
@@ -158,7 +184,7 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    replaced = ("cost", "comm", "w_residual", "offload_time")
+    replaced = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
     given = [f"--{n.replace('_', '-')}" for n in replaced if getattr(arguments, n) is not None]
     profile = None
     if arguments.costs is not None:
@@ -177,6 +203,8 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         comm=arguments.comm or 0.0,
         w_residual=1.0 if arguments.w_residual is None else arguments.w_residual,
         offload_time=arguments.offload_time,
+        tp_comm=arguments.tp_comm or 0.0,
+        tp_collectives=arguments.tp_collectives or 1,
         host_link=arguments.host_link,
     )
 

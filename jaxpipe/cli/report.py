@@ -25,6 +25,7 @@ _MOST_RANKS = 16
 class Record:
     """Sizes, times and peaks of one schedule under given costs. Times are in the unit of the costs.
 
+    ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none.
     ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
     ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
     was told, where it takes them.
@@ -45,6 +46,7 @@ class Record:
     memory_limit: float | None
     group: int | None
     family_limit: float | None
+    tp_exposed_s: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class Record:
             memory_limit=memory_limit,
             group=group,
             family_limit=family_limit,
+            tp_exposed_s=tuple(timeline.tp_exposed_s),
         )
 
     def json(self) -> dict[str, Any]:
@@ -88,6 +91,12 @@ class Record:
     def peak(self) -> float:
         """The highest peak over all ranks."""
         return max(self.peak_activations, default=0.0)
+
+    @property
+    def tp_exposed(self) -> float:
+        """Part of all ranks' time in which compute waits for TP collectives; it is part of the bubble."""
+        total = self.ranks * self.makespan
+        return sum(self.tp_exposed_s) / total if total > 0 else 0.0
 
     @property
     def above_bound(self) -> str:
@@ -137,6 +146,9 @@ def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
         ("bubble", f"{record.bubble_rate:.1%}, by longest span {record.span_bubble_rate:.1%}"),
         ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
     ]
+    if record.tp_exposed_s:
+        most = time.show(max(record.tp_exposed_s))
+        rows.append(("TP exposed", f"{record.tp_exposed:.1%} of all time, part of the bubble (at most {most} on a rank)"))
     if record.offloaded_share:
         rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations"))
     if units == "si":
@@ -173,6 +185,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
         ("longest span", [time.show(r.max_span) for r in records]),
         ("bubble", [f"{r.bubble_rate:.1%}" for r in records]),
         ("span bubble", [f"{r.span_bubble_rate:.1%}" for r in records]),
+        ("TP exposed", [f"{r.tp_exposed:.1%}" if r.tp_exposed_s else "" for r in records]),
         ("peak activations", [number(r.peak) for r in records]),
         ("offloaded", [f"{r.offloaded_share:.0%}" if r.offloaded_share else "" for r in records]),
         ("front", ["*" if id(r) in best else "" for r in records]),

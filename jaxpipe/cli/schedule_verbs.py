@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.cli.cost_flags import (
     CostChoice,
+    add_braid_flag,
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
@@ -60,6 +61,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_braid_flag(parser)
     parser.add_argument(
         "--offload",
         metavar="FRACTION",
@@ -100,6 +102,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, from_file=True)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_braid_flag(parser)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -113,6 +116,8 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     schedule = load_schedule(arguments.file)
     check_agreement(arguments, schedule, arguments.file)
     profile = costs.for_placement(schedule.placement, schedule.name)
+    if arguments.braid:
+        schedule = braided(schedule, profile, arguments.memory_limit)
     timeline = simulate(schedule, profile)
     check_limit(timeline, arguments.memory_limit)
     write_outputs(arguments.output, schedule, timeline, costs)
@@ -170,7 +175,16 @@ def make(
         memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
         group=group,
     )
+    if arguments.braid:
+        schedule = braided(schedule, profile, arguments.memory_limit)
     return schedule, profile, simulate(schedule, profile)
+
+
+def braided(schedule: Schedule, costs: CostProfile, memory_limit: float | None) -> Schedule:
+    """``schedule`` after the braid pass."""
+    from jaxpipe.schedule.passes import braid
+
+    return braid(schedule, costs, memory_limit=float("inf") if memory_limit is None else memory_limit)
 
 
 def write_outputs(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: CostChoice) -> None:

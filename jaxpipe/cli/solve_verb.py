@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.cli.cost_flags import (
     MOST_MICROBATCHES,
     CostChoice,
+    add_braid_flag,
     add_cost_flags,
     add_limit_flag,
     add_size_flags,
@@ -20,7 +21,7 @@ from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, print_json
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, show, write_outputs
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
 from jaxpipe.errors import ConfigError, ScheduleError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_braid_flag(parser)
     group = parser.add_argument_group("search")
     group.add_argument(
         "--objective",
@@ -74,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Solve, show and write the schedule. Progress goes to standard error."""
+    from jaxpipe.schedule import simulate
     from jaxpipe.schedule.solve import Options
     from jaxpipe.schedule.solve.cached import solve_cached
 
@@ -86,13 +89,18 @@ def run(arguments: argparse.Namespace) -> None:
     )
     for failure in solution.failures:
         _notice(f"part of the search failed: {failure}")
-    write_outputs(arguments.output, solution.schedule, solution.timeline, costs)
-    record = Record.of(solution.schedule, solution.timeline, solution.task.costs, arguments.memory_limit)
+    profile = costs.for_placement(solution.task.placement, solution.schedule.name)
+    schedule, timeline = solution.schedule, solution.timeline
+    if any(profile.tp_comm_s):
+        schedule = braided(schedule, profile, arguments.memory_limit) if arguments.braid else schedule
+        timeline = simulate(schedule, profile)
+    write_outputs(arguments.output, schedule, timeline, costs)
+    record = Record.of(schedule, timeline, profile, arguments.memory_limit)
     if arguments.json:
         print_json({**record.json(), **_facts(solution)})
         return
     print(_headline(solution))
-    show(arguments, record, solution.timeline, costs)
+    show(arguments, record, timeline, costs)
 
 
 def _progress(progress: Progress, _schedule: Schedule | None) -> None:

@@ -12,9 +12,9 @@ from jaxpipe.schedule.ir import OpSpec, op_spec
 if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Timeline
 
-LANES = ("compute", "d2h", "h2d", "send")
-LANE_TITLES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "send": "send to another rank"}
-_SEND_COLOUR = "#8a8f98"
+LANES = ("compute", "tp", "d2h", "h2d", "send")
+LANE_TITLES = {"compute": "compute", "tp": "TP collectives", "d2h": "device → host", "h2d": "host → device", "send": "send to another rank"}
+_LANE_COLOURS = {"send": "#8a8f98", "tp": "#7b5ea7"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,15 @@ class Cell:
 
 
 def cells_of(timeline: Timeline) -> tuple[Cell, ...]:
-    """The cells of a timeline by start time. Times count from the timeline's first start."""
+    """The cells of a timeline by start time; a braid has one cell on the TP lane. Times count from the timeline's first start."""
     chunks = chunk_numbers(timeline)
     begin = origin(timeline)
     cells = [
         Cell(e.rank, e.lane, a.op, a.stage, a.microbatch, chunks.get((e.rank, a.stage), 0),
-             e.start_s - begin, e.end_s - begin, band, len(e.action.actions))
+             e.start_s - begin, e.end_s - begin, band, len(actions))
         for e in timeline.events
-        for band, a in enumerate(e.action.actions)
+        for actions in (e.action.actions[:1] if e.lane == "tp" else e.action.actions,)
+        for band, a in enumerate(actions)
     ]  # fmt: skip
     cells.sort(key=lambda c: (c.start, c.rank, c.band))
     return tuple(cells)
@@ -87,9 +88,10 @@ def op_title(op: str) -> str:
 
 
 def colour_of(op: str, lane: str, chunk: int, num_chunks: int) -> str:
-    """Fill of a cell: the op's colour, paler for later chunks; grey for a transfer to another rank."""
-    if lane == "send":
-        return _SEND_COLOUR
+    """Fill of a cell: the op's colour, paler for later chunks; one colour for all transfers to another rank, and one for
+    all TP collectives."""
+    if lane in _LANE_COLOURS:
+        return _LANE_COLOURS[lane]
     spec = spec_of(op)
     return tint(spec.colour if spec else "#9aa0a6", chunk, num_chunks)
 

@@ -27,6 +27,7 @@ _LEFT_IN, _RIGHT_IN, _HEAD_IN = 0.75, 1.2, 0.55
 _ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
 _RASTER_CELLS = 20_000  # above this an SVG holds its cells as an image
 _GRID, _IDLE = "#d7dbe0", "#eef0f3"
+_NAMED = {"tp": "TP collectives", "send": "transfer to another rank"}  # lanes whose cells have one colour whatever the op
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +276,10 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
 def _legend_entries(panels: Sequence[Panel], layout: Layout) -> list[tuple[str, str]]:
     """(fill, text) of each legend entry: ops, transfers, chunks, idle."""
     cells = [c for p in panels for c in p.cells]
-    ops = dict.fromkeys((c.op, c.lane == "send") for c in cells)
-    entries = [(colour_of(op, "compute", 0, 1), op_title(op)) for op, sent in ops if not sent]
-    if any(sent for _, sent in ops):
-        entries.append((colour_of("F", "send", 0, 1), "transfer to another rank"))
+    drawn = {c.lane for c in cells}
+    ops = dict.fromkeys(c.op for c in cells if c.lane not in _NAMED)
+    entries = [(colour_of(op, "compute", 0, 1), op_title(op)) for op in ops]
+    entries += [(colour_of("F", lane, 0, 1), title) for lane, title in _NAMED.items() if lane in drawn]
     last = layout.num_chunks - 1
     shown = range(last + 1) if last < 4 else (0, last)
     if last > 0:

@@ -55,7 +55,7 @@ def _events(timeline: Timeline, first_pid: int, scale: float, units: Units) -> I
             yield _meta("thread_sort_index", pid, tid, sort_index=tid)
         ops = [a.op for a in event.action.actions]
         yield {
-            "name": str(event.action) if event.lane != "send" else f"send {event.action}",
+            "name": {"send": "send ", "tp": "collectives "}.get(event.lane, "") + str(event.action),
             "cat": "+".join(ops),
             "ph": "X",
             "pid": pid,

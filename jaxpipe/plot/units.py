@@ -69,6 +69,8 @@ def summary(timeline: Timeline, units: Units) -> str:
         f"bubble by longest span {timeline.span_bubble_rate:.1%}",
         f"peak {number(max(timeline.peak_activations, default=0.0))} activations",
     ]
+    if timeline.tp_exposed_s:
+        parts.insert(3, f"TP exposed {timeline.tp_exposed_rate:.1%}")
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         parts.append(f"{memory_scale(most, units).show(most)} a rank")

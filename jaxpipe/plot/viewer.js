@@ -296,7 +296,7 @@
     }
     const t = data.timelines[hit.k], i = hit.i, kind = data.kinds[t.kind[i]];
     const lane = data.lanes.find((l) => l.name === kind.lane);
-    lines.push(`${kind.lane === "send" ? "send of " : ""}${kind.op}${t.stage[i]}.${t.microbatch[i]}`);
+    lines.push(`${{ send: "send of ", tp: "collectives of " }[kind.lane] || ""}${kind.op}${t.stage[i]}.${t.microbatch[i]}`);
     lines.push(kind.title);
     lines.push(`stage ${t.stage[i]}${data.chunks > 1 ? ` (chunk ${kind.chunk})` : ""}, microbatch ${t.microbatch[i]}, rank ${t.rank[i]}, ${lane.title}`);
     lines.push(`${showTime(t.start[i])} → ${showTime(t.end[i])}, takes ${showTime(t.end[i] - t.start[i])}`);
@@ -368,7 +368,7 @@
   };
   const seen = new Set();
   for (const kind of data.kinds) {
-    const text = kind.lane === "send" ? "transfer to another rank" : kind.title;
+    const text = { send: "transfer to another rank", tp: "TP collectives" }[kind.lane] || kind.title;
     if (!seen.has(text)) { seen.add(text); addLegend(kind.fill, text); }
   }
   if (data.chunks > 1) {

@@ -8,7 +8,7 @@ rank's share of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxpipe.errors import ScheduleError
@@ -75,6 +75,8 @@ class CostProfile:
     ``param_bytes``: parameters; ``optimizer_bytes``: all else that stays through the step: gradient accumulators, masters,
     optimizer state. ``boundary_buffers``: whether ``boundary_bytes`` count as memory from the start of the action that sends
     them (on the rank that receives them; from its end where both are one rank) to the start of the action that reads them.
+    ``tp_comm_s``: seconds of the tensor-parallel collectives of one F, and the same again of one B (T_AR of `stp.txt` section
+    4.3); f_s, b_s, w_s and bw_s leave them out. ``tp_collectives``: how many collectives that is (two a layer in the paper).
     ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register.
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
@@ -100,13 +102,17 @@ class CostProfile:
     source: str = "unit costs"
     boundary_buffers: bool = False
     extra: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    tp_comm_s: tuple[float, ...] = ()
+    tp_collectives: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.f_s)
         zeros = (0.0,) * n
-        for name in ("cotangent_bytes", "boundary_bytes", "param_bytes", "optimizer_bytes"):
+        for name in ("cotangent_bytes", "boundary_bytes", "param_bytes", "optimizer_bytes", "tp_comm_s"):
             if not getattr(self, name):
                 object.__setattr__(self, name, zeros)
+        if not self.tp_collectives:
+            object.__setattr__(self, "tp_collectives", (1,) * n)
         if not self.offloadable_bytes:
             object.__setattr__(self, "offloadable_bytes", self.residual_bytes)
         if not self.offload_s:
@@ -134,6 +140,13 @@ class CostProfile:
                 problems += [
                     f"{field_name}[{name}][{s}] is {x}; want >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
                 ]
+        if len(self.tp_collectives) != n:
+            problems.append(f"tp_collectives has {len(self.tp_collectives)} entries for {n} stages")
+        problems += [
+            f"tp_collectives[{s}] is {x}; want a whole number of at least 1"
+            for s, x in enumerate(self.tp_collectives)
+            if not isinstance(x, int) or x < 1
+        ]
         problems += [
             f"memory_limit_bytes[{r}] is {x}; want >= 0, or inf for no limit"
             for r, x in enumerate(self.memory_limit_bytes)
@@ -145,6 +158,21 @@ class CostProfile:
     @property
     def num_stages(self) -> int:
         return len(self.f_s)
+
+    def with_collectives_exposed(self) -> CostProfile:
+        """These costs with every TP collective as part of the action that waits for it: F = f + T_AR, B = b + T_AR, and BW what
+        it takes alone, where W hides B's collectives as far as it is long enough (:mod:`~jaxpipe.schedule.lanes`).
+
+        A schedule without braids takes as long under both; generators and the solver, which make no braids, work on this form.
+        """
+        if not any(self.tp_comm_s):
+            return self
+        from jaxpipe.schedule.lanes import slot_lanes
+
+        def alone(op: str) -> tuple[float, ...]:
+            return tuple(slot_lanes(self, [(op, s)]).seconds for s in range(self.num_stages))
+
+        return replace(self, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=())
 
     def values(self, name: str) -> Sequence[float]:
         """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.
@@ -187,11 +215,14 @@ class CostProfile:
         w_residual: float = 1.0,
         offload_time: float = 0.0,
         host_mode: HostMode = "duplex",
+        tp_comm: float = 0.0,
+        tp_collectives: int = 1,
         source: str = "uniform",
     ) -> CostProfile:
         """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
         ``chunks`` stages of a rank takes that divided by ``chunks``, and holds ``1/chunks`` activation, of which the
-        fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer."""
+        fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer. ``tp_comm``: seconds of the
+        TP collectives of a share's F (the same again for B), divided like ``f``; ``tp_collectives``: how many a stage has."""
         if chunks < 1 or num_stages < 1:
             raise ScheduleError(f"costs need at least one stage and one chunk, got {num_stages} and {chunks}")
         if not 0 <= w_residual <= 1:
@@ -212,6 +243,8 @@ class CostProfile:
             link=Link(latency_s=comm),
             host=HostLink(mode=host_mode),
             source=source,
+            tp_comm_s=each(tp_comm),
+            tp_collectives=(tp_collectives,) * num_stages,
         )
 
 
@@ -229,4 +262,5 @@ PER_STAGE_FIELDS = (
     "optimizer_bytes",
     "offload_s",
     "load_s",
+    "tp_comm_s",
 )

@@ -19,6 +19,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes import Offloaded
+from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.retime import nine_digits
@@ -82,6 +83,8 @@ def make(setting: Setting, task: Task) -> Candidate:
         memory_limit=setting.memory_limit,
         group=setting.group,
     )
+    if task.braid:
+        schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
     return Candidate(setting, schedule, costs, simulate(schedule, costs))
 
 

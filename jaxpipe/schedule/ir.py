@@ -55,6 +55,8 @@ class OpSpec:
     ``parts``: the elementary operations it performs (``BW`` performs ``B`` and ``W``); an op performs itself by default.
     ``required``: every (stage, microbatch) must have this part performed exactly once.
     ``sends``: neighbour direction that consumes its result (``succ`` for F's activation, ``pred`` for B's cotangent).
+    ``collective``: the property that gives the seconds of the tensor-parallel collectives it waits for
+    (:mod:`~jaxpipe.schedule.lanes`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers.
     """
 
@@ -68,6 +70,7 @@ class OpSpec:
     sends: Literal["succ", "pred", "none"] = "none"
     colour: str = "#9aa0a6"
     description: str = ""
+    collective: str = ""
 
     def performs(self) -> tuple[str, ...]:
         """The elementary operations this one performs."""
@@ -139,6 +142,7 @@ F = register_op(
         sends="succ",
         colour="#0072b2",
         description="forward",
+        collective="tp_comm_s",
     )
 )
 B = register_op(
@@ -157,6 +161,7 @@ B = register_op(
         sends="pred",
         colour="#f0b429",
         description="gradient of the stage input",
+        collective="tp_comm_s",
     )
 )
 W = register_op(

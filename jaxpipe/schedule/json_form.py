@@ -24,9 +24,9 @@ SCHEDULE_FORMAT = "jaxpipe schedule 1"
 COSTS_FORMAT = "jaxpipe costs 1"
 TIMELINE_FORMAT = "jaxpipe timeline 1"
 
-_LANES = ("compute", "d2h", "h2d", "send")
+_LANES = ("compute", "tp", "d2h", "h2d", "send")
 _PER_STAGE = tuple(
-    f.name for f in fields(CostProfile) if f.type == "tuple[float, ...]" and f.name != "memory_limit_bytes"
+    f.name for f in fields(CostProfile) if f.type == "tuple[float, ...]" and f.name not in ("memory_limit_bytes", "tp_comm_s")
 )
 _REQUIRED_COSTS = tuple(f.name for f in fields(CostProfile) if f.default is MISSING and f.default_factory is MISSING)
 
@@ -110,6 +110,10 @@ def to_costs(costs: CostProfile) -> Json:
         "groups": [list(group) for group in costs.host.groups],
     }
     data["memory_limit_bytes"] = _numbers_out(costs.memory_limit_bytes)
+    if any(costs.tp_comm_s):
+        data["tp_comm_s"] = _numbers_out(costs.tp_comm_s)
+    if any(n > 1 for n in costs.tp_collectives):
+        data["tp_collectives"] = list(costs.tp_collectives)
     if costs.boundary_buffers:
         data["boundary_buffers"] = True
     return data
@@ -119,7 +123,9 @@ def from_costs(data: object) -> CostProfile:
     """Only the keys of :class:`CostProfile` without a default are needed. Raises ScheduleParseError, naming the key."""
     optional = tuple(f.name for f in fields(CostProfile) if f.name not in _REQUIRED_COSTS)
     value = _object(data, "cost profile", _REQUIRED_COSTS, COSTS_FORMAT, optional, need_format=False)
-    given: dict[str, Any] = {k: _floats(value[k], k) for k in (*_PER_STAGE, "memory_limit_bytes") if k in value}
+    given: dict[str, Any] = {k: _floats(value[k], k) for k in (*_PER_STAGE, "tp_comm_s", "memory_limit_bytes") if k in value}
+    if "tp_collectives" in value:
+        given["tp_collectives"] = _wholes(value["tp_collectives"], "tp_collectives")
     for name in ("temp_bytes", "extra"):
         if name in value:
             table = _mapping(value[name], name)
@@ -169,7 +175,7 @@ def _host_in(data: object) -> HostLink:
 
 
 def to_timeline(timeline: Timeline) -> Json:
-    return {
+    data = {
         "format": TIMELINE_FORMAT,
         "name": timeline.name,
         "ranks": timeline.num_ranks,
@@ -179,19 +185,24 @@ def to_timeline(timeline: Timeline) -> Json:
         "peak_activations": list(timeline.peak_activations),
         "static_bytes": list(timeline.static_bytes),
     }
+    if timeline.tp_exposed_s:
+        data["tp_exposed_s"] = list(timeline.tp_exposed_s)
+    return data
 
 
 def from_timeline(data: object) -> Timeline:
     """Raises ScheduleParseError, naming the key."""
     keys = ("format", "name", "ranks", "source", "events", "memory", "peak_activations", "static_bytes")
-    value = _object(data, "timeline", keys, TIMELINE_FORMAT)
+    value = _object(data, "timeline", keys, TIMELINE_FORMAT, ("tp_exposed_s",))
     ranks = _whole(value["ranks"], "ranks")
     curves = tuple(_curve(x, f"memory[{k}]") for k, x in enumerate(_list(value["memory"], "memory")))
     peaks, static = (_floats(value[key], key) for key in ("peak_activations", "static_bytes"))
+    exposed = _floats(value.get("tp_exposed_s", []), "tp_exposed_s")
     for key, size in (
         ("memory", len(curves)),
         ("peak_activations", len(peaks)),
         ("static_bytes", len(static) or ranks),
+        ("tp_exposed_s", len(exposed) or ranks),
     ):
         if size != ranks:
             raise ScheduleParseError(f"{key} has {size} entries for {ranks} ranks")
@@ -203,6 +214,7 @@ def from_timeline(data: object) -> Timeline:
         peak_activations=peaks,
         static_bytes=static,
         source=_text(value["source"], "source"),
+        tp_exposed_s=exposed,
     )
 
 

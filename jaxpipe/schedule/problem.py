@@ -49,11 +49,14 @@ class Problem:
     def of(cls, placement: Placement, num_microbatches: int, costs: CostProfile | None = None) -> Problem:
         """The problem of ``placement`` with ``costs`` (default: F = B = W = 1 for one rank's share, no transfer time).
 
+        TP collectives become part of the actions: generators order plain actions, where none is hidden.
+
         Raises:
             ScheduleError: the stages don't form a chain on single ranks, or the costs are for another number of stages.
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+        costs = costs.with_collectives_exposed()
         n = placement.num_stages
         if costs.num_stages != n:
             raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")

@@ -60,6 +60,7 @@ class Task:
     None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
     ``chunks``, ``group``: for the families that take them; free if None. ``offload``: whether schedules may copy activations
     to the host; by default they may if the costs say that it takes time (a host link that takes none would hide it all).
+    ``braid``: whether the braid pass goes over every schedule.
     """
 
     ranks: int
@@ -70,6 +71,7 @@ class Task:
     group: int | None = None
     offload: bool | None = None
     objective: Objective = "makespan"
+    braid: bool = False
 
     def costs_for(self, placement: Placement) -> CostProfile:
         """The profile for schedules of ``placement``.

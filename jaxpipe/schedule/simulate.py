@@ -1,16 +1,18 @@
 """When everything in a schedule happens, under given costs: the simulator, and replay of measured durations.
 
 Source: DESIGN.md section 4; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory` those of
-memory. Every slot starts as early as it can. A braided slot costs the sum of its actions: overlap inside a braid is not
-modelled here, nor is contention between links, nor host time between actions. A schedule with some backward passes left
+memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them, says
+:mod:`jaxpipe.schedule.lanes`; without collectives a braid costs the sum of its actions. A braided slot waits for what all its
+actions wait for, and all its results are there when it ends. Not modelled: contention between links, host time between actions. A schedule with some backward passes left
 out (forward only, say) is simulated as it stands; one that can't run is refused.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 
 from jaxpipe.errors import ScheduleError
@@ -19,6 +21,7 @@ from jaxpipe.schedule.deadlock import explain_deadlock, unmet_problems
 from jaxpipe.schedule.deps import DependencyGraph, build_graph
 from jaxpipe.schedule.engine import run_graph
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
+from jaxpipe.schedule.lanes import Woven, slot_lanes
 from jaxpipe.schedule.memory import memory_curves, static_bytes
 from jaxpipe.schedule.timeline import Event, Timeline
 
@@ -33,16 +36,40 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
             waits for something that the schedule lacks, or the ranks deadlock.
     """
     _match(schedule, costs)
-    duration_of = _memo(lambda op, stage: costs.seconds(op_spec(op).cost, stage))
     with _collector_paused():
         graph = _runnable(schedule)
-        duration_s = []
-        for slot in graph.slots:
-            if type(slot) is Action:
-                duration_s.append(duration_of(slot.op, slot.stage))
-            else:
-                duration_s.append(sum(duration_of(a.op, a.stage) for a in slot.actions))
-        return _timeline(graph, costs, duration_s, _transfer_seconds(graph, costs))
+        known: dict[object, Woven] = {}
+        lanes = [_lanes(slot, costs, known) for slot in graph.slots]
+        timeline = _timeline(graph, costs, [x.seconds for x in lanes], _transfer_seconds(graph, costs))
+        return _with_collectives(timeline, known) if any(costs.tp_comm_s) else timeline
+
+
+def _lanes(slot: Slot, costs: CostProfile, known: dict[object, Woven]) -> Woven:
+    """The lanes of a slot; ``known`` holds those of slots of the same ops and stages."""
+    key = _key(slot)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = slot_lanes(costs, [(a.op, a.stage) for a in slot.actions])
+    return found
+
+
+def _key(slot: Slot) -> object:
+    return (slot.op, slot.stage) if type(slot) is Action else tuple((a.op, a.stage) for a in slot.actions)
+
+
+def _with_collectives(timeline: Timeline, lanes: Mapping[object, Woven]) -> Timeline:
+    """``timeline`` with what its compute slots do on the TP lane."""
+    exposed = [0.0] * timeline.num_ranks
+    events: list[Event] = []
+    for event in timeline.events:
+        events.append(event)
+        if event.lane == "compute":
+            inside = lanes[_key(event.action)]
+            exposed[event.rank] += inside.exposed_s
+            start = event.start_s
+            events += [Event(event.rank, "tp", event.action, start + a, start + b) for a, b in inside.collectives]
+    events.sort(key=attrgetter("rank", "start_s"))
+    return replace(timeline, events=tuple(events), tp_exposed_s=tuple(exposed))
 
 
 def replay(
@@ -108,18 +135,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _memo(seconds: Callable[[str, int], float]) -> Callable[[str, int], float]:
-    known: dict[tuple[str, int], float] = {}
-
-    def lookup(op: str, stage: int) -> float:
-        value = known.get((op, stage))
-        if value is None:
-            value = known[op, stage] = seconds(op, stage)
-        return value
-
-    return lookup
 
 
 def _transfer_seconds(graph: DependencyGraph, costs: CostProfile) -> list[float]:

@@ -14,7 +14,8 @@ from jaxpipe.schedule.ir import Slot
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A slot on a lane of a rank. ``lane``: ``compute``, ``d2h``, ``h2d``, or ``send`` (a transfer to another rank)."""
+    """A slot on a lane of a rank. ``lane``: ``compute``, ``tp`` (tensor-parallel collectives inside a compute slot), ``d2h``,
+    ``h2d``, or ``send`` (a transfer to another rank)."""
 
     rank: int
     lane: str
@@ -41,7 +42,8 @@ class Timeline:
 
     ``memory[r]``: live residuals, w-residuals and workspace on rank r, in bytes (or activation units when the costs have no
     bytes). ``static_bytes[r]``: parameters and optimizer state. ``peak_activations[r]``: peak of live activations in units of
-    one rank's share of one microbatch. ``source``: ``simulated`` or ``measured``.
+    one rank's share of one microbatch. ``tp_exposed_s[r]``: seconds in which compute of rank r waits for a TP collective, inside
+    its compute events; empty where nothing is known of collectives. ``source``: ``simulated`` or ``measured``.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Timeline:
     peak_activations: tuple[float, ...]
     static_bytes: tuple[float, ...] = ()
     source: str = "simulated"
+    tp_exposed_s: tuple[float, ...] = ()
 
     def of(self, rank: int, lane: str | None = None) -> Iterator[Event]:
         """Events of one rank (and one lane), in order."""
@@ -85,12 +88,18 @@ class Timeline:
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Per rank, seconds spent on the compute lane."""
-        total = [0.0] * self.num_ranks
+        """Per rank, seconds spent on the compute lane, waits for TP collectives left out: those count as bubble."""
+        total = [-x for x in self.tp_exposed_s] or [0.0] * self.num_ranks
         for e in self.events:
             if e.lane == "compute":
                 total[e.rank] += e.end_s - e.start_s
         return tuple(total)
+
+    @property
+    def tp_exposed_rate(self) -> float:
+        """Σ_r tp_exposed_r / (p · makespan): the part of the bubble that TP collectives make."""
+        total = self.num_ranks * self.makespan
+        return sum(self.tp_exposed_s) / total if total > 0 else 0.0
 
     @property
     def bubble_rate(self) -> float:

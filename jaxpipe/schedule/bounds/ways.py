@@ -1,7 +1,8 @@
 """The ways of a microbatch: what one microbatch alone needs, per stage and flow, and the traffic it puts on links.
 
-Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots are
-taken to cost the sum of their actions, as in the simulator. User ops count where they perform F, B or W; an op that
+Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots take
+at least the sum of their actions' compute, as in the simulator. TP collectives take no rank's time, since a braid may hide them,
+but a microbatch waits for its own, in a braid or not: heads, first backwards and tails count them. User ops count where they perform F, B or W; an op that
 performs a forward and a backward at once would void the bounds.
 """
 
@@ -46,7 +47,7 @@ class Ways:
     def critical_path(self) -> float:
         """One microbatch alone: down to where it turns, back to the last weight gradient."""
         stages = range(self.placement.num_stages)
-        return max(flow.back_start[s] + flow.backward[s] for flow in self.flows for s in stages)
+        return max(flow.back_start[s] + flow.waits_bw[s] for flow in self.flows for s in stages)
 
     def link_reasons(self) -> Iterator[float]:
         """Per directed pair of ranks: the first boundary that can be sent, all of the pair's transfers, what must follow."""
@@ -71,7 +72,7 @@ class Flow:
 
     ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``round_trip``: from the
     forward's start to the backward's. ``tail``: what must follow once the cotangent has been made. ``forward``, ``passed``
-    (backward up to the cotangent), ``backward`` (all of it): work.
+    (backward up to the cotangent), ``backward`` (all of it): work. ``head``, ``back_start`` and ``tail`` count TP collectives.
     """
 
     def __init__(self, placement: Placement, costs: CostProfile, k: int) -> None:
@@ -81,6 +82,10 @@ class Flow:
         self.forward = [_cheapest(costs, s, frozenset("F")) for s in range(n)]
         self.passed = [_cheapest(costs, s, frozenset("B")) for s in range(n)]
         self.backward = [_cheapest(costs, s, frozenset("BW")) for s in range(n)]
+        exposed = costs.with_collectives_exposed()
+        self.waits_f = [_cheapest(exposed, s, frozenset("F")) for s in range(n)]
+        self.waits_b = [_cheapest(exposed, s, frozenset("B")) for s in range(n)]
+        self.waits_bw = [_cheapest(exposed, s, frozenset("BW")) for s in range(n)]
         self.head, self.back_start, self.round_trip, self.tail = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         order = placement.topological_order()
         for s in order:
@@ -88,21 +93,21 @@ class Flow:
         for s in reversed(order):
             self._come_back(s)
         for s in order:
-            later = [self.hop(s, a, a) + self.passed[a] + self.tail[a] for a in placement.predecessors(s)]
-            self.tail[s] = max([self.backward[s] - self.passed[s], *later])
+            later = [self.hop(s, a, a) + self.waits_b[a] + self.tail[a] for a in placement.predecessors(s)]
+            self.tail[s] = max([self.waits_bw[s] - self.waits_b[s], *later])
 
     def _go_down(self, s: int) -> None:
-        arrivals = [self.head[a] + self.forward[a] + self.hop(a, s, a) for a in self.placement.predecessors(s)]
+        arrivals = [self.head[a] + self.waits_f[a] + self.hop(a, s, a) for a in self.placement.predecessors(s)]
         self.head[s] = max(arrivals, default=0.0)
 
     def _come_back(self, s: int) -> None:
         self.round_trip[s] = self.forward[s]
-        self.back_start[s] = self.head[s] + self.forward[s]
+        self.back_start[s] = self.head[s] + self.waits_f[s]
         for b in self.placement.successors(s):
-            back = self.passed[b] + self.hop(b, s, s)
-            there_and_back = self.forward[s] + self.hop(s, b, s) + self.round_trip[b] + back
+            back = self.hop(b, s, s)
+            there_and_back = self.forward[s] + self.hop(s, b, s) + self.round_trip[b] + self.passed[b] + back
             self.round_trip[s] = max(self.round_trip[s], there_and_back)
-            self.back_start[s] = max(self.back_start[s], self.back_start[b] + back)
+            self.back_start[s] = max(self.back_start[s], self.back_start[b] + self.waits_b[b] + back)
 
     def _routes(self, src: int, dst: int) -> list[tuple[int, int]]:
         """Pairs of ranks between which a boundary moves from stage ``src`` to stage ``dst``."""

@@ -26,6 +26,7 @@ class Family:
     ``placement``: ``placement(ranks, chunks)``. ``default_chunks``: chunks per rank when none are asked for.
     ``peak_activations``: ``(p, m, v) -> peak`` over all ranks, in units of one rank's share of a microbatch.
     ``makespan``: ``(p, m, v, f, b, w) -> seconds``. Either is None, or returns None, where no closed form is known.
+    ``sees_collectives``: whether ``function`` weighs TP collectives itself; others get costs with them as part of the actions.
     ``picture``: arguments of ``function`` for the picture in its docstring, where F = B = W = 1 for each chunk.
     """
 
@@ -38,6 +39,7 @@ class Family:
     default_chunks: int = 1
     peak_activations: Callable[[int, int, int], float | None] | None = None
     makespan: Callable[[int, int, int, float, float, float], float | None] | None = None
+    sees_collectives: bool = False
     picture: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({"ranks": 4, "microbatches": 4}))
 
 

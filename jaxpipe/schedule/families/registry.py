@@ -25,6 +25,7 @@ from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
 from jaxpipe.schedule.families.pipeoffload_offloaded import PO_F, PO_H
+from jaxpipe.schedule.families.stp import STP, STP_MEMORY, STP_OFFLOAD
 from jaxpipe.schedule.families.v_adaptive import V_ADAPTIVE
 from jaxpipe.schedule.families.v_blocks import ONE_F_ONE_B_V, V_HALF, V_MIN
 from jaxpipe.schedule.families.v_zb import V_ZB
@@ -65,6 +66,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             CHIMERA,
             HANAYO,
             DUALPIPE_V,
+            STP,
+            STP_MEMORY,
+            STP_OFFLOAD,
         )
     }
 )
@@ -96,7 +100,7 @@ def generate(
     """The schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
-    order ignore them. ``memory_limit``: peak activations per rank in units of one rank's share of a microbatch, for
+    order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per rank in units of one rank's share of a microbatch, for
     families that take it. ``group``: microbatches that run in turn through one chunk, for families that take it.
 
     Raises:
@@ -128,7 +132,7 @@ def generate(
     if costs is not None:
         _match(family, ranks, chunks, costs)
         if "costs" in family.options:
-            options["costs"] = costs
+            options["costs"] = costs if family.sees_collectives else costs.with_collectives_exposed()
     return family.function(ranks, microbatches, **options)
 
 

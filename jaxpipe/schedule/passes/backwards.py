@@ -18,6 +18,22 @@ def split_backwards(schedule: Schedule) -> Schedule:
     return _rewritten(schedule, frozenset())
 
 
+def fuse_neighbours(schedule: Schedule) -> Schedule:
+    """``schedule`` with BW in place of each B whose own W is the next slot of its rank.
+
+    The result of B is later by W, and B's TP collectives have W under them (:mod:`~jaxpipe.schedule.lanes`). The published code of
+    ZB-V's authors does so "to overlap grad all-reduce for tensor parallel" (sail-sg/zero-bubble-pipeline-parallelism,
+    ``zb_schedules.py``).
+    """
+    fused = frozenset(
+        (one.stage, one.microbatch)
+        for row in schedule.rows
+        for one, two in zip(row, row[1:], strict=False)
+        if type(one) is Action and one.op == B.name and two == replace(one, op=W.name)
+    )
+    return _rewritten(schedule, fused | fused_backwards(schedule))
+
+
 def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
     """``schedule`` with each backward split or fused as it is in ``like``."""
     return _rewritten(schedule, fused_backwards(like))

@@ -25,7 +25,8 @@ class SolveTask:
     units of its share of one microbatch; where the costs name a limit in bytes per rank, both hold. ``offload``: whether
     activations may be copied to the host. ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
     post-validation (`optpipe.txt` equation 3); ``lexicographic``: makespan, then peak memory, then what is offloaded.
-    Boundaries in flight between ranks take no memory here, whatever the costs say.
+    Boundaries in flight between ranks take no memory here, whatever the costs say, and TP collectives are part of the actions
+    that wait for them: the search is for schedules without braids.
     """
 
     placement: Placement
@@ -36,8 +37,11 @@ class SolveTask:
     objective: Objective = "makespan"
 
     def __post_init__(self) -> None:
-        if self.costs.boundary_buffers:
-            object.__setattr__(self, "costs", replace(self.costs, boundary_buffers=False))
+        costs = self.costs.with_collectives_exposed()
+        if costs.boundary_buffers:
+            costs = replace(costs, boundary_buffers=False)
+        if costs is not self.costs:
+            object.__setattr__(self, "costs", costs)
 
     def limits(self) -> tuple[float, ...]:
         """Per rank, what no schedule of the task exceeds: activations in units of the rank's share of one microbatch."""

@@ -22,6 +22,7 @@ from jaxpipe.schedule.explore import Candidate, cheap_first, explore
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
+from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import drafted
@@ -102,7 +103,7 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
 
     def keep(candidate: Candidate) -> None:
         if candidate.schedule.placement == task.placement:
-            tell(candidate.schedule, f"family {candidate.setting}")
+            tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     for name in job["names"]:
         with contextlib.suppress(JaxpipeError):
@@ -142,7 +143,7 @@ def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
 
 def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
-    start = drafted(problem, without_offloads(from_schedule(job["start"])))
+    start = drafted(problem, unbraid(without_offloads(from_schedule(job["start"]))))
     if start is None:
         return
     search, budget = WindowSearch(problem, _target(task, job), job["seed"]), Budget(job["seconds"], job["reproducible"])

@@ -1,0 +1,195 @@
+"""Braiding as a pass: F and a backward of another microbatch that stand side by side become one slot, where that pays.
+
+Source: `stp.txt` section 3. In a braided slot the TP collectives of each action have the other's compute under them
+(:mod:`~jaxpipe.schedule.lanes`); in return the slot waits for what both wait for, and both results come when it ends. So a pair is
+braided only if
+
+* it has less to wait for as one slot than as two: the local gain is positive;
+* what its second action waits for is there when the first starts, in the schedule's simulated timeline. Then every dependency
+  still leads from an earlier start to a later one, and no braid can deadlock;
+* the whole schedule gets shorter, or takes as long and holds no more. All pairs are tried at once, and by halves where that fails.
+
+The order of actions never changes. The second action's memory is taken with the first's: a B before an F holds one chunk more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxpipe.schedule.check import check_schedule
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.deps import build_graph
+from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
+from jaxpipe.schedule.lanes import slot_lanes
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.timeline import Timeline
+
+_SLACK = 1 + 1e-9
+_PARTS = 32  # of the candidates, the smallest part that is tried by itself
+_BACKWARDS = ("B", "BW", "W")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Slots ``at`` and ``at + 1`` of a rank, and the seconds that a braid of them saves."""
+
+    rank: int
+    at: int
+    gain_s: float
+
+
+def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float("inf")) -> Schedule:
+    """``schedule`` with adjacent F and B, BW or W of different microbatches braided where the cost model says that it pays.
+
+    Braids that are there stay. ``memory_limit``: peak activations per rank that braiding may not exceed, in units of one rank's
+    share of a microbatch (what the schedule needs already is always allowed). The makespan never grows.
+
+    Raises:
+        ScheduleError: the schedule is invalid, or the costs are for another number of stages.
+    """
+    check_schedule(schedule)
+    search = _Search(schedule, costs, memory_limit)
+    pairs = _chosen(_candidates(schedule, costs, search.timeline))
+    search.take(pairs, max(1, len(pairs) // _PARTS))
+    check_schedule(search.schedule)
+    return search.schedule
+
+
+def unbraid(schedule: Schedule) -> Schedule:
+    """``schedule`` with each braid taken apart into its actions, in their order. Always valid if ``schedule`` is."""
+    return replace(schedule, rows=tuple(tuple(a for slot in row for a in slot.actions) for row in schedule.rows))
+
+
+class _Search:
+    """The best schedule so far, and the pairs that it braids."""
+
+    def __init__(self, schedule: Schedule, costs: CostProfile, memory_limit: float) -> None:
+        self.plain = self.schedule = schedule
+        self.costs = costs
+        self.timeline = simulate(schedule, costs)
+        self.limit = max(memory_limit, max(self.timeline.peak_activations, default=0.0))
+        self.taken: list[_Pair] = []
+
+    def _better(self, timeline: Timeline) -> bool:
+        """Whether it is shorter within the limit, or as long and holds no more than the best so far."""
+        peak, now = max(timeline.peak_activations), max(self.timeline.peak_activations)
+        if timeline.makespan * _SLACK < self.timeline.makespan:
+            return peak <= self.limit * _SLACK
+        return timeline.makespan <= self.timeline.makespan and peak <= now * _SLACK
+
+    def take(self, pairs: Sequence[_Pair], least: int) -> None:
+        """Braid all of ``pairs``, or those halves, quarters, … of at least ``least`` with which nothing takes longer."""
+        if not pairs:
+            return
+        tried = _with(self.plain, [*self.taken, *pairs])
+        timeline = simulate(tried, self.costs)
+        if self._better(timeline):
+            self.schedule, self.timeline = tried, timeline
+            self.taken += pairs
+        elif len(pairs) > least:
+            middle = len(pairs) // 2
+            self.take(pairs[:middle], least)
+            self.take(pairs[middle:], least)
+
+
+class _Times:
+    """When the slots and transfers of a simulated schedule begin and end."""
+
+    def __init__(self, schedule: Schedule, timeline: Timeline) -> None:
+        self.graph = build_graph(schedule)
+        slots = [e for e in timeline.events if e.lane not in ("send", "tp")]
+        self.start_s = {(e.rank, e.action): e.start_s for e in slots}
+        self.end_s = {(e.rank, e.action): e.end_s for e in slots}
+        self.sent_s = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "send"}
+
+    def ended(self, number: int) -> float:
+        """End of the slot or transfer that a wait names by its number."""
+        graph, source = self.graph, self.graph.source(number)
+        made = self.end_s[graph.rank_of[source], graph.slots[source]]
+        if number == source:
+            return made
+        moved = graph.transfers[number - len(graph.slots)]
+        return max(made, self.sent_s.get((moved.src, moved.action), 0.0))
+
+    def together(self, rank: int, at: int) -> bool:
+        """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
+        row, first = self.graph.schedule.rows[rank], self.graph.row_start[rank]
+        begins, ends = self.start_s[rank, row[at]], self.end_s[rank, row[at]]
+        before = (x for x in self.graph.waits[first + at + 1] if x != first + at)
+        return ends > begins and all(self.ended(x) <= begins * _SLACK for x in before)
+
+
+def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> list[list[_Pair]]:
+    """Per rank, the pairs that may be braided, in order."""
+    times = _Times(schedule, timeline)
+    gains: dict[tuple[tuple[str, int], ...], float] = {}
+    found: list[list[_Pair]] = []
+    for rank, row in enumerate(schedule.rows):
+        found.append([])
+        for at, (one, two) in enumerate(zip(row, row[1:], strict=False)):
+            if not _may(one, two):
+                continue
+            key = tuple((a.op, a.stage) for slot in (one, two) for a in slot.actions)
+            if key not in gains:
+                gains[key] = _gain(costs, key)
+            if gains[key] > 0 and times.together(rank, at):
+                found[-1].append(_Pair(rank, at, gains[key]))
+    return found
+
+
+def _gain(costs: CostProfile, actions: tuple[tuple[str, int], ...]) -> float:
+    """Seconds that a braid of these actions saves; 0 where it is rounding."""
+    apart = sum(slot_lanes(costs, [x]).seconds for x in actions)
+    saved = apart - slot_lanes(costs, actions).seconds
+    return saved if saved > (_SLACK - 1) * apart else 0.0
+
+
+def _may(one: Slot, two: Slot) -> bool:
+    """Whether two slots are an F and a backward of different microbatches, not braided yet."""
+    if type(one) is not Action or type(two) is not Action or one.microbatch == two.microbatch:
+        return False
+    ops = {one.op, two.op}
+    return "F" in ops and len(ops.intersection(_BACKWARDS)) == 1
+
+
+def _chosen(ranks: Sequence[Sequence[_Pair]]) -> list[_Pair]:
+    """Of every rank, pairs without a slot in common that save most together; by the place in their rows."""
+    chosen = [pair for pairs in ranks for pair in _apart(pairs)]
+    return sorted(chosen, key=lambda x: (x.at, x.rank))
+
+
+def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
+    best = [0.0]  # of the first k pairs
+    for k, pair in enumerate(pairs):
+        best.append(max(best[k], best[_before(pairs, k)] + pair.gain_s))
+    chosen, k = [], len(pairs)
+    while k:
+        if best[k] > best[k - 1]:
+            chosen.append(pairs[k - 1])
+            k = _before(pairs, k - 1)
+        else:
+            k -= 1
+    return chosen
+
+
+def _before(pairs: Sequence[_Pair], k: int) -> int:
+    """How many pairs end before pair k begins."""
+    return k - 1 if k and pairs[k - 1].at + 1 == pairs[k].at else k
+
+
+def _with(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
+    """``schedule`` with these pairs braided."""
+    firsts: list[set[int]] = [set() for _ in schedule.rows]
+    for pair in pairs:
+        firsts[pair.rank].add(pair.at)
+    rows = []
+    for row, begins in zip(schedule.rows, firsts, strict=True):
+        slots: list[Slot] = []
+        for at, slot in enumerate(row):
+            if at in begins:
+                slots.append(Braid((*slot.actions, *row[at + 1].actions)))
+            elif at - 1 not in begins:
+                slots.append(slot)
+        rows.append(tuple(slots))
+    return replace(schedule, rows=tuple(rows))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.profile.analytic import with_bytes
+from jaxpipe.profile.collectives import time_collectives
 from jaxpipe.profile.host_link import HostLinkMeasurement
 from jaxpipe.profile.memory import OPS
 from jaxpipe.profile.timing import Timing
@@ -50,18 +51,39 @@ class StageMeasurements:
 
     def costs(self, link: Link | None = None) -> CostProfile:
         """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default. With
-        tensor parallelism ``tp_comm_s`` is what F's collectives took alone, and F, B and BW take that less."""
+        tensor parallelism ``tp_comm_s`` is what F's collectives took alone, and F, B and BW take that less: B has as many, and
+        nothing hides them where a function runs alone."""
         stages = range(len(self.stages))
         seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
         count = min(t.count for t in self.timings.values())
         host = self.host.host_link() if self.host is not None else None
-        return with_bytes(
+        costs = with_bytes(
             self.stages,
             seconds,
             source=f"measured, median of {count}",
             link=link,
             host=host,
             footprint_of=footprint if self.footprints else None,
+        )
+        return self._without_collectives(costs) if any(n for n, _ in self.collectives) else costs
+
+    def _without_collectives(self, costs: CostProfile) -> CostProfile:
+        """F, B and BW without what their collectives take: at least a tenth of each is its own."""
+        alone = (t.median_s if t is not None else 0.0 for _, t in self.collectives)
+        comm = tuple(
+            min(c, *(0.9 * x for x in times)) for c, *times in zip(alone, costs.f_s, costs.b_s, costs.bw_s, strict=True)
+        )
+
+        def less(seconds: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(x - c for x, c in zip(seconds, comm, strict=True))
+
+        return replace(
+            costs,
+            f_s=less(costs.f_s),
+            b_s=less(costs.b_s),
+            bw_s=less(costs.bw_s),
+            tp_comm_s=comm,
+            tp_collectives=tuple(max(1, n) for n, _ in self.collectives),
         )
 
 
@@ -90,7 +112,8 @@ def measure_stages(
                 footprints[(op, s)] = footprint(stage.functions[op])
             if progress is not None:
                 progress(f"stage {s} {op}: {timings[(op, s)]}")
-    return StageMeasurements(tuple(stages), timings, footprints)
+    alone = tuple(time_collectives(stage.functions["F"], repeats) for stage in stages)
+    return StageMeasurements(tuple(stages), timings, footprints, collectives=alone if any(n for n, _ in alone) else ())
 
 
 def measured_profile(
@@ -194,7 +217,8 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
-    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run."""
+    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run: collectives are in them."""
+    costs = costs.with_collectives_exposed()
     fields = {"F": "f_s", "B": "b_s", "W": "w_s", "BW": "bw_s"}
     changed: dict[str, Any] = {}
     for op, name in fields.items():

@@ -84,7 +84,7 @@ class Rehearsal:
         places = {tuple(mesh.devices.flat) for mesh in pipeline.submeshes}
         if len(places) != 1:
             raise ConfigError(
-                f"a rehearsal runs on the devices of one rank, and this pipeline's ranks are on {len(places)} groups of devices: "
+                f"a rehearsal runs on the devices of one rank, and this pipeline's ranks are on {len(places)} groups of them: "
                 "build it with the same devices for every rank"
             )
         (self.devices,) = places
@@ -176,7 +176,9 @@ class Rehearsal:
             schedule=self.pipeline.schedule.name,
             stages=tuple(sorted(s for _, s in self.functions)),
             num_instructions=len(executor.sequence),
-            device=self.device.device_kind if len(self.devices) == 1 else f"{len(self.devices)} × {self.device.device_kind}",
+            device=self.device.device_kind
+            if len(self.devices) == 1
+            else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
             alone=alone,
             step=Timing.of(walls),

@@ -93,7 +93,8 @@ def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
     """
     if tp.size == 1:
         return x
-    return lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else vary(x, (TP,))
+    whole: jax.Array = lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else vary(x, (TP,))
+    return whole
 
 
 def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = None) -> jax.Array:
@@ -110,15 +111,17 @@ def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = 
         return part if residual is None else residual + part
     if tp.splits_time:
         _check_time(part.shape[1], tp)
-        scattered = lax.psum_scatter(part, TP, scatter_dimension=1, tiled=True)
+        scattered: jax.Array = lax.psum_scatter(part, TP, scatter_dimension=1, tiled=True)
         return scattered if residual is None else residual + scattered
-    return lax.psum(part, TP) if residual is None else _sum_with_residual(part, residual)
+    summed: jax.Array = lax.psum(part, TP) if residual is None else _sum_with_residual(part, residual)
+    return summed
 
 
 @jax.custom_vjp
 def _sum_with_residual(part: jax.Array, residual: jax.Array) -> jax.Array:
     """AR(part + residual / t). By JAX's own rule the residual's gradient would be an all-reduce of 1/t of the result's."""
-    return lax.psum(part + residual / lax.axis_size(TP), TP)
+    summed: jax.Array = lax.psum(part + residual / lax.axis_size(TP), TP)
+    return summed
 
 
 def _sum_with_residual_forward(part: jax.Array, residual: jax.Array) -> tuple[jax.Array, None]:
@@ -215,7 +218,7 @@ def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
 # --- vocabulary ----------------------------------------------------------------------------------------------------------
 
 
-class VocabParallelEmbed(nn.Embed):
+class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
     """``nn.Embed`` with the rows of its table divided: ``num_embeddings`` is the whole vocabulary, and t divides it.
 
     tokens [B, T] int32 → the residual stream, [B, T, D] or [B, T/t, D]. A token outside the vocabulary gives NaN.
@@ -229,7 +232,8 @@ class VocabParallelEmbed(nn.Embed):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.tp.size == 1:
-            return super().__call__(tokens)
+            found: jax.Array = super().__call__(tokens)
+            return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
         row, own = _own_rows(tokens, table.shape[0])
         missing = jnp.where((tokens >= 0) & (tokens < self.num_embeddings), 0.0, jnp.nan).astype(table.dtype)
@@ -304,7 +308,7 @@ def shard_key(key: jax.Array, tp: TensorParallel) -> jax.Array:
     return key if tp.size == 1 else jax.random.fold_in(key, lax.axis_index(TP))
 
 
-class Dropout(nn.Dropout):
+class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
     """``nn.Dropout`` on the residual stream: one mask on all shards, or one for each shard's part of the time axis."""
 
     tp: TensorParallel = ONE_SHARD
@@ -313,7 +317,8 @@ class Dropout(nn.Dropout):
         quiet = nn.merge_param("deterministic", self.deterministic, deterministic)
         if self.tp.splits_time and not quiet and self.rate > 0:
             rng = shard_key(self.make_rng(self.rng_collection) if rng is None else rng, self.tp)
-        return super().__call__(inputs, deterministic, rng)
+        kept: jax.Array = super().__call__(inputs, deterministic, rng)
+        return kept
 
 
 def add_branch(

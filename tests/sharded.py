@@ -1,8 +1,8 @@
 """A model run on emulated shards of a ``dp × tp`` mesh, without a pipeline: loss, gradients, and the jaxprs of its layers.
 
-Parameters enter as in a stage (:mod:`jaxpipe.stage.trace`): cast to varying over ``dp``, and over ``tp`` where each shard makes a
-part of the gradient. What the pipeline does after its last microbatch, one sum of each gradient over ``dp`` (and over ``tp`` for
-``"partial"`` ones), is done at the end here too, so that results compare with those of one device.
+Parameters enter as in a stage (:mod:`jaxpipe.stage.trace`): cast to varying over ``dp``, and over ``tp`` where each shard makes
+a part of the gradient. What the pipeline does after its last microbatch, one sum of each gradient over ``dp`` (and over ``tp``
+for ``"partial"`` ones), is done at the end here too, so that results compare with those of one device.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ COLLECTIVES = {
     "all_to_all": "all-to-all",
 }
 """Collective primitives, by what they are called on a GPU."""
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compile in two thirds of the time; the programs are small."""
 
 
 def mesh_of(tp: TensorParallel, dp: int = 1) -> Mesh:
@@ -82,29 +85,29 @@ def entered(leaf: jax.Array, kind: Shard | str) -> jax.Array:
 
 
 def loss_and_grads(
-    model: Model,
-    params: Mapping[str, Params],
-    batch: Mapping[str, jax.Array],
-    tp: TensorParallel,
-    *,
-    dp: int = 1,
-    key: jax.Array | None = None,
-    train: bool = True,
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], tp: TensorParallel, dp: int = 1
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     """``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × tp`` devices."""
+    result: tuple[tuple[jax.Array, jax.Array], Any] = step(model, params, tp, dp)(dict(params), dict(batch), None)
+    return result
+
+
+def step(
+    model: Model, params: Mapping[str, Params], tp: TensorParallel, dp: int = 1, train: bool = True
+) -> Callable[..., Any]:
+    """The compiled function ``(params, batch, key) -> ((loss_sum, weight_sum), gradients)``."""
     kinds = shard_trees(model, params, tp)
     specs = jax.tree.map(spec_of, kinds)
 
-    def per_shard(params: Any, batch: Any) -> Any:
+    def per_shard(params: Any, batch: Any, key: Any) -> Any:
         params = jax.tree.map(entered, params, kinds)
         (loss, weight), pull = jax.vjp(lambda p: apply_shard(model, p, batch, tp, key, train), params)
         (grads,) = pull((jnp.ones_like(loss), jnp.zeros_like(weight)))
         summed = jax.tree.map(lambda g, kind: jax.lax.psum(g, (DP, TP) if kind == "partial" else DP), grads, kinds)
         return (jax.lax.psum(loss, DP), jax.lax.psum(weight, DP)), summed
 
-    run = jax.shard_map(per_shard, mesh=mesh_of(tp, dp), in_specs=(specs, P(DP)), out_specs=(P(), specs))
-    result: tuple[tuple[jax.Array, jax.Array], Any] = jax.jit(run)(dict(params), dict(batch))
-    return result
+    run = jax.shard_map(per_shard, mesh=mesh_of(tp, dp), in_specs=(specs, P(DP), P()), out_specs=(P(), specs))
+    return jax.jit(run, compiler_options=QUICK)
 
 
 def apply_shard(
@@ -137,31 +140,47 @@ class LayerTrace:
 
 
 def trace_layer(
-    model: Model, index: int, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel, train: bool = True
+    model: Model, index: int, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel
 ) -> LayerTrace:
-    """Layer ``index`` of the model traced on one shard, without dropout; the layers before it say what it reads."""
-    kinds = {
-        layer.name: shard_tree(layer, with_tied_leaves(layer, params), tp) for layer in model.layers
-    }
-    full = {layer.name: with_tied_leaves(layer, params) for layer in model.layers}
-    specs = jax.tree.map(spec_of, kinds)
+    """Layer ``index`` of the model traced on one shard, without dropout; the layers before it make what it reads."""
+    kinds = shard_trees(model, params, tp)
     layer, made = model.layers[index], []
 
     def per_shard(params: Any, batch: Any) -> jax.Array:
         params = jax.tree.map(entered, params, kinds)
-        x = apply_shard(model, params, batch, tp, None, train, layers=index)
-        context = LayerContext({name: batch[name] for name in layer.reads}, None, train, tp)
-
-        def run(own: Params, x: Any) -> Any:
-            return layer.apply(own, x, context)
-
-        y, pull = jax.vjp(run, params[layer.name], x)
-        forward, backward = jax.make_jaxpr(run)(params[layer.name], x), jax.make_jaxpr(pull)(y)
-        made.append(LayerTrace(forward.jaxpr, backward.jaxpr))
+        x = apply_shard(model, params, batch, tp, None, False, layers=index)
+        context = LayerContext({name: batch[name] for name in layer.reads}, None, False, tp)
+        own = with_tied_leaves(layer, params)
+        forward = jax.make_jaxpr(lambda p, x: layer.apply(p, x, context))(own, x)
+        y, pull = jax.vjp(lambda p, x: layer.apply(p, x, context), own, x)
+        made.append(LayerTrace(forward.jaxpr, jax.make_jaxpr(pull)(y).jaxpr))
         return jnp.zeros(())
 
-    untied = {name: _without_ties(model, name, tree) for name, tree in full.items()}
-    del untied
+    specs = jax.tree.map(spec_of, kinds)
     traced = jax.shard_map(per_shard, mesh=mesh_of(tp), in_specs=(specs, P(DP)), out_specs=P())
-    jax.eval_shape(traced, full, dict(batch))
+    jax.eval_shape(traced, dict(params), dict(batch))
     return made[0]
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Every equation, those of bodies too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in sub_jaxprs(eqn):
+            yield from equations(body)
+
+
+def collectives(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
+    """How many collectives of each kind over each axis: ``{("all-reduce", "tp"): 2}``."""
+    found: Counter[tuple[str, str]] = Counter()
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name in COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            for axis in axes if isinstance(axes, tuple) else (axes,):
+                found[COLLECTIVES[eqn.primitive.name], axis] += 1
+    return found
+
+
+def shapes_in(jaxpr: Jaxpr) -> set[tuple[int, ...]]:
+    """The shapes of every value that the equations make."""
+    return {tuple(v.aval.shape) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "shape")}

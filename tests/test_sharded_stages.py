@@ -175,7 +175,7 @@ def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None
                 assert "dp" not in axes, f"{function.op} of stage {stage.stage}: {eqn}"
 
 
-def test_parameters_go_to_the_shards_and_back() -> None:
+def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
     model = toy_model()
     params = init_params(model, 0)
     pipe = _pipeline(model, 2, 2, TensorParallel(2, True))
@@ -186,7 +186,7 @@ def test_parameters_go_to_the_shards_and_back() -> None:
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
-def test_what_can_not_be_divided_says_what_would_work() -> None:
+def test_what_can_not_be_divided_says_what_would_work(x64: None) -> None:
     model = toy_model()
     with pytest.raises(ConfigError, match=r"embed.*table.*8 on axis 1.*tp 3"):
         _pipeline(model, 2, 1, TensorParallel(3))

@@ -125,7 +125,7 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     bench = workbench(config, target, efficiency, sharding, progress)
     compiler = None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds)
+        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, sharding.tp)
         bench.temp_of = compiler
     prediction = predict(config, bench, target, efficiency, sharding, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"

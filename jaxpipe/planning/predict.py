@@ -177,7 +177,7 @@ def _prediction(
         )
         copied.append(sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if a.op == "O"))
     static = max(m.parameters + m.gradients + m.optimizer for m in memory)
-    flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches * sharding.dp
+    flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches * sharding.dp * sharding.tp
     return Prediction(
         config=config,
         schedule=schedule,

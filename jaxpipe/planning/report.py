@@ -26,7 +26,7 @@ def assumptions(
         how = (
             "split over the shards (sequence parallel)" if sharding.sequence_parallel else "whole on each of the shards"
         )
-        tp = f"; tp={sharding.tp}, counted and not traced: residual stream {how}, all else divided"
+        tp = f"; tp={sharding.tp}: residual stream {how}"
     if sharding.dp > 1:
         tp += f"; dp={sharding.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * sharding.zero1
     return (

@@ -1,82 +1,72 @@
-"""What the tensor-parallel collectives of a stage function take, run alone: T_AR of `stp.txt` section 4.3, measured.
+"""Tensor-parallel collectives of a stage function, timed alone: the T_AR that schedules with braids hide.
 
-The collectives of the function's jaxpr are run one after another on arrays of their shapes, on the devices of the rank, with
-nothing between them. Under compute that can run beside them they take less of a step than that, and that part of the link's
-time which a busy device slows down is not in it.
+The collectives are those of the function's own jaxpr, of the same shapes on the same devices, one after another with nothing
+beside them. What a function takes without them is its own time less theirs, as long as nothing in it hides them, which holds
+for F and B (`stp.txt` section 4.3).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpipe._jax_compat import Jaxpr, JaxprEqn, sub_jaxprs
+from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of
 from jaxpipe.mesh import DP, TP, device_sharded
 from jaxpipe.profile.timing import Timing
 from jaxpipe.stage.functions import StageFunction
-
-COLLECTIVES = frozenset({"psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute"})
-_CALLS = 10
-"""Of one sample on an accelerator: the collectives of a stage take little against the ends of a sample."""
+from jaxpipe.stage.units import collectives
 
 
-def tp_collectives(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The collectives over ``tp`` that a per-shard jaxpr runs, in order; those in a loop as often as it turns."""
-    return list(_found(jaxpr))
-
-
-def _found(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.primitive.name in COLLECTIVES and TP in (axes if isinstance(axes, tuple) else (axes,)):
-            yield eqn
-        for inner in sub_jaxprs(eqn):
-            for _ in range(int(eqn.params.get("length", 1))):
-                yield from _found(inner)
-
-
-def time_collectives(function: StageFunction, repeats: int) -> tuple[int, Timing | None]:
-    """How many collectives over ``tp`` the function has, and what a call of them all takes; None where it has none."""
-    equations = tp_collectives(function.jaxpr.jaxpr)
-    if not equations:
-        return 0, None
-    sharding = function.avals_in[0].sharding
-    assert isinstance(sharding, NamedSharding), "stage functions know their mesh"
-    run, arrays = _alone(equations, sharding.mesh)
-    calls = 1 if sharding.mesh.devices.flat[0].platform == "cpu" else _CALLS
+def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:
+    """Seconds of all collectives over ``tp`` of one call of ``function``; None if it has none."""
+    made = _alone(function)
+    if made is None:
+        return None
+    run, arrays = made
 
     def sample() -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = run(*arrays)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - began) / calls
+        start = time.perf_counter()
+        jax.block_until_ready(run(*arrays))
+        return time.perf_counter() - start
 
-    sample()  # compiles
-    return len(equations), Timing.of([sample() for _ in range(repeats)])
+    for _ in range(1 + warm_up):
+        sample()
+    return Timing.of([sample() for _ in range(repeats)])
 
 
-def _alone(equations: Sequence[JaxprEqn], mesh: Mesh) -> tuple[Any, list[jax.Array]]:
-    """A compiled function of the equations, each after the one before, and its arguments: equal shapes share one."""
-    keys = [tuple((tuple(v.aval.shape), np.dtype(v.aval.dtype)) for v in eqn.invars) for eqn in equations]  # type: ignore[attr-defined]
-    shapes = list(dict.fromkeys(shape for key in keys for shape in key))
+def _alone(function: StageFunction) -> tuple[Callable[..., Any], list[jax.Array]] | None:
+    """A jitted function of nothing but the collectives, and arrays for it."""
+    eqns = [function.jaxpr.jaxpr.eqns[c.eqn] for c in collectives(function.jaxpr)]
+    if not eqns:
+        return None
+    mesh = _mesh(function)
     home = device_sharded(mesh, (DP, TP))
 
-    def run(*arrays: Any) -> Any:
-        given = dict(zip(shapes, (a[0] for a in arrays), strict=True))
-        last: Any = ()
-        for eqn, key in zip(equations, keys, strict=True):
-            args, last = jax.lax.optimization_barrier(([given[shape] for shape in key], last))
-            last = eqn.primitive.bind(*args, **eqn.params)
-        return jax.tree.map(lambda a: a.ravel()[:1], last)
+    def run(*shards: Any) -> list[Any]:
+        results: list[Any] = []
+        for eqn, shard in zip(eqns, shards, strict=True):
+            if results:  # one after another
+                shard, results[-1] = jax.lax.optimization_barrier((shard, results[-1]))
+            one = close_jaxpr([], eqn.invars[:1], [eqn], eqn.outvars)
+            results += eval_jaxpr(one.jaxpr, one.consts, shard)
+        return results
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=home.spec, out_specs=home.spec, check_vma=False)
+    shapes = [shape_of(eqn.invars[0]) for eqn in eqns]
     arrays = [
-        jax.device_put(np.ones((mesh.size, *shape), dtype), home) for shape, dtype in shapes
-    ]  # a device's own each
+        jax.device_put(np.zeros((mesh.size * shape[0], *shape[1:]), jnp.dtype(dtype_of(eqn.invars[0]))), home)
+        for eqn, shape in zip(eqns, shapes, strict=True)
+    ]
     return jax.jit(mapped), arrays
+
+
+def _mesh(function: StageFunction) -> Mesh:
+    home = (*function.avals_in, *function.avals_out)[0].sharding
+    assert isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh), "stage functions know their devices"
+    return home.mesh

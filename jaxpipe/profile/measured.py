@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -40,50 +40,37 @@ _MOST_CALLS = 30
 @dataclass(frozen=True, slots=True)
 class StageMeasurements:
     """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
-    measured. ``collectives``: of F of each stage, how many over ``tp`` it has and what they take alone; empty without tensor
-    parallelism."""
+    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any."""
 
     stages: tuple[StageFunctions, ...]
     timings: Mapping[tuple[str, int], Timing]
     footprints: Mapping[tuple[str, int], Footprint]
     host: HostLinkMeasurement | None = None
-    collectives: tuple[tuple[int, Timing | None], ...] = ()
+    collectives: Mapping[int, Timing] = field(default_factory=dict)
 
     def costs(self, link: Link | None = None) -> CostProfile:
-        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default. With
-        tensor parallelism ``tp_comm_s`` is what F's collectives took alone, and F, B and BW take that less: B has as many, and
-        nothing hides them where a function runs alone."""
+        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
+
+        F and B are given without their collectives, and BW as B and W are together, unless it takes less than that as it runs.
+        """
         stages = range(len(self.stages))
         seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
+        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
+        if any(comm):
+            for op in ("F", "B"):
+                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
+            apart = zip(seconds["B"], seconds["W"], seconds["BW"], strict=True)
+            seconds["BW"] = tuple(min(b + w, bw) for b, w, bw in apart)
         count = min(t.count for t in self.timings.values())
         host = self.host.host_link() if self.host is not None else None
-        costs = with_bytes(
+        return with_bytes(
             self.stages,
             seconds,
             source=f"measured, median of {count}",
             link=link,
             host=host,
             footprint_of=footprint if self.footprints else None,
-        )
-        return self._without_collectives(costs) if any(n for n, _ in self.collectives) else costs
-
-    def _without_collectives(self, costs: CostProfile) -> CostProfile:
-        """F, B and BW without what their collectives take: at least a tenth of each is its own."""
-        alone = (t.median_s if t is not None else 0.0 for _, t in self.collectives)
-        comm = tuple(
-            min(c, *(0.9 * x for x in times)) for c, *times in zip(alone, costs.f_s, costs.b_s, costs.bw_s, strict=True)
-        )
-
-        def less(seconds: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(x - c for x, c in zip(seconds, comm, strict=True))
-
-        return replace(
-            costs,
-            f_s=less(costs.f_s),
-            b_s=less(costs.b_s),
-            bw_s=less(costs.bw_s),
             tp_comm_s=comm,
-            tp_collectives=tuple(max(1, n) for n, _ in self.collectives),
         )
 
 
@@ -104,7 +91,7 @@ def measure_stages(
         memory: also ask XLA for each function's workspace.
         progress: called with a line per function.
     """
-    timings, footprints = {}, {}
+    timings, footprints, exchanged = {}, {}, {}
     for s, stage in enumerate(stages):
         for op in OPS:
             timings[(op, s)] = time_function(stage.functions[op], repeats, warm_up)
@@ -112,8 +99,12 @@ def measure_stages(
                 footprints[(op, s)] = footprint(stage.functions[op])
             if progress is not None:
                 progress(f"stage {s} {op}: {timings[(op, s)]}")
-    alone = tuple(time_collectives(stage.functions["F"], repeats) for stage in stages)
-    return StageMeasurements(tuple(stages), timings, footprints, collectives=alone if any(n for n, _ in alone) else ())
+        alone = time_collectives(stage.functions["F"], repeats, warm_up)
+        if alone is not None:
+            exchanged[s] = alone
+            if progress is not None:
+                progress(f"stage {s} collectives of F: {alone}")
+    return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
 
 
 def measured_profile(

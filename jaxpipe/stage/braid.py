@@ -1,9 +1,9 @@
 """Braided slots: functions of several (op, stage) of one rank as one compiled function.
 
-Source: ``stp.txt`` section 3. The parts compute independent things, so their equations may be woven, and each collective of
-one part finds compute of another to hide behind. What the parts share is passed once: the parameters of a stage, and its
-accumulators, to which the parts add one after another, in the order of the slot. Only these additions are kept in order; all
-that leads up to them may be woven. So the results are those of separate calls, bit for bit.
+Source: ``stp.txt`` section 3. The parts compute independent things, so their equations are woven (:mod:`jaxpipe.stage.weave`),
+and each collective of one part finds compute of another to hide behind. What the parts share is passed once: the parameters of
+a stage, and its accumulators, to which the parts add one after another, in the order of the slot. Only these additions are kept
+in order; all that leads up to them is woven. So the results are those of separate calls, bit for bit.
 
 A call takes the arguments of all parts, and one scalar tells that it has run. Not modelled: parts that read what another part
 of the slot makes (an invalid schedule), and parts on different submeshes.
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
-from jaxpipe.stage.compile import BuildCache, forwarding, jit_per_shard
+from jaxpipe.mesh import TP
+from jaxpipe.stage.compile import BuildCache, forwarding, gpu_options, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
+from jaxpipe.stage.weave import weave
 
 
 def build_braids(
@@ -43,13 +44,15 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
     found: BraidedFunction | None = cache.jitted.get(key)
     if found is None:
-        found = cache.jitted[key] = _compiled(names, _Composition(parts), _mesh_of([f for _, f in parts]))
+        mesh = _mesh_of([f for _, f in parts])
+        found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
     return replace(found, parts=names)
 
 
 def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     name = "_with_".join(f"{op}_stage{stage}" for op, stage in names)
     dump.dump("jaxpr", f"braid-{name}", lambda: str(made.closed))
+    dump.dump("weave", f"braid-{name}", lambda: str(made.woven))
     at = {v: k for k, v in enumerate(made.closed.jaxpr.invars)}
     donated = tuple(k for k, (_, port, _) in enumerate(made.inputs) if port.kind == "acc")
     outvars = made.closed.jaxpr.outvars
@@ -57,7 +60,8 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     rest = [k for k in range(len(outvars)) if k not in forwarded]
     avals_in = tuple(aval for _, _, aval in made.inputs)
     avals_out = tuple(aval for _, _, aval in made.outputs)
-    jitted = jit_per_shard(made.closed, avals_in, [avals_out[k] for k in rest], rest, mesh, donated, name)
+    results = [avals_out[k] for k in rest]
+    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, gpu_options(mesh))
     return BraidedFunction(
         parts=names,
         inputs=tuple(port for _, port, _ in made.inputs),
@@ -71,6 +75,7 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
         call=jitted if not forwarded else forwarding(jitted, forwarded, len(outvars)),
         jitted=jitted,
         forwarded=forwarded,
+        collectives=made.woven.collectives,
     )
 
 
@@ -85,10 +90,11 @@ def _mesh_of(functions: Sequence[StageFunction]) -> Mesh:
 class _Composition:
     """The parts woven, with shared arguments unified and accumulators handed from part to part.
 
-    ``inputs``, ``outputs``: (part, port, aval) of each argument and result of ``closed``.
+    ``inputs``, ``outputs``: (part, port, aval) of each argument and result of ``closed``. ``woven``: what was put under what.
+    ``shards``: of the axis ``tp``.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, StageFunction]]) -> None:
+    def __init__(self, parts: Sequence[tuple[int, StageFunction]], shards: int) -> None:
         self.parts = parts
         self.inputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
         self.outputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
@@ -96,9 +102,9 @@ class _Composition:
         self._env: dict[Var, Atom] = {}
         self._sums: dict[tuple[int, Port], Atom] = {}
         heads = self._heads()
-        woven = _woven([h.closed for h in heads])
+        self.woven = weave([h.closed for h in heads], shards=shards)
+        woven = self.woven.jaxpr
         made = self._bind(heads, woven)
-        self._env = {v: a for v, a in self._env.items() if v is not a}
         eqns = [self._renamed(eqn) for eqn in woven.jaxpr.eqns]
         results: list[dict[Port, Atom]] = []
         for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
@@ -225,21 +231,3 @@ def _without_additions(function: StageFunction) -> _Head:
         tuple(additions),
         tuple((p, a) for p, a in results if p.kind == "acc"),
     )
-
-
-def _woven(parts: Sequence[ClosedJaxpr]) -> ClosedJaxpr:
-    """The parts one after another: their inputs, equations and outputs, on variables of their own."""
-    consts: list[tuple[Var, Any]] = []
-    invars: list[Var] = []
-    eqns: list[JaxprEqn] = []
-    outvars: list[Atom] = []
-    for part in parts:
-        env: dict[Var, Var] = {v: fresh_var(v.aval) for v in (*part.jaxpr.constvars, *part.jaxpr.invars)}
-        consts += [(env[v], c) for v, c in zip(part.jaxpr.constvars, part.consts, strict=True)]
-        invars += [env[v] for v in part.jaxpr.invars]
-        for eqn in part.jaxpr.eqns:
-            env.update((v, fresh_var(v.aval)) for v in eqn.outvars)
-            read = [env[a] if isinstance(a, Var) else a for a in eqn.invars]
-            eqns.append(eqn.replace(invars=read, outvars=[env[v] for v in eqn.outvars]))
-        outvars += [env[a] if isinstance(a, Var) else a for a in part.jaxpr.outvars]
-    return close_jaxpr(consts, invars, eqns, outvars)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import dump
@@ -48,6 +49,10 @@ from jaxpipe.stage.trace import (
     trace_eval,
     trace_joint,
 )
+from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
+
+_WOVEN_ALONE = ("BW", "W")
+"""Functions whose weight gradients go under their own tensor-parallel collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,8 @@ def _assemble(
     functions: dict[str, StageFunction] = {}
     for op, part in parts.items():
         closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
+        if op in _WOVEN_ALONE and spec.tp.size > 1:
+            closed = weave([closed], shards=spec.tp.size).jaxpr
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
         functions[op] = _function(
             op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
@@ -364,11 +371,20 @@ def _function(
     jitted = cache.jitted.get(key) if shareable else None
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        jitted = jit_per_shard(closed, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name)
+        jitted = jit_per_shard(
+            closed, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name, gpu_options(homes.mesh)
+        )
         if shareable:
             cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
     return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
+
+
+def gpu_options(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
+    """Compiler options of functions with tensor-parallel collectives, by what ``mesh`` is made of."""
+    if mesh.shape[TP] == 1 or not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return {}
+    return GPU_OVERLAP_OPTIONS
 
 
 def jit_per_shard(
@@ -379,6 +395,7 @@ def jit_per_shard(
     mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
+    compiler_options: Mapping[str, bool | int | str] = MappingProxyType({}),
 ) -> Any:
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
 
@@ -391,7 +408,7 @@ def jit_per_shard(
     run.__name__ = run.__qualname__ = name
     specs = [tuple(_spec(a) for a in avals) for avals in (avals_in, avals_out)]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return jax.jit(mapped, donate_argnums=donated)
+    return jax.jit(mapped, donate_argnums=donated, compiler_options=dict(compiler_options) or None)
 
 
 def _spec(aval: jax.ShapeDtypeStruct) -> P:

@@ -27,6 +27,7 @@ import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.stage.params import ParamLayout
+from jaxpipe.stage.weave import CoveredCollective
 
 PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token"]
 
@@ -158,7 +159,8 @@ class BraidedFunction:
     """The functions of ``parts`` as one; the fields are those of :class:`StageFunction`.
 
     ``input_parts[k]``: which part ``inputs[k]`` belongs to: the first that reads it. ``output_parts[k]``: which part makes
-    ``outputs[k]``. An accumulator leaves once, as the last part that adds to it left it; so does a token.
+    ``outputs[k]``. An accumulator leaves once, as the last part that adds to it left it; so does a token. ``collectives``:
+    those over ``tp``, and what computes under each.
     """
 
     parts: Parts
@@ -173,6 +175,7 @@ class BraidedFunction:
     call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
     jitted: Any = field(repr=False)
     forwarded: Mapping[int, int] = field(default_factory=dict)
+    collectives: tuple[CoveredCollective, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         named = [

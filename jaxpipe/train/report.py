@@ -113,10 +113,9 @@ def measurement_table(measured: StageMeasurements) -> str:
             sizes = (f.temp_bytes, f.argument_bytes, f.output_bytes)
             cells += "  " + "".join(f"{format_bytes(x):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True))
         rows.append(cells)
-    for s, (count, alone) in enumerate(measured.collectives):
-        if alone is not None:
-            took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"
-            rows.append(f"{s:>5}  {count} collectives over tp in F, and as many in B: {took}")
+    for s, alone in sorted(measured.collectives.items()):
+        took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"
+        rows.append(f"{s:>5}  collectives over tp in F, and as many in B: {took}")
     rows += ["", cost_table(measured.costs())]
     rows.append(str(measured.host) if measured.host is not None else "host link: not measured")
     return "\n".join(rows)
@@ -135,9 +134,6 @@ def measurement_json(measured: StageMeasurements) -> dict[str, Any]:
             }
             for (op, s), timing in measured.timings.items()
         ],
-        "tp_collectives": [
-            {"stage": s, "count": count, "timing": asdict(timing) if timing is not None else None}
-            for s, (count, timing) in enumerate(measured.collectives)
-        ],
+        "tp_collectives": [{"stage": s, "timing": asdict(alone)} for s, alone in sorted(measured.collectives.items())],
         "host_link": asdict(measured.host) if measured.host is not None else None,
     }

@@ -131,7 +131,8 @@ class TrainStep:
         states: dict[int, dict[str, Any]] = {}
         for s, rank in self._primary.items():
             if optimizer is None:
-                states[s] = self._fresh[s](master[(rank, s)])
+                homes = jax.tree.map(lambda a: a.sharding, self._states[s].optimizer)
+                states[s] = jax.device_put(self._fresh[s](master[(rank, s)]), homes)  # zeros know no device
                 continue
             layers = pipe.layout(s).layers
             if missing := [name for name in layers if name not in optimizer]:

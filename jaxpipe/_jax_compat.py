@@ -14,6 +14,9 @@ name                           why
 ``aval.vma``                   mesh axes over which a value varies; ``aval.mat.varying`` in 0.10.2 and 0.12, replaced through
                                ``aval.update(manual_axis_type=…)``.
 ``jax.lax.pcast``              casts a value to varying; public since 0.9.
+``psum_invariant``             what ``jax.lax.psum`` becomes while varying-axis types are on; the cut programs run with them
+                               off and need ``jax.lax.psum_p`` in its place.
+``NamedAxisEffect``            the effect of an equation that names a mesh axis; told by its class's name.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
@@ -64,6 +67,7 @@ __all__ = [
     "is_identity",
     "is_key_dtype",
     "map_bodies",
+    "plain_collective",
     "scan_parts",
     "shape_of",
     "source_line",
@@ -131,6 +135,17 @@ def is_identity(eqn: JaxprEqn) -> bool:
     """Whether the result is the operand, once varying-axis types no longer matter."""
     name = eqn.primitive.name
     return name in ("name", "pvary", "copy", "copy_p") or (name == "pcast" and eqn.params.get("to") == "varying")
+
+
+def plain_collective(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation without what only the types of ``shard_map`` need: a sum whose result is typed as equal on all shards
+    (``psum_invariant``) becomes the plain ``psum``; that a mesh axis is named is no effect (it may be dropped or repeated)."""
+    effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}
+    plain: JaxprEqn = eqn.replace(effects=effects) if len(effects) < len(eqn.effects) else eqn
+    if eqn.primitive.name == "psum_invariant":
+        params = {"axes": tuple(eqn.params["axes"]), "axis_index_groups": None}
+        plain = plain.replace(primitive=jax.lax.psum_p, params=params)
+    return plain
 
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:

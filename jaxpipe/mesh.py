@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.errors import ConfigError
 
 DP = "dp"
 TP = "tp"
 AXES = (DP, TP)
+AnyMesh = Mesh | AbstractMesh
+"""A rank's devices, or as many that do not exist: stages can be traced for those, not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,28 @@ def pipeline_submeshes(
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 
 
-def replicated(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of parameters and scalars: a copy on every device of the rank."""
+def replicated(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of scalars, and of parameters that are whole on every shard: a copy on every device of the rank."""
     return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind)
 
 
-def batch_sharded(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of activations and data: axis 0 split over ``dp``."""
+def batch_sharded(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 split over ``dp``."""
     return NamedSharding(mesh, PartitionSpec(DP), memory_kind=memory_kind)
+
+
+def device_sharded(mesh: AnyMesh, axes: Sequence[str], memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of what differs along ``axes`` of the rank: axis 0 is that of the devices' arrays one after another.
+
+    An axis of size 1 is not named (but ``dp``), so that one device's arrays always lie the same way.
+    """
+    named = tuple(a for a in axes if a == DP or mesh.shape[a] > 1)
+    spec = PartitionSpec(named if len(named) > 1 else named[0]) if named else PartitionSpec()
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def varies_over_tp(aval: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array, by its sharding, holds something else on each ``tp`` shard."""
+    spec: tuple[Any, ...] = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
+    first = spec[0] if spec else None
+    return TP in (first if isinstance(first, tuple) else (first,))

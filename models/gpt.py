@@ -1,18 +1,20 @@
 """GPT-2: learned positions, LayerNorm before each branch, GELU MLP, multi-head causal attention, biases.
 
-    B batch   T time   D d_model   H heads   K = D / H   F = mlp_ratio · D   V vocabulary
+    B batch   T time   D d_model   H heads   K = D / H   F = mlp_ratio · D   V vocabulary   t tensor-parallel shards
 
 After Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), with their initialisation: N(0, 0.02), and
 0.02 / √(2L) for the projections that write to the residual stream of L blocks. Differences: positions are N(0, 0.02) too;
 q, k and v are one projection [D, 3, H, K] with heads on an axis of their own.
 
 Compute follows the dtype of the parameters it is given. LayerNorm, softmax and loss run in float32 (float64 if given float64).
+On t shards each has H/t heads, F/t of the MLP and V/t words; shapes below are those of one shard, t = 1 unless said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +23,21 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.adapters import from_linen
-from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.layer import Layer, Model, Path, Shard
 from jaxpipe.stage.options import build_options, divisors
+from jaxpipe.tensor_parallel import (
+    ONE_SHARD,
+    Dropout,
+    TensorParallel,
+    VocabParallelEmbed,
+    add_branch,
+    check_shards,
+    column_parallel,
+    own_time,
+    row_parallel,
+    shard_key,
+    vocab_parallel_logits,
+)
 from models.attention import causal_attention
 from models.loss import loss_layer
 
@@ -58,6 +73,10 @@ class GPTConfig:
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
 
+    @property
+    def mlp_width(self) -> int:
+        return self.mlp_ratio * self.d_model
+
 
 def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A GPT-2 of the given :class:`GPTConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
@@ -65,10 +84,27 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
     tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
     draws = config.dropout > 0
-    embed = from_linen("embed", Embed(config), example=(tokens,), reads=("tokens",), uses_key=draws, kind="gpt.embed")
-    block = from_linen("block", Block(config), example=(hidden,), uses_key=draws, kind="gpt.block")
+    embed = from_linen(
+        "embed",
+        Embed(config),
+        example=(tokens,),
+        reads=("tokens",),
+        uses_key=draws,
+        kind="gpt.embed",
+        shards=partial(_embed_shards, config),
+    )
+    block = from_linen(
+        "block",
+        Block(config),
+        example=(hidden,),
+        uses_key=draws,
+        kind="gpt.block",
+        shards=partial(_block_shards, config),
+    )
     tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
-    head = from_linen("head", Head(config), example=(hidden,), tied=tied, kind="gpt.head")
+    head = from_linen(
+        "head", Head(config), example=(hidden,), tied=tied, kind="gpt.head", shards=partial(_head_shards, config)
+    )
     width = max(2, len(str(config.num_layers - 1)))
     blocks: list[Layer] = [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
 
@@ -85,55 +121,92 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
 
 class Embed(nn.Module):
     config: GPTConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
-        """tokens [B, T] int32, T at most seq_len → [B, T, D]"""
+        """tokens [B, T] int32, T at most seq_len → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
         if tokens.shape[1] > c.seq_len:
             raise StageError(f"GPT has {c.seq_len} positions, got {T} tokens; give {c.seq_len} or fewer")
-        words = nn.Embed(c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), name="tokens")
+        words = VocabParallelEmbed(
+            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), tp=self.tp, name="tokens"
+        )
         positions = self.param("positions", _normal(0.02), (c.seq_len, c.d_model), c.dtype)
-        x = words(tokens) + positions[None, :T]
-        return nn.Dropout(c.dropout)(x, deterministic=not train)
+        x = words(tokens) + own_time(positions[None, :T], self.tp, axis=1)
+        return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
 class Block(nn.Module):
     config: GPTConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """[B, T, D] → [B, T, D]"""
+        """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
-        x = x + nn.Dropout(c.dropout)(self.attention(_norm(c, "norm_attn")(x), train), deterministic=not train)
-        return x + nn.Dropout(c.dropout)(self.mlp(_norm(c, "norm_mlp")(x)), deterministic=not train)
+        h = _norm(c, "norm_attn")(x)
+        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        h = _norm(c, "norm_mlp")(x)
+        return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool) -> jax.Array:
-        c = self.config
+    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+        c, tp = self.config, self.tp
         K = c.d_model // c.num_heads
-        qkv = _dense(c, (3, c.num_heads, K), "qkv")(x)  # [B, T, 3, H, K]
-        q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H, K]
-        key = self.make_rng("dropout") if train and c.dropout > 0 else None
-        heads = causal_attention(q, k, v, c.dropout, key)  # [B, T, H, K]
-        return _dense(c, c.d_model, "out", axis=(-2, -1), std=_residual_std(c))(heads)  # [B, T, D]
+        qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
+        q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
+        key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
+        heads = causal_attention(q, k, v, c.dropout, key)  # [B, T, H/t, K]
+        return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
+            heads
+        )  # [B, T, D]
 
     @nn.nowrap
-    def mlp(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        wide = nn.gelu(_dense(c, c.mlp_ratio * c.d_model, "up")(x), approximate=True)  # [B, T, F]
-        return _dense(c, c.d_model, "down", std=_residual_std(c))(wide)
+    def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
+        c, tp = self.config, self.tp
+        wide = nn.gelu(column_parallel(c.mlp_width, tp, name="up", **_dense(c))(x), approximate=True)  # [B, T, F/t]
+        return row_parallel(c.d_model, tp, residual=residual, name="down", **_dense(c, _residual_std(c)))(wide)
 
 
 class Head(nn.Module):
     config: GPTConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] → logits [B, T, V]. The kernel is [V, D], as the embedding's, so that it may be tied to it."""
+        """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", _normal(0.02), (c.vocab_size, c.d_model), c.dtype)
-        return jnp.einsum("btd,vd->btv", _norm(c, "norm")(x), kernel)
+        kernel = self.param("kernel", _normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
+        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp)
+
+
+def _embed_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    return {("tokens", "embedding"): 0, **_partial(tp, ("positions",))}
+
+
+def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    split: dict[Path, Shard] = {("qkv", "kernel"): 2, ("qkv", "bias"): 1, ("out", "kernel"): 0}
+    split |= {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}
+    norms = [(norm, leaf) for norm in ("norm_attn", "norm_mlp") for leaf in ("scale", "bias")]
+    return split | _partial(tp, ("out", "bias"), ("down", "bias"), *norms)
+
+
+def _head_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    return {("kernel",): 0, **_partial(tp, ("norm", "scale"), ("norm", "bias"))}
+
+
+def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
+    """What acts on the residual stream: each shard sees all of it, or with sequence parallelism a part."""
+    return dict.fromkeys(paths, "partial") if tp.splits_time else {}
+
+
+def _check(c: GPTConfig, tp: TensorParallel) -> None:
+    sizes = {"num_heads": c.num_heads, "mlp_ratio · d_model": c.mlp_width, "vocab_size": c.vocab_size}
+    check_shards("GPT", tp, sizes, seq_len=c.seq_len)
 
 
 def _normal(std: float) -> Any:
@@ -148,7 +221,5 @@ def _norm(c: GPTConfig, name: str) -> nn.LayerNorm:
     return nn.LayerNorm(epsilon=c.norm_eps, param_dtype=c.dtype, use_fast_variance=False, name=name)
 
 
-def _dense(
-    c: GPTConfig, features: int | tuple[int, ...], name: str, axis: int | tuple[int, ...] = -1, std: float = 0.02
-) -> nn.DenseGeneral:
-    return nn.DenseGeneral(features, axis=axis, param_dtype=c.dtype, kernel_init=_normal(std), name=name)
+def _dense(c: GPTConfig, std: float = 0.02) -> dict[str, Any]:
+    return {"param_dtype": c.dtype, "kernel_init": _normal(std)}

@@ -1,6 +1,7 @@
 """Llama: RMSNorm before each branch, rotary positions, SwiGLU MLP, grouped-query attention, no biases.
 
     B batch   T time   D d_model   H query heads   G key/value heads   R = H / G   K = D / H   F mlp_size   V vocabulary
+    t tensor-parallel shards
 
 After Touvron et al., "LLaMA" (2023) and "Llama 2" (2023); with ``qkv_bias=True`` the block is that of Qwen2 (2024). Rotary
 positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2. Initialisation is GPT-2's: N(0, 0.02), and
@@ -9,12 +10,16 @@ positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2. 
 q, k and v are one projection [D, G, R + 2, K]: for each key/value head its R query heads, then its key, then its value. Gate
 and up are one projection [D, 2, F]. Compute follows the dtype of the parameters it is given. RMSNorm, rotation, softmax and
 loss run in float32 (float64 if given float64). Not modelled: rope scaling for longer contexts, sliding windows.
+
+On t shards each has H/t query heads, G/t key/value heads, F/t of the MLP and V/t words. Where t is larger than G, t/G shards
+compute the same key and value head and divide its query heads: qkv then lies whole on each shard, which takes its own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,8 +28,21 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.adapters import from_linen
-from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.options import build_options, divisors
+from jaxpipe.tensor_parallel import (
+    ONE_SHARD,
+    Dropout,
+    TensorParallel,
+    VocabParallelEmbed,
+    add_branch,
+    check_shards,
+    column_parallel,
+    own_query_heads,
+    row_parallel,
+    shard_key,
+    vocab_parallel_logits,
+)
 from models.attention import causal_attention
 from models.loss import loss_layer
 
@@ -101,10 +119,27 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     config = build_options(LlamaConfig, options, "models.llama:Llama")
     tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
-    embed = from_linen("embed", Embed(config), example=(tokens,), reads=("tokens",), kind="llama.embed")
-    block = from_linen("block", Block(config), example=(hidden,), uses_key=config.dropout > 0, kind="llama.block")
+    embed = from_linen(
+        "embed",
+        Embed(config),
+        example=(tokens,),
+        reads=("tokens",),
+        kind="llama.embed",
+        shards=partial(_embed_shards, config),
+    )
+    block = from_linen(
+        "block",
+        Block(config),
+        example=(hidden,),
+        uses_key=config.dropout > 0,
+        kind="llama.block",
+        shards=partial(_block_shards, config),
+    )
+    block = replace(block, apply=partial(_with_own_heads, block.apply, config))
     tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
-    head = from_linen("head", Head(config), example=(hidden,), tied=tied, kind="llama.head")
+    head = from_linen(
+        "head", Head(config), example=(hidden,), tied=tied, kind="llama.head", shards=partial(_head_shards, config)
+    )
     width = max(2, len(str(config.num_layers - 1)))
     blocks: list[Layer] = [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
 
@@ -133,54 +168,107 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
 
 class Embed(nn.Module):
     config: LlamaConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """tokens [B, T] int32 → [B, T, D]"""
+        """tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c = self.config
-        words = nn.Embed(c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), name="tokens")
+        words = VocabParallelEmbed(
+            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), tp=self.tp, name="tokens"
+        )
         return words(tokens)
 
 
 class Block(nn.Module):
     config: LlamaConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """[B, T, D] → [B, T, D]"""
+        """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
-        x = x + nn.Dropout(c.dropout)(self.attention(_norm(c, "norm_attn")(x), train), deterministic=not train)
-        return x + nn.Dropout(c.dropout)(self.mlp(_norm(c, "norm_mlp")(x)), deterministic=not train)
+        h = _norm(c, "norm_attn")(x)
+        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        h = _norm(c, "norm_mlp")(x)
+        return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool) -> jax.Array:
-        c = self.config
-        B, T, _ = x.shape
-        R, K = c.num_heads // c.kv_heads, c.head_size
-        qkv = _dense(c, (c.kv_heads, R + 2, K), "qkv", bias=c.qkv_bias)(x)  # [B, T, G, R + 2, K]
-        q = qkv[:, :, :, :R].reshape(B, T, c.num_heads, K)  # [B, T, G, R, K] → [B, T, H, K]
+    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+        c, tp = self.config, self.tp
+        B, K = x.shape[0], c.head_size
+        H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
+        R = H // G
+        whole = G * tp.size  # key/value heads of all shards, a shared one counted by each
+        dense = _dense(c, bias=c.qkv_bias)
+        qkv = column_parallel((whole, R + 2, K), tp, name="qkv", **dense)(x)  # [B, T, G, R + 2, K]
+        T = qkv.shape[1]
+        q = qkv[:, :, :, :R].reshape(B, T, H, K)  # [B, T, G, R, K] → [B, T, H, K]
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
-        key = self.make_rng("dropout") if train and c.dropout > 0 else None
+        key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         heads = causal_attention(rotate(q, c.rope_theta), rotate(k, c.rope_theta), v, c.dropout, key)
-        return _dense(c, c.d_model, "out", axis=(-2, -1), std=_residual_std(c))(heads)  # [B, T, H, K] → [B, T, D]
+        return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
+            heads
+        )  # [B, T, H, K] → [B, T, D]
 
     @nn.nowrap
-    def mlp(self, x: jax.Array) -> jax.Array:
-        c = self.config
-        gate_up = _dense(c, (2, c.mlp_width), "gate_up")(x)  # [B, T, 2, F]
-        wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F]
-        return _dense(c, c.d_model, "down", std=_residual_std(c))(wide)
+    def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
+        c, tp = self.config, self.tp
+        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **_dense(c))(x)  # [B, T, 2, F/t]
+        wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
+        return row_parallel(c.d_model, tp, residual=residual, name="down", **_dense(c, _residual_std(c)))(wide)
 
 
 class Head(nn.Module):
     config: LlamaConfig
+    tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] → logits [B, T, V]. The kernel is [V, D], as the embedding's, so that it may be tied to it."""
+        """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", _normal(0.02), (c.vocab_size, c.d_model), c.dtype)
-        return jnp.einsum("btd,vd->btv", _norm(c, "norm")(x), kernel)
+        kernel = self.param("kernel", _normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
+        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp)
+
+
+def _with_own_heads(
+    apply: Callable[[Params, Any, LayerContext], Any], c: LlamaConfig, params: Params, x: Any, context: LayerContext
+) -> Any:
+    """``apply`` of a block, given this shard's part of a qkv that lies whole on each shard."""
+    if context.tp.size > c.kv_heads:
+        own = {name: own_query_heads(leaf, context.tp) for name, leaf in params["qkv"].items()}
+        params = {**params, "qkv": own}
+    return apply(params, x, context)
+
+
+def _embed_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    return {("tokens", "embedding"): 0}
+
+
+def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    shared = tp.size > c.kv_heads
+    shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1}
+    if c.qkv_bias:
+        shards[("qkv", "bias")] = "partial" if shared else 0
+    shards |= {("out", "kernel"): 0, ("gate_up", "kernel"): 2, ("down", "kernel"): 0}
+    return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"))
+
+
+def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    _check(c, tp)
+    return {("kernel",): 0, **_partial(tp, ("norm", "scale"))}
+
+
+def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
+    """What acts on the residual stream: each shard sees all of it, or with sequence parallelism a part."""
+    return dict.fromkeys(paths, "partial") if tp.splits_time else {}
+
+
+def _check(c: LlamaConfig, tp: TensorParallel) -> None:
+    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width, "vocab_size": c.vocab_size}
+    check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len)
 
 
 def _normal(std: float) -> Any:
@@ -195,12 +283,5 @@ def _norm(c: LlamaConfig, name: str) -> nn.RMSNorm:
     return nn.RMSNorm(epsilon=c.norm_eps, param_dtype=c.dtype, name=name)
 
 
-def _dense(
-    c: LlamaConfig,
-    features: int | tuple[int, ...],
-    name: str,
-    axis: int | tuple[int, ...] = -1,
-    std: float = 0.02,
-    bias: bool = False,
-) -> nn.DenseGeneral:
-    return nn.DenseGeneral(features, axis=axis, use_bias=bias, param_dtype=c.dtype, kernel_init=_normal(std), name=name)
+def _dense(c: LlamaConfig, std: float = 0.02, bias: bool = False) -> dict[str, Any]:
+    return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": _normal(std)}

@@ -31,7 +31,7 @@ def main(overrides: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # the sample may hold what this terminal can't show
     try:
         config = load_config(CONFIG, overrides)
-        request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+        request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
         return run(config)
     except (JaxpipeError, OSError) as error:
         print(f"quickstart: {' '.join(str(error).split())}", file=sys.stderr)

@@ -195,7 +195,7 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
         schedule = random_schedule(one_to_one(2), 4, random.Random(7), offload=offload)
         programs = lower(schedule, made)
         order = issue_order(programs, simulate(schedule, analytic_profile(made)))
-        executor = Executor(programs, order, functions, [batch_sharded(m) for m in meshes])
+        executor = Executor(programs, order, functions, meshes)
         inputs = StepInputs(
             params={
                 (s, s): jax.device_put(f.layout.pack(stage_params(stages[s], params)), replicated(meshes[s]))

@@ -51,7 +51,7 @@ _positive = st.floats(1e-12, 1e3)
 def configs(draw: st.DrawFn) -> TrainConfig:
     """Valid configs."""
     microbatches, steps = draw(st.integers(1, 64)), draw(st.integers(1, 10**6))
-    ranks = draw(st.integers(1, 16))
+    ranks, dp = draw(st.integers(1, 16)), draw(st.integers(1, 8))
     boundaries = draw(st.lists(st.integers(1, 99), min_size=ranks - 1, max_size=ranks - 1, unique=True))
     holdout = draw(st.sampled_from([0.0, 0.01, 0.5]))
     options = draw(st.dictionaries(_text.filter(lambda name: name != "seq_len"), _open, max_size=4))
@@ -67,7 +67,11 @@ def configs(draw: st.DrawFn) -> TrainConfig:
         ),
         PipelineConfig(
             ranks=ranks,
+            tp=draw(st.integers(1, 64)),
+            dp=dp,
             microbatches=microbatches,
+            zero1=draw(st.booleans()),
+            braid=draw(st.booleans()),
             schedule="zb",
             memory_limit=draw(st.none() | _positive),
             cut=draw(st.sampled_from(["analytic", "measured", tuple(sorted(boundaries))])),
@@ -79,7 +83,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
         ),
         RunConfig(
             steps=steps,
-            batch=microbatches * draw(st.integers(1, 9)),
+            batch=microbatches * dp * draw(st.integers(1, 9)),
             eval_every=draw(st.integers(0, 9)) if holdout else 0,
             out_dir=draw(_text.filter(str.strip)),
             tensorboard=draw(st.booleans()),
@@ -237,6 +241,12 @@ MISTAKES = {
         "pipeline.memory_limit=4",
         "takes no pipeline.memory_limit: leave it out or use zb",
     ),
+    "zero tensor-parallel devices": ("pipeline.tp=0", "pipeline.tp is 0, must be at least 1"),
+    "dp that does not divide": (
+        "pipeline.dp=3",
+        "run.batch=32 is not divisible by pipeline.microbatches=8 × pipeline.dp=3: use run.batch=24 or 48, or "
+        "pipeline.dp=2 or 4",
+    ),
     "fewer devices than ranks": ("run.devices=2", "run.devices=2 is fewer than pipeline.ranks=4: use at least 4"),
     "unknown recompute policy": ("pipeline.recompute=atention", "did you mean 'attention'?"),
     "unknown part of a recompute policy": (
@@ -330,18 +340,43 @@ def test_construction_in_python_is_checked_too() -> None:
     assert "not divisible" in refusal(replace, TrainConfig(), pipeline=PipelineConfig(microbatches=7))
 
 
-@given(st.integers(1, 400), st.integers(1, 400))
-def test_the_numbers_that_a_message_names_would_work(batch: int, microbatches: int) -> None:
-    sizes = [f"run.batch={batch}", f"pipeline.microbatches={microbatches}"]
-    if batch % microbatches == 0:
-        assert TrainConfig().override(sizes).run.batch == batch
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 12))
+def test_the_numbers_that_a_message_names_would_work(batch: int, microbatches: int, dp: int) -> None:
+    sizes = {"run.batch": batch, "pipeline.microbatches": microbatches, "pipeline.dp": dp}
+
+    def config_of(**changed: int) -> TrainConfig:
+        return TrainConfig().override([f"{key}={n}" for key, n in {**sizes, **changed}.items()])
+
+    if batch % (microbatches * dp) == 0:
+        assert config_of().run.batch == batch
         return
-    message = refusal(TrainConfig().override, sizes)
-    batches, counts = message.split("use run.batch=")[1].split(", or pipeline.microbatches=")
-    for advised in batches.split(" or "):
-        TrainConfig().override([sizes[1], f"run.batch={advised}"])
-    for advised in counts.split(" or "):
-        TrainConfig().override([sizes[0], f"pipeline.microbatches={advised}"])
+    ways = refusal(config_of).split(": use ")[1].split(", or ")
+    assert ways[0].startswith("run.batch=")
+    for way in ways:
+        key, _, numbers = way.partition("=")
+        for advised in numbers.split(" or "):
+            config_of(**{key: int(advised)})
+
+
+@given(st.integers(1, 400), st.integers(2, 64))
+def test_sequence_parallelism_wants_a_length_that_tp_divides(seq_len: int, tp: int) -> None:
+    sizes = ["pipeline.sequence_parallel=true", f"data.seq_len={seq_len}", f"pipeline.tp={tp}"]
+    if seq_len % tp == 0:
+        assert TrainConfig().override(sizes).pipeline.sequence_parallel
+        return
+    advice = refusal(TrainConfig().override, sizes).split(": use ")[1]
+    for way in advice.split(", or "):
+        key, _, numbers = way.partition("=")
+        for advised in numbers.split(" or "):
+            TrainConfig().override([*sizes, f"{key}={advised}"])
+
+
+def test_devices_of_all_axes_are_counted() -> None:
+    sizes = ["pipeline.ranks=2", "pipeline.tp=2", "pipeline.dp=4"]
+    assert TrainConfig().override(sizes).pipeline.num_devices == 16
+    message = refusal(TrainConfig().override, [*sizes, "run.devices=8"])
+    assert "run.devices=8 is fewer than the 16 of pipeline.ranks=2 × pipeline.dp=4 × pipeline.tp=2" in message
+    assert TrainConfig().override([*sizes, "run.devices=16"]).run.devices == 16
 
 
 def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:

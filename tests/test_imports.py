@@ -29,7 +29,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "_jax_compat": frozenset(),
     "schedule": frozenset({"errors", "dump"}),
     "mesh": frozenset({"errors"}),
-    "tensor_parallel": frozenset({"mesh", "errors"}),
+    "tensor_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "dump"}),
     "profile": frozenset({"stage", "schedule", "mesh", "errors"}),
     "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),

@@ -27,7 +27,8 @@ from jaxpipe.planning.stages import PlannedStage, Sharding, Workbench, workbench
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import generate, read_costs, read_schedule, simulate
+from jaxpipe.schedule import Braid, generate, read_costs, read_schedule, simulate
+from jaxpipe.schedule.passes import unbraid
 from jaxpipe.train.config import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -235,17 +236,54 @@ def test_equal_stages_are_traced_once() -> None:
     assert len([line for line in seen if line.startswith("tracing")]) == 3
 
 
-def test_tensor_parallel_divides_all_but_the_residual_stream() -> None:
+def test_tensor_parallel_stages_are_those_of_one_device() -> None:
+    """Two blocks, h = 32, T = 16, 2 sequences, float32: what is divided, what is whole, and what is sent."""
     config = small(recompute="fused")
-    cut = bench_of(config).plan(config, 2).cut
-    whole, part, split = (
-        bench_of(config, sharding=s).stages(cut, "fused", 2)[0] for s in (Sharding(), Sharding(4), Sharding(4, True))
+    cut = [(1, 3)]
+    stream = 2 * 16 * 32 * 4
+
+    def stage(sharding: Sharding, policy: str = "fused") -> PlannedStage:
+        bench = bench_of(config, sharding=sharding)
+        return bench.stages([(0, 1), *cut, (3, 7)], policy, 2)[1]
+
+    whole, part, split, own = (
+        stage(Sharding()), stage(Sharding(4)), stage(Sharding(4, True)), stage(Sharding(4, True), "fused+gather")
+    )  # fmt: skip
+    norms_and_biases = 2 * 4 * (4 * 32 + 2 * 32)  # of a block, whole on each device: two norms, two row biases
+    assert part.parameters - norms_and_biases == (whole.parameters - norms_and_biases) / 4
+    assert part.num_params == split.num_params == whole.num_params
+    assert part.boundary == whole.boundary == 4 * split.boundary == stream
+    assert own.residual < split.residual < part.residual < whole.residual
+    assert own.residual <= whole.residual / 4  # nothing of the stream's size is left whole
+    assert [c.primitive for c in part.collectives["F"]] == ["psum"] * 4
+    assert {c.whole_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
+    assert [c.primitive for c in split.collectives["B"]] == ["all_gather", "reduce_scatter"] * 4
+    assert part.collectives["W"] == split.collectives["W"] == whole.collectives["F"] == ()
+    assert [c.primitive for c in own.collectives["W"]] == ["all_gather"] * 4
+    assert part.work["F"].flops == whole.work["F"].flops / 4
+
+
+def test_collectives_take_what_a_ring_takes() -> None:
+    config = small(tp=4, recompute="fused")
+    p = prediction_of(config, bench_of(config, sharding=Sharding(4)))
+    stream, e = 2 * 16 * 32 * 4, Efficiency()
+    one = 2 * 3 / 4 * stream / (H100.link_bytes_per_s * e.link) + H100.link_latency_s
+    assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
+    assert p.costs.tp_collectives[0] == 5
+    assert max(p.timeline.tp_exposed_s) > 0
+
+
+def test_adjacent_actions_are_braided_where_it_pays() -> None:
+    plain, braided = (
+        prediction_of(config, bench_of(config, sharding=Sharding.of(config)))
+        for config in (small(tp=4, schedule="zb-h1"), small(tp=4, schedule="zb-h1", braid_adjacent=True))
     )
-    assert part.parameters == whole.parameters / 4
-    assert split.residual == pytest.approx(whole.residual / 4)
-    assert split.residual < part.residual < whole.residual
-    assert part.boundary == whole.boundary == 4 * split.boundary
-    assert part.streams == 2
+    slots = [slot for row in braided.schedule.rows for slot in row]
+    assert any(isinstance(slot, Braid) for slot in slots)
+    assert not any(isinstance(slot, Braid) for row in plain.schedule.rows for slot in row)
+    assert unbraid(braided.schedule) == plain.schedule
+    assert braided.timeline.makespan < plain.timeline.makespan
+    assert sum(braided.timeline.tp_exposed_s) < sum(plain.timeline.tp_exposed_s)
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------

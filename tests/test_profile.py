@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,13 +22,47 @@ from train_runs import settings, write_text
 
 from jaxpipe import profile
 from jaxpipe.cli import main
-from jaxpipe.profile import HostLinkMeasurement, Timing, measure_host_link, measure_stages, time_function
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.profile import (
+    HostLinkMeasurement,
+    Timing,
+    measure_host_link,
+    measure_stages,
+    time_collectives,
+    time_function,
+)
 from jaxpipe.profile.host_link import Fit, fit
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Link, circular, generate, read_costs
 from jaxpipe.stage.footprint import footprint
+from models.llama import Llama
 from tests.pipelines import compiled
 from tests.schedule_strategies import random_schedule
+
+# -- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_collectives_are_timed_apart_and_taken_out_of_f_and_b() -> None:
+    """Their own time as T_AR: what the simulator counts for an action alone is what was measured of it."""
+    model = Llama(vocab_size=16, d_model=16, num_layers=2, num_heads=2, seq_len=8, mlp_size=24, dtype="float64")
+    pipe = Pipeline.build(
+        model, generate("zb-h1", 2, 2), microbatch_size=2, boundaries=[(0, 2), (2, len(model.layers))],
+        compute_dtype=jnp.float64, tp=TensorParallel(2),
+    )  # fmt: skip
+    measured = measure_stages(pipe.stages, repeats=3, memory=False)
+    assert measured.collectives.keys() == {0, 1}
+    costs = measured.costs()
+    assert costs.tp_comm_s == tuple(measured.collectives[s].median_s for s in range(2))
+    assert costs.tp_collectives == (3, 4)  # embedding, two of the block; two of the block, two of the cross entropy
+    for s in range(2):
+        both = costs.f_s[s] + costs.tp_comm_s[s]
+        assert both == pytest.approx(max(measured.timings["F", s].median_s, costs.tp_comm_s[s]))
+    analytic = profile.analytic_profile(pipe.stages)
+    assert all(x > 0 for x in analytic.tp_comm_s)
+    assert time_collectives(pipe.stages[0].functions["W"], 1) is None
+    assert not measure_stages(_pipe().stages, repeats=1, memory=False).collectives
+
 
 # -- timings ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
+from jaxpipe.cli.parser import amount
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
@@ -42,11 +43,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE.json",
         help="machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one (default h100)",
     )
+    add_parallel_flags(parser)
     parser.add_argument(
-        "--tp", type=whole_number("devices", 1024), default=1, metavar="N", help="tensor-parallel devices of each rank"
-    )
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="with --tp: the residual stream is split over the devices too"
+        "--sequence-parallel",
+        action="store_true",
+        help="the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)",
     )
     parser.add_argument(
         "--memory-limit-gb",
@@ -87,7 +88,9 @@ def _run(args: argparse.Namespace) -> None:
     files = [x for x in args.settings if "=" not in x]
     if len(files) > 1:
         raise ConfigError(f"one config file, please: got {' and '.join(map(repr, files))}")
-    config = load_config(files[0] if files else None, [x for x in args.settings if "=" in x])
+    overrides = with_parallel_flags(args, [x for x in args.settings if "=" in x])
+    split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
+    config = load_config(files[0] if files else None, [*overrides, *split])
     check_outputs(args.output, _OUTPUTS)
     if args.costs_out:
         check_outputs([args.costs_out], (".json",), "--costs-out")
@@ -117,12 +120,12 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
 
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
-    sharding = Sharding(args.tp, args.sequence_parallel)
+    sharding = Sharding.of(config)
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
     bench = workbench(config, target, efficiency, sharding, progress)
     compiler = None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds)
+        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, sharding.tp)
         bench.temp_of = compiler
     prediction = predict(config, bench, target, efficiency, sharding, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"

@@ -1,4 +1,5 @@
-"""``jaxpipe rehearse CONFIG --rank R``: one rank's real program alone on one device; ``--all-ranks``: each in turn."""
+"""``jaxpipe rehearse CONFIG --rank R``: one rank's real program alone, on as many devices as one rank has (one without tensor
+or data parallelism); ``--all-ranks``: each in turn."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import re
 import sys
 
+from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
@@ -27,6 +29,7 @@ def memory_size(text: str) -> float:
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON settings, as for train")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
+    add_parallel_flags(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--rank", type=whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse")
     which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
@@ -57,7 +60,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     from jaxpipe.cli.outputs import check_outputs
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, with_parallel_flags(args, args.overrides))
     ranks = config.pipeline.ranks
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
@@ -65,23 +68,24 @@ def _rehearse(args: argparse.Namespace) -> int:
         check_outputs([args.output], (".json",))
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
-    request_devices(1, config.run.platform)
+    size = config.pipeline.dp * config.pipeline.tp
+    request_devices(size, config.run.platform)
     from jaxpipe.profile import measure_host_link
     from jaxpipe.schedule import Link, write_costs
-    from jaxpipe.train.rehearse import Rehearsed, pipeline_on_one_device, rehearsals, rehearsed_json, rehearsed_text
+    from jaxpipe.train.rehearse import Rehearsed, pipeline_on_one_rank, rehearsals, rehearsed_json, rehearsed_text
     from jaxpipe.train.setup import prepare
 
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    (device,), _ = find_devices(1, config.run.platform)
+    devices, _ = find_devices(size, config.run.platform, tp=config.pipeline.tp)
     prepared = prepare(config)
-    pipeline = pipeline_on_one_device(prepared, device, progress)
+    pipeline = pipeline_on_one_rank(prepared, devices, progress)
     with device_errors("rehearse"):
         measured = None
         if not args.no_host_link:
             progress("timing copies to the host and back")
-            measured = measure_host_link([device])
+            measured = measure_host_link(devices[:1])
         host = measured.host_link() if measured is not None else None
         chosen = rehearsals(
             prepared,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 
@@ -24,6 +25,7 @@ def _configure_config(parser: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="settings that override the file, such as run.steps=200",
     )
+    add_parallel_flags(parser)
 
 
 def _configure_train(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +45,13 @@ def _train(args: argparse.Namespace) -> int:
     from jaxpipe.train.config import load_config
 
     fallback = ["offload.fallback=true"] if args.offload_fallback else []
-    config = load_config(args.config, [*args.overrides, *fallback])
+    config = load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
     if args.print_config:
         print(config.describe())
         return 0
     from jaxpipe.train.devices import request_devices
 
-    request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+    request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     from jaxpipe.train.loop import train
     from jaxpipe.train.report import result_json, result_text
 
@@ -186,13 +188,13 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.cli.outputs import check_outputs
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, with_parallel_flags(args, args.overrides))
     for path, flag in ((args.output, "-o"), (args.details, "--details")):
         if path:
             check_outputs([path], (".json",), flag)
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
-    request_devices(max(config.pipeline.ranks, config.run.devices), config.run.platform)
+    request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     from jaxpipe.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
@@ -203,7 +205,7 @@ def _profile(args: argparse.Namespace) -> int:
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    devices, _ = find_devices(config.pipeline.ranks, config.run.platform)
+    devices, _ = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):

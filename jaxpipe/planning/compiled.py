@@ -27,13 +27,13 @@ _MOST_EQUAL = 3
 
 
 class Compiler:
-    """``temp_of`` of a :class:`~jaxpipe.planning.stages.Workbench`: workspace in bytes of the whole rank.
+    """``temp_of`` of a :class:`~jaxpipe.planning.stages.Workbench`: workspace in bytes of one of the rank's ``tp`` devices.
 
     ``notice`` is told once why no more is compiled, if so; from then on workspace is estimated. ``budget_s``: no compilation
     starts after as many seconds of it. ``count``: functions compiled, in ``spent_s`` seconds.
     """
 
-    def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0) -> None:
+    def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1) -> None:
         self.notice = notice
         self.budget_s = budget_s
         self.count = 0
@@ -41,19 +41,19 @@ class Compiler:
         self._options = dict(_OPTIONS)
         self.mesh: Mesh | None = None
         self.works = False
-        if target.chip is None and target.name == "cpu":
+        if target.chip is None and target.name == "cpu" and tp == 1:
             import jax
 
-            self.mesh, self._options, self.works = _mesh_of(jax.devices("cpu")[0]), {}, True
+            self.mesh, self._options, self.works = _mesh_of(jax.devices("cpu")[:1]), {}, True
             return
         if target.chip is None:
             self._stop(f"target {target.name} has no 'chip' numbers")
             return
-        devices = compile_only_devices(target.name, device_text(target))
+        devices = compile_only_devices(target.name, device_text(target), tp)
         if isinstance(devices, str):
             self._stop(devices)
         else:
-            self.mesh, self.works = _mesh_of(devices[0]), True
+            self.mesh, self.works = _mesh_of(devices), True
 
     def _stop(self, reason: str) -> None:
         self.works = False
@@ -90,9 +90,9 @@ class Compiler:
         return temp
 
 
-def _mesh_of(device: Any) -> Mesh:
-    grid = np.empty((1, 1), dtype=object)
-    grid[0, 0] = device
+def _mesh_of(devices: Sequence[Any]) -> Mesh:
+    grid = np.empty((1, len(devices)), dtype=object)
+    grid[0, :] = devices
     return Mesh(grid, AXES)
 
 

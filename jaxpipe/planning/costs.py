@@ -8,6 +8,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link
+from jaxpipe.stage.units import UnitCosts
 
 _LEAST_S = 1e-6
 
@@ -20,13 +21,22 @@ def cost_profile(
     sharding: Sharding,
     memory_limit_bytes: float,
 ) -> CostProfile:
-    """Seconds by roofline, bytes from shapes, links of the target.
+    """Seconds by roofline, bytes from shapes, links of the target. Collectives over ``tp`` are rings; F and B are taken to need
+    equally long ones, which they do but for an embedding and a head.
 
     ``optimizer_bytes`` holds what stays beside the parameters a stage computes with: gradient accumulators, master parameters
     and the two moments of Adam. Boundaries count as the runtime holds them: while an action reads or makes
     them (in ``temp_bytes``, with XLA's workspace) and while they wait (``boundary_buffers``).
     """
-    seconds = {op: tuple(max(_LEAST_S, _seconds(s, op, target, efficiency, sharding)) for s in stages) for op in OPS}
+    rates = unit_costs(target, efficiency, sharding)
+
+    def exchange_s(stage: PlannedStage, op: str) -> float:
+        return sum(rates.collective_s(c.primitive, c.whole_bytes, sharding.tp) for c in stage.collectives[op])
+
+    seconds = {op: tuple(max(_LEAST_S, s.work[op].seconds) for s in stages) for op in OPS}
+    gathers = [exchange_s(s, "W") for s in stages]  # of what W recomputes; nothing hides them
+    for op in ("W", "BW"):
+        seconds[op] = tuple(a + b for a, b in zip(seconds[op], gathers, strict=True))
     host = host_link(target, efficiency, sharding, ranks)
     return CostProfile(
         f_s=seconds["F"],
@@ -46,6 +56,8 @@ def cost_profile(
         host=host,
         memory_limit_bytes=(memory_limit_bytes,) * ranks,
         boundary_buffers=True,
+        tp_comm_s=tuple((exchange_s(s, "F") + exchange_s(s, "B")) / 2 for s in stages),
+        tp_collectives=tuple(max(1, len(s.collectives["F"])) for s in stages),
         source=f"roofline of {target.name}, {efficiency.matmul:g} of peak, {efficiency.bandwidth:g} of memory bandwidth",
     )
 
@@ -83,17 +95,13 @@ def _near_links(
     return dict.fromkeys(sorted(pairs), near)
 
 
-def _seconds(stage: PlannedStage, op: str, target: Target, efficiency: Efficiency, sharding: Sharding) -> float:
-    tp = sharding.tp
-    compute = stage.work[op].seconds / tp
-    if tp == 1 or op == "W":
-        return compute
+def unit_costs(target: Target, efficiency: Efficiency, sharding: Sharding) -> UnitCosts:
+    """The target's rates as the cost model of units takes them: NVLink within a node, the network beyond it."""
     inside = sharding.tp <= target.node_size
-    rate, latency = (
-        (target.link_bytes_per_s, target.link_latency_s)
-        if inside
-        else (target.network_bytes_per_s, target.network_latency_s)
+    rate = target.link_bytes_per_s if inside else target.network_bytes_per_s
+    return UnitCosts(
+        flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,
+        bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,
+        link_bytes_per_s=rate * efficiency.link,
+        link_latency_s=target.link_latency_s if inside else target.network_latency_s,
     )
-    whole = stage.boundary * (tp if sharding.sequence_parallel else 1)
-    reduce_s = 2 * (tp - 1) / tp * whole / (rate * efficiency.link) + 2 * latency
-    return compute + 2 * stage.streams * reduce_s

@@ -3,7 +3,8 @@
 Assumed: AdamW with float32 moments; float32 master parameters and gradient accumulators beside parameters in the compute dtype
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
 them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
-(megabytes). The update reads and writes its state once at the memory's bandwidth.
+(megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step,
+by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype.
@@ -23,6 +24,7 @@ from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import FAMILIES, CostProfile, MemoryCurve, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
+from jaxpipe.train.braiding import order_for
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_schedule, relative_costs
 
@@ -129,6 +131,7 @@ def predict(
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
     stages = bench.compiled(stages, ops)
     costs = costs_of(stages)
+    schedule = order_for(config, schedule, costs)
     timeline = simulate(schedule, costs)
     limit = pipe.memory_limit
     if limit is not None and max(timeline.peak_activations) > limit * (1 + 1e-9) and pipe.schedule in FAMILIES:
@@ -176,7 +179,7 @@ def _prediction(
         )
         copied.append(sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if a.op == "O"))
     static = max(m.parameters + m.gradients + m.optimizer for m in memory)
-    flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches
+    flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches * sharding.dp * sharding.tp
     return Prediction(
         config=config,
         schedule=schedule,
@@ -185,15 +188,26 @@ def _prediction(
         memory=tuple(memory),
         activation_bytes=tuple(curve.peak for curve in held),
         limit_bytes=limit_bytes,
-        update_s=2 * static / (target.memory_bytes_per_s * efficiency.bandwidth),
+        update_s=2 * static / (target.memory_bytes_per_s * efficiency.bandwidth)
+        + reduction_s(max(m.gradients for m in memory), target, efficiency, sharding),
         model_flops=flops,
-        devices=schedule.num_ranks * sharding.tp,
+        devices=schedule.num_ranks * sharding.tp * sharding.dp,
         peak_flops_per_s=target.peak_flops_per_s(config.run.dtype),
         offloaded=offloaded_share(schedule, costs),
         offload_bytes=tuple(copied),
         host_bytes=_host_peaks(timeline, costs),
         num_params=sum(s.num_params for s in stages),
     )
+
+
+def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, sharding: Sharding) -> float:
+    """Seconds that dp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
+    all-gather of as many bytes of updated parameters."""
+    if sharding.dp == 1:
+        return 0.0
+    near = sharding.dp * sharding.tp <= target.node_size
+    rate = target.link_bytes_per_s if near else target.network_bytes_per_s
+    return 2 * (sharding.dp - 1) / sharding.dp * gradient_bytes / (rate * efficiency.link)
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

@@ -26,7 +26,9 @@ def assumptions(
         how = (
             "split over the shards (sequence parallel)" if sharding.sequence_parallel else "whole on each of the shards"
         )
-        tp = f"; tp={sharding.tp}, counted and not traced: residual stream {how}, all else divided"
+        tp = f"; tp={sharding.tp}: residual stream {how}"
+    if sharding.dp > 1:
+        tp += f"; dp={sharding.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * sharding.zero1
     return (
         f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
         f"attention: softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept",

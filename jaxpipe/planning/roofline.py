@@ -1,9 +1,10 @@
 """Seconds of a stage function from its jaxpr: a roofline per kernel, with stated efficiencies.
 
 The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, convolutions, gathers, scatters, sorts and loops
-are kernels of their own. Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by
-itself: where its result must exist in memory (it leaves the function, or a product reads it), one kernel reads what the
-chain started from and writes the result. Reshapes and barriers cost nothing. A kernel takes
+are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.stage.units`).
+Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by itself: where its result must
+exist in memory (it leaves the function, or a product reads it), one kernel reads what the chain started from and writes the
+result. Reshapes and barriers cost nothing. A kernel takes
 ``max(operations / (peak · matmul efficiency), bytes / (memory bandwidth · bandwidth efficiency)) + launch`` seconds.
 
 The same walk gives an estimate of workspace: values that exist in memory and neither enter nor leave, at their most. It stands
@@ -33,6 +34,7 @@ _REDUCTIONS = ("reduce", "arg", "cum")
 _FREE = frozenset(
     {"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient", "optimization_barrier"}
 )
+_EXCHANGES = frozenset({"psum", "pmax", "all_gather", "reduce_scatter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,9 @@ class _Walk:
             self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
             return
         sources = {self.base(v) for v in variables(eqn.invars)}
+        if eqn.primitive.name in _EXCHANGES:
+            self._note(eqn, sources)
+            return
         if eqn.primitive.name in ("gather", "dynamic_slice"):  # of what it reads, only what it picks
             table = self.base(next(variables(eqn.invars)))
             picked = sum(aval_bytes(v.aval) for v in eqn.outvars)
@@ -226,7 +231,7 @@ class _Walk:
 
 
 def _own(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _OWN or any(True for _ in sub_jaxprs(eqn))
+    return eqn.primitive.name in _OWN or eqn.primitive.name in _EXCHANGES or any(True for _ in sub_jaxprs(eqn))
 
 
 def _reduces(eqn: JaxprEqn) -> bool:

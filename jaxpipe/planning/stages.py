@@ -3,14 +3,13 @@
 A :class:`Workbench` belongs to one model, dtype and sequence length. Stages whose layers are of the same kinds, get the same
 shapes and keep the same residuals are one :class:`PlannedStage`; a model of 60 equal layers on 32 ranks costs three traces.
 
-Tensor parallelism is counted, not traced (the layers have no TP yet): arrays of the shape that crosses stage boundaries
-(the residual stream, inputs of column-parallel products) are whole on every shard unless ``sequence_parallel``; all others,
-the parameters and the work divide by ``tp``; a transformer layer all-reduces its boundary twice in F and twice in B (Shoeybi et
-al. 2019).
+With tensor parallelism stages are traced as one of the rank's devices runs them, on devices that need not exist: bytes, work
+and collectives are read from its jaxprs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,20 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes
-from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.compile import BuildCache, build_stage_functions
+from jaxpipe.stage.footprint import total_device_bytes
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.layer import Layer, Model
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, param_avals, plan_stages
 from jaxpipe.stage.policies import per_stage
+from jaxpipe.stage.units import Collective, collectives
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -39,10 +40,25 @@ OPS = ("F", "B", "W", "BW")
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """``tp`` shards of each rank, and whether the residual stream is split over them too."""
+    """``tp`` shards of each rank, and whether the residual stream is split over them too; ``dp`` such groups, and whether
+    they divide optimizer state and update (ZeRO-1)."""
 
     tp: int = 1
     sequence_parallel: bool = False
+    dp: int = 1
+    zero1: bool = False
+    fused_residual: bool = False
+
+    @property
+    def tensor(self) -> TensorParallel:
+        """How layers divide their work."""
+        return TensorParallel(self.tp, self.sequence_parallel, self.fused_residual)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Sharding:
+        """As ``[pipeline]`` says."""
+        pipe = config.pipeline
+        return cls(pipe.tp, pipe.sequence_parallel, pipe.dp, pipe.zero1, pipe.fused_residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +66,9 @@ class PlannedStage:
     """Costs of a stage on one of the rank's ``tp`` devices, and how they were got.
 
     Bytes: ``residual w_residual cotangent boundary`` a microbatch as in :class:`~jaxpipe.schedule.costs.CostProfile`;
-    ``offloadable`` of the residuals; ``parameters gradients optimizer`` for good. ``work``: by operation, on the whole rank.
-    ``streams``: layers that all-reduce under TP. ``passing``: by
-    operation, of boundaries it reads or makes that are no residual; ``temp``: workspace.
+    ``offloadable`` of the residuals; ``parameters gradients optimizer`` for good. ``num_params``: of all devices together.
+    ``work`` and ``collectives`` by operation. ``passing``: by operation, of boundaries it reads or makes that are no residual;
+    ``temp``: workspace.
     """
 
     key: StageKey
@@ -66,8 +82,8 @@ class PlannedStage:
     gradients: float
     optimizer: float
     num_params: int
-    streams: int
     work: Mapping[str, Work]
+    collectives: Mapping[str, tuple[Collective, ...]]
     passing: Mapping[str, float]
     temp: Mapping[str, float]
 
@@ -120,17 +136,19 @@ class Workbench:
     temp_of: TempOf | None = None
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
-    _mesh: Mesh | None = None
+    _mesh: AnyMesh | None = None
     _avals: Mapping[str, Any] = field(default_factory=dict)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _temps: dict[Hashable, dict[str, float]] = field(default_factory=dict)
     _layer_costs: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def mesh(self) -> Mesh:
-        """One device: where traces are made. Nothing runs on it."""
+    def mesh(self) -> AnyMesh:
+        """The ``tp`` devices of a rank: where traces are made. Nothing runs on them."""
         if self._mesh is None and self.temp_of is not None:
             self._mesh = self.temp_of.mesh
+        if self._mesh is None and self.sharding.tp > 1:
+            self._mesh = AbstractMesh((1, self.sharding.tp), AXES)
         if self._mesh is None:
             self._mesh = pipeline_submeshes(1, devices=jax.devices("cpu")[:1])[0]
         return self._mesh
@@ -190,7 +208,7 @@ class Workbench:
             temps = self._temps.setdefault(kind, {})
             for op in wanted:
                 if op not in temps and (found := self.temp_of(self, one[kind].key, op)) is not None:
-                    temps[op] = found / self.sharding.tp
+                    temps[op] = found
         return tuple(replace(s, temp={**s.temp, **self._temps[s.key.kind]}) for s in stages)
 
     def functions_of(self, key: StageKey) -> StageFunctions:
@@ -207,44 +225,36 @@ class Workbench:
             key.policy,
             jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32,
             self.cache,
+            self.sharding.tensor,
         )
 
     def _make(self, key: StageKey) -> PlannedStage:
         functions = with_offload(self.functions_of(key), key.offload_fraction)
-        layers, x = key.layers, key.x
-        work = {op: work_of(functions.functions[op].jaxpr, self.target, self.efficiency) for op in OPS}
-        temp = {op: w.workspace_bytes for op, w in work.items()}
-        tp, stream = self.sharding.tp, _stream_shapes(functions, x)
-        whole = 1 if not self.sharding.sequence_parallel else 1 / tp
-
-        def shard(ports: Mapping[Port, Any]) -> float:
-            return sum(aval_bytes(a) * (whole if tuple(a.shape) in stream else 1 / tp) for a in ports.values())
-
-        held = {op: _ports(functions, op) for op in ("F", "B", "W", "BW")}
-        kept = {p: a for op in ("B", "W") for p, a in held[op].items() if p.kind in ("x", "res")}
-        for_w = {p: a for p, a in held["W"].items() if p.kind in ("x", "res", "wres")}
-        moved = {p: a for p, a in kept.items() if p.kind == "res" and p.index in functions.offloaded}
+        jaxprs = {op: functions.functions[op].jaxpr for op in OPS}
+        work = {op: work_of(jaxpr, self.target, self.efficiency) for op, jaxpr in jaxprs.items()}
+        held = {op: _ports(functions, op) for op in ("B", "W")}
+        kept = {p for ports in held.values() for p in ports if p.kind in ("x", "res")}
         layout = functions.layout
-        params = float(sum(aval_bytes(b) for b in layout.buffers))
         acc = layout.acc_avals(jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32)
         grads = float(sum(aval_bytes(a) for a in acc))
         master = 0.0 if acc and all(a.dtype == self.compute_dtype for a in acc) else grads
+        trained = (s for s in layout.slots if s.buffer < layout.num_trained)
         return PlannedStage(
             key=key,
             functions=functions,
-            residual=shard(kept),
-            w_residual=shard(for_w),
-            cotangent=shard({p: a for p, a in for_w.items() if p.kind == "wres"}),
-            offloadable=shard(moved),
-            boundary=functions.boundary_bytes * whole,
-            parameters=params / tp,
-            gradients=grads / tp,
-            optimizer=(2 * grads + master) / tp,
-            num_params=sum(a.size for a in acc),
-            streams=sum(_keeps_stream(layer, self.avals) for layer in layers),
+            residual=functions.residual_bytes,
+            w_residual=functions.w_residual_bytes,
+            cotangent=functions.cotangent_bytes,
+            offloadable=functions.offloadable_bytes,
+            boundary=functions.boundary_bytes,
+            parameters=functions.param_bytes,
+            gradients=grads,
+            optimizer=(2 * grads + master) / (self.sharding.dp if self.sharding.zero1 else 1),
+            num_params=sum(math.prod(s.whole_shape(layout.shards)) for s in trained),
             work=work,
-            passing={op: shard(_passing(functions, op, kept)) for op in OPS},
-            temp={op: n / tp for op, n in temp.items()},
+            collectives={op: collectives(jaxpr) for op, jaxpr in jaxprs.items()},
+            passing={op: total_device_bytes(_passing(functions, op, kept)) for op in OPS},
+            temp={op: w.workspace_bytes for op, w in work.items()},
         )
 
 
@@ -268,8 +278,8 @@ def workbench(
 
 
 def microbatch_size(config: TrainConfig) -> int:
-    """Sequences in a microbatch."""
-    return config.run.batch // config.pipeline.microbatches
+    """Sequences of a microbatch that one data-parallel device computes."""
+    return config.run.batch // config.pipeline.microbatches // config.pipeline.dp
 
 
 def _ports(functions: StageFunctions, op: str) -> dict[Port, Any]:
@@ -277,25 +287,13 @@ def _ports(functions: StageFunctions, op: str) -> dict[Port, Any]:
     return dict(zip(f.inputs, f.avals_in, strict=True))
 
 
-def _passing(functions: StageFunctions, op: str, kept: Mapping[Port, Any]) -> dict[Port, Any]:
+def _passing(functions: StageFunctions, op: str, kept: set[Port]) -> list[jax.ShapeDtypeStruct]:
     """Boundaries that are there while ``op`` runs: x where no backward pass reads it, dy unless it is handed to W, y, dx."""
     f = functions.functions[op]
     handed = {k for n, k in f.forwarded.items() if f.outputs[n].kind == "wres"}
-    read = {
-        p: a
+    read = [
+        a
         for k, (p, a) in enumerate(zip(f.inputs, f.avals_in, strict=True))
         if (p.kind == "dy" and k not in handed) or (p.kind == "x" and p not in kept)
-    }
-    made = {p: a for p, a in zip(f.outputs, f.avals_out, strict=True) if p.kind in ("y", "dx")}
-    return read | made
-
-
-def _stream_shapes(functions: StageFunctions, x: Any) -> set[tuple[int, ...]]:
-    leaves = [a for a in jax.tree.leaves((x, functions.y)) if hasattr(a, "shape")]
-    return {tuple(a.shape) for a in leaves if len(a.shape) > 2}
-
-
-def _keeps_stream(layer: Layer, avals: Mapping[str, Any]) -> bool:
-    """Whether the layer is a block with two branches onto the residual stream: it has products, and reads no data."""
-    big = [a for a in jax.tree.leaves(avals[layer.name]) if len(a.shape) >= 2]
-    return len(big) >= 3 and not layer.reads
+    ]
+    return read + [a for p, a in zip(f.outputs, f.avals_out, strict=True) if p.kind in ("y", "dx")]

@@ -1,6 +1,7 @@
 """Seconds and bytes of each stage function → :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
 
 from jaxpipe.profile.analytic import DEFAULT_FLOPS_PER_S, analytic_profile
+from jaxpipe.profile.collectives import time_collectives
 from jaxpipe.profile.host_link import HostLinkMeasurement, measure_host_link
 from jaxpipe.profile.measured import (
     StageMeasurements,
@@ -25,6 +26,7 @@ __all__ = [
     "measured_layer_costs",
     "measured_profile",
     "median_seconds",
+    "time_collectives",
     "time_function",
     "with_measured_times",
     "with_memory",

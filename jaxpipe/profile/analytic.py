@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from jaxpipe.profile.memory import OPS, with_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link
 from jaxpipe.stage.footprint import Footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.units import UnitCosts, collectives
 
 DEFAULT_FLOPS_PER_S = 1e11
 
@@ -15,9 +17,21 @@ DEFAULT_FLOPS_PER_S = 1e11
 def analytic_profile(
     stages: Sequence[StageFunctions], *, flops_per_s: float = DEFAULT_FLOPS_PER_S, link: Link | None = None
 ) -> CostProfile:
-    """Costs from FLOP counts: seconds = FLOPs / ``flops_per_s`` (at least a microsecond, for functions without matmuls)."""
+    """Costs from FLOP counts: seconds = FLOPs / ``flops_per_s`` (at least a microsecond, for functions without matmuls).
+
+    Tensor-parallel collectives take what they would beside an H100 slowed down to that rate (:class:`UnitCosts`).
+    """
     seconds = {op: tuple(max(1e-6, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in OPS}
-    return with_bytes(stages, seconds, link=link, source=f"analytic, {flops_per_s:.3g} FLOP/s")
+    slowed = UnitCosts().flops_per_s / flops_per_s
+    comm = tuple(slowed * _exchange_s(s) for s in stages)
+    return with_bytes(stages, seconds, link=link, source=f"analytic, {flops_per_s:.3g} FLOP/s", tp_comm_s=comm)
+
+
+def _exchange_s(stage: StageFunctions) -> float:
+    """Seconds of the collectives of F on H100s, latencies left out."""
+    rates, shards = replace(UnitCosts(), link_latency_s=0.0), stage.layout.shards
+    found = collectives(stage.functions["F"].jaxpr) if shards > 1 else ()
+    return sum(rates.collective_s(c.primitive, c.whole_bytes, shards) for c in found)
 
 
 def with_bytes(
@@ -28,9 +42,10 @@ def with_bytes(
     link: Link | None = None,
     host: HostLink | None = None,
     footprint_of: Callable[[StageFunction], Footprint] | None = None,
+    tp_comm_s: tuple[float, ...] = (),
 ) -> CostProfile:
     """A profile of these ``seconds`` (by op, an entry a stage) and the bytes that the stages know, workspace included where
-    ``footprint_of`` tells it."""
+    ``footprint_of`` tells it. ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out."""
 
     def each(name: str) -> tuple[float, ...]:
         return tuple(float(getattr(s, name)) for s in stages)
@@ -49,5 +64,7 @@ def with_bytes(
         link=link if link is not None else Link(),
         host=host if host is not None else HostLink(),
         source=source,
+        tp_comm_s=tp_comm_s,
+        tp_collectives=tuple(max(1, len(collectives(s.functions["F"].jaxpr))) for s in stages),
     )
     return with_memory(costs, stages, footprint_of)

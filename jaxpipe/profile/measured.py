@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.profile.analytic import with_bytes
+from jaxpipe.profile.collectives import time_collectives
 from jaxpipe.profile.host_link import HostLinkMeasurement
 from jaxpipe.profile.memory import OPS
 from jaxpipe.profile.timing import Timing
@@ -39,17 +40,27 @@ _MOST_CALLS = 30
 @dataclass(frozen=True, slots=True)
 class StageMeasurements:
     """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
-    measured."""
+    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any."""
 
     stages: tuple[StageFunctions, ...]
     timings: Mapping[tuple[str, int], Timing]
     footprints: Mapping[tuple[str, int], Footprint]
     host: HostLinkMeasurement | None = None
+    collectives: Mapping[int, Timing] = field(default_factory=dict)
 
     def costs(self, link: Link | None = None) -> CostProfile:
-        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default."""
+        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
+
+        F and B are given without their collectives, and BW as B and W are together, unless it takes less than that as it runs.
+        """
         stages = range(len(self.stages))
         seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
+        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
+        if any(comm):
+            for op in ("F", "B"):
+                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
+            apart = zip(seconds["B"], seconds["W"], seconds["BW"], strict=True)
+            seconds["BW"] = tuple(min(b + w, bw) for b, w, bw in apart)
         count = min(t.count for t in self.timings.values())
         host = self.host.host_link() if self.host is not None else None
         return with_bytes(
@@ -59,6 +70,7 @@ class StageMeasurements:
             link=link,
             host=host,
             footprint_of=footprint if self.footprints else None,
+            tp_comm_s=comm,
         )
 
 
@@ -79,7 +91,7 @@ def measure_stages(
         memory: also ask XLA for each function's workspace.
         progress: called with a line per function.
     """
-    timings, footprints = {}, {}
+    timings, footprints, exchanged = {}, {}, {}
     for s, stage in enumerate(stages):
         for op in OPS:
             timings[(op, s)] = time_function(stage.functions[op], repeats, warm_up)
@@ -87,7 +99,12 @@ def measure_stages(
                 footprints[(op, s)] = footprint(stage.functions[op])
             if progress is not None:
                 progress(f"stage {s} {op}: {timings[(op, s)]}")
-    return StageMeasurements(tuple(stages), timings, footprints)
+        alone = time_collectives(stage.functions["F"], repeats, warm_up)
+        if alone is not None:
+            exchanged[s] = alone
+            if progress is not None:
+                progress(f"stage {s} collectives of F: {alone}")
+    return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
 
 
 def measured_profile(
@@ -191,7 +208,8 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
-    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run."""
+    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run: collectives are in them."""
+    costs = costs.with_collectives_exposed()
     fields = {"F": "f_s", "B": "b_s", "W": "w_s", "BW": "bw_s"}
     changed: dict[str, Any] = {}
     for op, name in fields.items():

@@ -33,13 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.schedule import Action, Timeline
+from jaxpipe.schedule import Action, Slot, Timeline
 from jaxpipe.stage.footprint import Footprint, device_bytes, footprint, total_device_bytes
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
@@ -149,9 +150,10 @@ def account(
     num_microbatches: int,
     resident: Mapping[int, Mapping[Kind, int]] | None = None,
     timeline: Timeline | None = None,
-    footprint_of: Callable[[StageFunction], Footprint] | None = footprint,
+    footprint_of: Callable[[AnyFunction], Footprint] | None = footprint,
     align: int = 1,
     curves: bool = False,
+    braids: Braids = MappingProxyType({}),
 ) -> MemoryReport:
     """The predicted memory of the ranks of ``programs``.
 
@@ -165,8 +167,9 @@ def account(
         footprint_of: memory of compiled functions; None leaves temporaries and code out (and compiles nothing).
         align: granularity of the device's allocator in bytes (256 on GPUs); 1 counts bytes as arrays do.
         curves: keep what is held after each instruction (``live_bytes``, ``host_bytes``).
+        braids: those that ``programs`` run as one function.
     """
-    walk = _Walk(programs, functions, num_microbatches, resident or {}, timeline, footprint_of, align, curves)
+    walk = _Walk(programs, functions, braids, num_microbatches, resident or {}, timeline, footprint_of, align, curves)
     for k, at in order:
         walk.visit(k, at)
     return walk.report()
@@ -225,14 +228,15 @@ class _Walk:
         self,
         programs: Sequence[Program],
         functions: Mapping[tuple[int, int], StageFunctions],
+        braids: Braids,
         num_microbatches: int,
         resident: Mapping[int, Mapping[Kind, int]],
         timeline: Timeline | None,
-        footprint_of: Callable[[StageFunction], Footprint] | None,
+        footprint_of: Callable[[AnyFunction], Footprint] | None,
         align: int,
         curves: bool,
     ) -> None:
-        self.programs, self.functions, self.align, self.curves = programs, functions, align, curves
+        self.programs, self.functions, self.braids, self.align, self.curves = programs, functions, braids, align, curves
         self.footprint_of = footprint_of
         self.notes: dict[str, None] = {}
         self.held = []
@@ -245,10 +249,10 @@ class _Walk:
         self.index = {p.rank: k for k, p in enumerate(programs)}
         self.slots: list[dict[int, _Buffer | None]] = [{slot: None for _, slot in p.bound} for p in programs]
         self.messages: dict[tuple[int, int, Action], int] = {}
-        self.starts: dict[tuple[int, Action], float] = {}
-        self.ends: dict[tuple[int, Action], float] = {}
+        self.starts: dict[tuple[int, Slot], float] = {}
+        self.ends: dict[tuple[int, Slot], float] = {}
         if timeline is not None:
-            on_lane = [(e, a) for e in timeline.events if e.lane != "send" for a in e.action.actions]
+            on_lane = [(e, a) for e in timeline.events if e.lane != "send" for a in (e.action, *e.action.actions)]
             self.starts = {(e.rank, a): e.start_s for e, a in on_lane}
             self.ends = {(e.rank, a): e.end_s for e, a in on_lane}
         self.leaving: list[list[tuple[Action, list[_Buffer]]]] = [[] for _ in programs]
@@ -263,7 +267,7 @@ class _Walk:
             id(f.jitted): f
             for i in program.instructions
             if isinstance(i, Run)
-            for f in (self.functions[(program.rank, i.action.stage)].functions[i.action.op],)
+            for f in (function_of(program.rank, i.parts, self.functions, self.braids),)
         }
         return sum(self.footprint_of(f).code_bytes for f in used.values())
 
@@ -316,7 +320,7 @@ class _Walk:
 
     def _run(self, k: int, rank: int, run: Run) -> int:
         """Allocates results and workspace; returns the workspace, which is there while the function runs."""
-        function = self.functions[(rank, run.action.stage)].functions[run.action.op]
+        function = function_of(rank, run.parts, self.functions, self.braids)
         held, slots = self.held[k], self.slots[k]
         for n, (slot, port, aval) in enumerate(zip(run.outputs, function.outputs, function.avals_out, strict=True)):
             if n in function.forwarded:
@@ -378,9 +382,11 @@ class _Walk:
         """Gives back what has reached the host by the time this instruction starts."""
         if not self.leaving[k] or isinstance(instruction, Free):
             return
-        action = instruction.action
-        now = self.starts.get((rank, action), float("-inf")) if isinstance(instruction, Run | Reload) else float("-inf")
-        waited = (action.stage, action.microbatch) if isinstance(instruction, Sync | Reload) else None
+        begins = isinstance(instruction, Run | Reload)
+        now = self.starts.get((rank, instruction.action), float("-inf")) if begins else float("-inf")
+        waited = None
+        if isinstance(instruction, Sync | Reload):
+            waited = (instruction.action.stage, instruction.action.microbatch)
         kept = []
         for left, buffers in self.leaving[k]:
             if self.ends[(rank, left)] <= now or (left.stage, left.microbatch) == waited:

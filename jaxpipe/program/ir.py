@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpipe.schedule.ir import Action
+from jaxpipe.schedule.ir import Action, Slot
 
 ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss"]
 
@@ -30,11 +30,18 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Call the function of ``action`` on ``inputs``; results go to ``outputs`` (−1: dropped at once)."""
+    """Call the function of ``action`` on ``inputs``; results go to ``outputs`` (−1: dropped at once).
 
-    action: Action
+    ``action``: one action, or a braid whose actions are one function. ``parts``: (op, stage) of each.
+    """
+
+    action: Slot
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        return tuple((a.op, a.stage) for a in self.action.actions)
 
     def __str__(self) -> str:
         return f"Run {self.action} ({_slots(self.inputs)}) -> ({_slots(self.outputs)})"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, writes
-from jaxpipe.schedule.ir import Action
+from jaxpipe.schedule.ir import Action, Slot
 
 BOUND_KINDS = ("param", "acc", "data", "key")
 RESULT_KINDS = ("acc", "loss")
@@ -21,10 +21,11 @@ RESULT_KINDS = ("acc", "loss")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive."""
+    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive. Only a run is of a
+    braid."""
 
     kind: Literal["run", "send", "recv", "offload", "reload", "sync"]
-    action: Action
+    action: Slot
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
     peer: int = -1
@@ -90,11 +91,12 @@ def _is_dead(value: Value, k: int, last_read: Mapping[Value, int], slots: _Slots
 
 
 def _instruction(slots: _Slots, step: Step) -> Instruction:
+    if step.kind == "run":
+        inputs = tuple(slots.at(v) for v in step.inputs)
+        return Run(step.action, inputs, tuple(-1 if v is None else slots.take(v) for v in step.outputs))
     action = step.action
+    assert isinstance(action, Action), f"{step.kind} of {action}"
     match step.kind:
-        case "run":
-            inputs = tuple(slots.at(v) for v in step.inputs)
-            return Run(action, inputs, tuple(-1 if v is None else slots.take(v) for v in step.outputs))
         case "send":
             return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs))
         case "recv":

@@ -2,6 +2,7 @@
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
+A braid becomes one ``Run`` where there is a function for it, else one a part; a braid with a sync in it always does.
 Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
 Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
 several ranks, and stage graphs other than a chain.
@@ -10,6 +11,7 @@ several ranks, and stage graphs other than a chain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -19,17 +21,20 @@ from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import Step, assign_slots
-from jaxpipe.schedule import Action, Schedule, check_schedule, op_spec
+from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
 from jaxpipe.stage.footprint import device_bytes
-from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
+from jaxpipe.stage.functions import AnyFunction, Braids, Parts, Port, StageFunctions
 
 
-def lower(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[Program, ...]:
+def lower(
+    schedule: Schedule, stages: Sequence[StageFunctions], braids: Braids = MappingProxyType({})
+) -> tuple[Program, ...]:
     """The programs of all ranks, checked.
 
     Args:
         schedule: any valid schedule whose stages form a chain, one rank a stage (several flows are allowed).
         stages: the functions of each stage, in order.
+        braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -38,11 +43,24 @@ def lower(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[Program
     check_schedule(schedule)
     _check_fit(schedule, stages)
     performers = _performers(schedule)
-    programs = tuple(_RankLowering(schedule, stages, performers, rank).program() for rank in range(schedule.num_ranks))
+    programs = tuple(
+        _RankLowering(schedule, stages, braids, performers, rank).program() for rank in range(schedule.num_ranks)
+    )
     check_programs(programs)
     for program in programs:
         dump.dump("program", f"rank{program.rank}", str(program))
     return programs
+
+
+def braided_slots(schedule: Schedule) -> tuple[tuple[int, Parts], ...]:
+    """(rank, parts) of the braids that can run as one function: all but those that hold a sync."""
+    found = {
+        (rank, tuple((a.op, a.stage) for a in slot.actions)): None
+        for rank, row in enumerate(schedule.rows)
+        for slot in row
+        if isinstance(slot, Braid) and not any(op_spec(a.op).is_sync for a in slot.actions)
+    }
+    return tuple(found)
 
 
 def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
@@ -88,11 +106,13 @@ class _RankLowering:
         self,
         schedule: Schedule,
         stages: Sequence[StageFunctions],
+        braids: Braids,
         performers: Mapping[tuple[int, str, int, int], Action],
         rank: int,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
+        self.braids = braids
         self.performers = performers
         self.rank = rank
         self.steps: list[Step] = []
@@ -100,29 +120,42 @@ class _RankLowering:
         self.present: set[Value] = set()
 
     def program(self) -> Program:
-        for action in self.schedule.actions(self.rank):
-            spec = op_spec(action.op)
-            if spec.is_sync:
-                self._move(action, "sync")
-            elif spec.lane == "compute":
-                self._run(action)
-            else:
-                self._move(action, "offload" if spec.lane == "d2h" else "reload")
+        for slot in self.schedule.rows[self.rank]:
+            together = self.braids.get((self.rank, tuple((a.op, a.stage) for a in slot.actions)))
+            if together is not None:
+                self._run(slot, together, together.input_parts, together.output_parts)
+                continue
+            for action in slot.actions:
+                self._one(action)
         return assign_slots(self.rank, self.steps, self.value_bytes)
 
-    def _run(self, action: Action) -> None:
-        function = self.stages[action.stage].functions[action.op]
-        inputs = [self._value(port, action) for port in function.inputs]
-        self._receive(action, inputs)
-        outputs = [self._output(port, action) for port in function.outputs]
+    def _one(self, action: Action) -> None:
+        spec = op_spec(action.op)
+        if spec.is_sync:
+            self._move(action, "sync")
+        elif spec.lane == "compute":
+            function = self.stages[action.stage].functions[action.op]
+            self._run(action, function, [0] * len(function.inputs), [0] * len(function.outputs))
+        else:
+            self._move(action, "offload" if spec.lane == "d2h" else "reload")
+
+    def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
+        """One call. ``reads``, ``makes``: which of the slot's actions each input and output port belongs to."""
+        actions = slot.actions
+        inputs = [self._value(port, actions[k]) for port, k in zip(function.inputs, reads, strict=True)]
+        for k, action in enumerate(actions):
+            self._receive(action, [v for v, part in zip(inputs, reads, strict=True) if part == k])
+        outputs = [self._output(port, actions[k]) for port, k in zip(function.outputs, makes, strict=True)]
         for value, aval in zip(inputs, function.avals_in, strict=True):
             self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
             if out is not None:
                 self.value_bytes[out] = device_bytes(aval)
-        self.steps.append(Step("run", action, tuple(inputs), tuple(outputs)))
+        self.steps.append(Step("run", slot, tuple(inputs), tuple(outputs)))
         self.present.update(v for v in outputs if v is not None)
-        self._send(action, function, outputs)
+        for k, action in enumerate(actions):
+            made = zip(function.outputs, outputs, makes, strict=True)
+            self._send(action, [v for port, v, part in made if part == k and port.kind in ("y", "dx")])
 
     def _value(self, port: Port, action: Action) -> Value:
         """The value an input port reads."""
@@ -185,8 +218,7 @@ class _RankLowering:
         self.value_bytes.update({value: device_bytes(aval) for value, aval in carried})
         return tuple(value for value, _ in carried)
 
-    def _send(self, action: Action, function: StageFunction, outputs: Sequence[Value | None]) -> None:
-        boundary = [v for p, v in zip(function.outputs, outputs, strict=True) if p.kind in ("y", "dx")]
+    def _send(self, action: Action, boundary: Sequence[Value | None]) -> None:
         if not boundary or boundary[0] is None:
             return
         (dst,) = self.schedule.placement.ranks(boundary[0].stage, action.microbatch)
@@ -201,7 +233,9 @@ class _RankLowering:
         self.steps.append(Step(kind, action, residuals, ()))
 
 
-def message(stages: Sequence[StageFunctions], sender: Action) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
+def message(
+    stages: Sequence[StageFunctions] | Mapping[int, StageFunctions], sender: Action
+) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
     """What a send of ``sender`` carries, in order: its y or dx that the neighbour's functions read (named as the neighbour
     names them), with their shapes."""
     function = stages[sender.stage].functions[sender.op]

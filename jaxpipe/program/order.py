@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 
 from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.schedule import Action, Timeline
+from jaxpipe.schedule import Action, Slot, Timeline
 
 
 def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
@@ -19,7 +19,7 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
     subset of the ranks (those of this process): receives from elsewhere never block the order.
     """
-    start = {(e.rank, a): e.start_s for e in timeline.events for a in e.action.actions if e.lane != "send"}
+    start = {(e.rank, a): e.start_s for e in timeline.events if e.lane != "send" for a in (e.action, *e.action.actions)}
     keys = [_instruction_times(p, start) for p in programs]
     local = {p.rank for p in programs}
     sent: set[tuple[int, Action]] = set()
@@ -60,7 +60,8 @@ def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action,
     ahead takes no more memory than ``timeline`` says, what starts there after an offload's end waits for that offload. Those
     that take no time there (their costs are not known) hold nothing up, nor does one that is already being loaded back.
     """
-    times = {a: e for e in timeline.events if e.rank == program.rank and e.lane != "send" for a in e.action.actions}
+    events = (e for e in timeline.events if e.rank == program.rank and e.lane != "send")
+    times = {a: e for e in events for a in (e.action, *e.action.actions)}
     running: dict[tuple[int, ...], Action] = {}
     found: dict[int, tuple[tuple[Action, tuple[int, ...]], ...]] = {}
     for k, instruction in enumerate(program.instructions):
@@ -80,7 +81,7 @@ def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action,
     return found
 
 
-def _instruction_times(program: Program, start: dict[tuple[int, Action], float]) -> list[float]:
+def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -> list[float]:
     """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader.
 
     A sync blocks the thread, so it is issued when it is due."""

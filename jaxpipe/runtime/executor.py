@@ -5,29 +5,40 @@ fill and the slots to clear. The loop does nothing else. Programs are interleave
 (:mod:`jaxpipe.program.order`), so that no rank's in-flight limit blocks the others. Arrays are futures: the loop runs ahead of
 the devices, and memory is freed by dropping references. Two things hold the loop up, and with it every rank of this process,
 until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
+
+A braid that runs as one function is one instruction, one token and one recorded event. An *epilogue* is a function of a stage's
+gradient accumulators, dispatched when the last action that adds to them has been, so that it runs in the tail of the pipeline.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.errors import RunError
+from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
+from jaxpipe.program.lower import message
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
-from jaxpipe.schedule import Action, Event
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.schedule import Action, Event, Slot
+from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
 
 Bank = list[Any]
 Probe = Callable[[int, Sequence[jax.Array]], None]
+
+Epilogues = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
+"""By (rank, stage): what to do with the gradient accumulators once nothing adds to them any more (reduce them over shards). It
+must dispatch and not wait; it may donate them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +58,18 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of the last stage: loss sum and weight sum. ``tokens``: per action, in order of dispatch, a scalar that is ready
-    when it has run. ``events``: what was measured, if the step was recorded. ``stamps``: the host's clock before each
-    instruction and after the last. ``step_s``: seconds until all results were ready (recorded steps only)."""
+    loss ports of the last stage: loss sum and weight sum. ``tokens``: per action (or braid that is one function), in order of
+    dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was recorded. ``stamps``: the
+    host's clock before each instruction and after the last. ``step_s``: seconds until all results were ready (recorded steps
+    only). ``reduced``: what the epilogues returned, by (rank, stage)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
-    tokens: Sequence[tuple[int, Action, jax.Array]]
+    tokens: Sequence[tuple[int, Slot, jax.Array]]
     events: tuple[Event, ...]
     stamps: Sequence[float]
     step_s: float
+    reduced: Mapping[tuple[int, int], Sequence[jax.Array]] = field(default_factory=dict)
 
     @property
     def dispatch_s(self) -> float:
@@ -91,13 +104,14 @@ class _Linked(NamedTuple):
     outs: tuple[int, ...]
     clear: tuple[int, ...]
     rank: int
-    action: Action
+    action: Slot
     marker: int  # which result tells that the action is done
     lane: str
 
 
-_RUN, _SEND, _RECV, _COPY, _SYNC = range(5)
-_KINDS = ("run", "send", "recv", "copy", "sync")
+_RUN, _RECV, _COPY, _SYNC, _SEND, _EPILOGUE = range(6)
+_KINDS = ("run", "recv", "copy", "sync", "send", "epilogue")
+"""Up to ``_SYNC`` they are recorded."""
 
 Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
 """Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
@@ -110,13 +124,16 @@ class Executor:
         programs: of the ranks whose devices this process owns, all of them or a subset.
         order: from :func:`jaxpipe.program.order.issue_order` over the same programs.
         functions: by (rank, stage).
-        shardings: per rank (all of them), where its activations live.
+        meshes: per rank (all of them), its devices.
         transport: how arrays reach other ranks; in-process by default.
         all_programs: of all ranks, if ``programs`` is a subset: messages are numbered over all of them.
         offload_fallback: offload to NumPy arrays where devices have no pinned host memory.
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
+        braids: those that ``programs`` run as one function.
+        epilogues: of some of ``functions``.
 
-    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order.
+    ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order; an
+    epilogue stands for the last instruction that adds to its accumulators.
 
     Raises:
         ProgramError: the programs offload, and devices have no pinned host memory.
@@ -127,23 +144,27 @@ class Executor:
         programs: Sequence[Program],
         order: Sequence[tuple[int, int]],
         functions: Mapping[tuple[int, int], StageFunctions],
-        shardings: Sequence[jax.sharding.NamedSharding],
+        meshes: Sequence[Mesh],
         transport: Transport | None = None,
         all_programs: Sequence[Program] | None = None,
         offload_fallback: bool = False,
         holds: Holds | None = None,
+        braids: Braids = MappingProxyType({}),
+        epilogues: Epilogues = MappingProxyType({}),
     ) -> None:
         self._programs = tuple(programs)
-        self._transport: Transport = transport if transport is not None else InProcess(shardings)
-        self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
-        copies = _HostCopies(shardings, offload_fallback)
-        self._code = _link(self._programs, order, functions, copies, self._transport, self._banks, numbers, holds or {})
-        self._num_ranks = len(shardings)
+        if transport is None:
+            transport = InProcess(message_homes(programs, functions, meshes, numbers))
+        self._transport = transport
+        self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
+        self._num_ranks = len(meshes)
         self.order = tuple(order)
-        self.sequence = tuple(
-            (programs[k].rank, at) for k, at in order if not isinstance(programs[k].instructions[at], Free)
-        )
+        linker = _Linker(self._programs, functions, braids, self._banks)
+        linker.link(order, _HostCopies(meshes, offload_fallback), transport, numbers, holds or {})
+        self._reduced = linker.add_epilogues(epilogues)
+        self._code = linker.code
+        self.sequence = tuple(linker.sequence)
 
     @property
     def num_instructions(self) -> int:
@@ -152,7 +173,7 @@ class Executor:
 
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
-        """``run``, ``send``, ``recv``, ``copy`` or ``sync`` of each of them, in order of dispatch."""
+        """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``epilogue`` of each of them, in order of dispatch."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
@@ -187,7 +208,7 @@ class Executor:
 
     def _dispatch(
         self, recorder: Recorder | None, probe: Probe | None
-    ) -> tuple[list[tuple[int, Action, jax.Array]], list[float]]:
+    ) -> tuple[list[tuple[int, Slot, jax.Array]], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens, stamps = [], []
@@ -211,11 +232,11 @@ class Executor:
                     probe(at, results)
                 for slot in clear:
                     bank[slot] = None
-                if recorder is not None and kind != _SEND:
+                if recorder is not None and kind < _SEND:
                     recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
         except Exception as error:
             failed = self._code[at]
-            raise _run_error(failed.rank, failed.action, error) from error
+            raise _run_error(failed.rank, failed.action, error, failed.kind == _EPILOGUE) from error
         stamps.append(clock())
         return tokens, stamps
 
@@ -236,7 +257,7 @@ class Executor:
     def _collect(
         self,
         inputs: StepInputs,
-        tokens: Sequence[tuple[int, Action, jax.Array]],
+        tokens: Sequence[tuple[int, Slot, jax.Array]],
         events: tuple[Event, ...],
         stamps: Sequence[float],
         step_s: float,
@@ -256,77 +277,128 @@ class Executor:
             events=events,
             stamps=stamps,
             step_s=step_s,
+            reduced={at: bank[slot] for at, (bank, slot) in self._reduced.items()},
         )
 
 
-def _run_error(rank: int, action: Action, error: Exception) -> RunError:
+def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) -> RunError:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return RunError(
-        f"rank {rank}, action {action} (stage {action.stage}, microbatch {action.microbatch}) failed: {reason}",
-        str(action),
-    )
+    if isinstance(slot, Action):
+        what = f"action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
+    else:
+        places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
+        what = f"braid {slot} ({places})"
+    return RunError(f"rank {rank}, {'epilogue after ' if epilogue else ''}{what} failed: {reason}", str(slot))
 
 
-def _link(
-    programs: Sequence[Program],
-    order: Sequence[tuple[int, int]],
-    functions: Mapping[tuple[int, int], StageFunctions],
-    copies: _HostCopies,
-    transport: Transport,
-    banks: Sequence[Bank],
-    numbers: Mapping[tuple[int, int, Action], int],
-    holds: Holds,
-) -> list[_Linked]:
-    code: list[_Linked] = []
-    last_of: dict[int, int] = {}
-    for k, at in order:
-        program, bank = programs[k], banks[k]
-        rank, instruction = program.rank, program.instructions[at]
-        match instruction:
-            case Run(action, ins, outs):
-                function = functions[(rank, action.stage)].functions[action.op]
-                assert len(outs) == len(function.outputs), f"{action} has {len(function.outputs)} results"
-                linked = _Linked(
-                    _RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute"
+class _Linker:
+    """Makes the list that the loop visits, ``code``, and for each entry of it (rank, index in its program): ``sequence``."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        functions: Mapping[tuple[int, int], StageFunctions],
+        braids: Braids,
+        banks: Sequence[Bank],
+    ) -> None:
+        self._programs, self._functions, self._braids, self._banks = programs, functions, braids, banks
+        self.code: list[_Linked] = []
+        self.sequence: list[tuple[int, int]] = []
+
+    def link(
+        self,
+        order: Sequence[tuple[int, int]],
+        copies: _HostCopies,
+        transport: Transport,
+        numbers: Mapping[tuple[int, int, Action], int],
+        holds: Holds,
+    ) -> None:
+        last_of: dict[int, int] = {}
+        for k, at in order:
+            program, bank = self._programs[k], self._banks[k]
+            rank, instruction = program.rank, program.instructions[at]
+            match instruction:
+                case Run(action, ins, outs):
+                    function = function_of(rank, instruction.parts, self._functions, self._braids)
+                    assert len(outs) == len(function.outputs), f"{action} has {len(function.outputs)} results"
+                    linked = _Linked(
+                        _RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute"
+                    )
+                case Send(action, dst, slots):
+                    send = _sender(transport, numbers[(rank, dst, action)], dst)
+                    linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
+                case Recv(action, src, slots):
+                    recv = _receiver(transport, numbers[(src, rank, action)])
+                    linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
+                case Offload(action, device, host):
+                    to_host, _ = copies.of(rank, action.stage)
+                    linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
+                case Reload(action, host, device):
+                    _, to_device = copies.of(rank, action.stage)
+                    linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
+                case Sync(action, host):
+                    linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
+                case Free(slots):
+                    before = last_of[k]
+                    self.code[before] = self.code[before]._replace(clear=(*self.code[before].clear, *slots))
+                    continue
+            if (k, at) in holds:
+                copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
+                linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
+            last_of[k] = len(self.code)
+            self.code.append(linked)
+            self.sequence.append((rank, at))
+
+    def add_epilogues(self, epilogues: Epilogues) -> dict[tuple[int, int], tuple[Bank, int]]:
+        """Put each epilogue behind the last run that adds to its stage's accumulators, and behind what that run sends (a
+        neighbour may wait for it). Returns where each leaves its result: bank and slot."""
+        places: dict[tuple[int, int], tuple[Bank, int]] = {}
+        found: list[tuple[int, _Linked]] = []
+        for program, bank in zip(self._programs, self._banks, strict=True):
+            own = [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
+            for (rank, stage), reduce in epilogues.items():
+                slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
+                if rank != program.rank or not slots:
+                    continue
+                at = max(
+                    k for k, n in enumerate(own) if self.code[n].kind == _RUN and set(slots) & set(self.code[n].outs)
                 )
-            case Send(action, dst, slots):
-                send = _sender(transport, numbers[(rank, dst, action)], dst)
-                linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
-            case Recv(action, src, slots):
-                recv = _receiver(transport, numbers[(src, rank, action)])
-                linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
-            case Offload(action, device, host):
-                to_host, _ = copies.of(rank, action.stage)
-                linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
-            case Reload(action, host, device):
-                _, to_device = copies.of(rank, action.stage)
-                linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
-            case Sync(action, host):
-                linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
-            case Free(slots):
-                before = last_of[k]
-                code[before] = code[before]._replace(clear=(*code[before].clear, *slots))
-                continue
-        if (k, at) in holds:
-            copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
-            linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
-        last_of[k] = len(code)
-        code.append(linked)
-    return code
+                action = self.code[own[at]].action
+                while at + 1 < len(own) and self.code[own[at + 1]].kind == _SEND:
+                    at += 1
+                bank.insert(-1, None)  # the last is where results go that nobody wants
+                places[(rank, stage)] = (bank, len(bank) - 2)
+                found.append(
+                    (
+                        own[at],
+                        _Linked(
+                            _EPILOGUE, _boxed(reduce), _getter(slots), bank, (len(bank) - 2,), (), rank, action, 0, ""
+                        ),
+                    )
+                )
+        for n, linked in sorted(found, key=lambda item: -item[0]):
+            self.code.insert(n + 1, linked)
+            self.sequence.insert(n + 1, self.sequence[n])
+        return places
+
+
+def _boxed(reduce: Callable[[list[jax.Array]], Sequence[jax.Array]]) -> Callable[[Sequence[jax.Array]], tuple[Any]]:
+    """``reduce`` with its results as one thing, for one slot."""
+    return lambda arrays: (list(reduce(list(arrays))),)
 
 
 class _HostCopies:
     """The functions that move what a stage offloads, made once per (rank, stage)."""
 
-    def __init__(self, shardings: Sequence[jax.sharding.Sharding], fallback: bool) -> None:
-        self._shardings = shardings
+    def __init__(self, meshes: Sequence[Mesh], fallback: bool) -> None:
+        self._meshes = meshes
         self._fallback = fallback
         self._made: dict[tuple[int, int], tuple[Copy, Copy]] = {}
 
     def of(self, rank: int, stage: int) -> tuple[Copy, Copy]:
         """To the host, and back."""
         if (rank, stage) not in self._made:
-            self._made[(rank, stage)] = host_copies(self._shardings[rank], fallback=self._fallback)
+            self._made[(rank, stage)] = host_copies(replicated(self._meshes[rank]), fallback=self._fallback)
         return self._made[(rank, stage)]
 
 
@@ -339,6 +411,25 @@ def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action]
         if isinstance(i, Send | Recv)
     }
     return {message: n for n, message in enumerate(sorted(messages))}
+
+
+def message_homes(
+    programs: Sequence[Program],
+    functions: Mapping[tuple[int, int], StageFunctions],
+    meshes: Sequence[Mesh],
+    numbers: Mapping[tuple[int, int, Action], int],
+) -> dict[int, list[NamedSharding]]:
+    """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
+    stages = {s: f for (_, s), f in functions.items()}
+    homes = {}
+    for program in programs:
+        for i in program.instructions:
+            if isinstance(i, Send):
+                carried = [aval.sharding for _, aval in message(stages, i.action)]
+                number = numbers[(program.rank, i.dst, i.action)]
+                homes[number] = [NamedSharding(meshes[i.dst], s.spec) for s in carried if isinstance(s, NamedSharding)]
+                assert len(homes[number]) == len(i.slots), f"{i}: every array has a sharding on the rank"
+    return homes
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
@@ -370,6 +461,6 @@ def _receiver(transport: Transport, number: int) -> Callable[[], Sequence[jax.Ar
     return lambda: recv(number)
 
 
-def _marker(function: StageFunction) -> int:
+def _marker(function: AnyFunction) -> int:
     """Which result to wait for: the token, which no later call donates."""
     return next(k for k, port in enumerate(function.outputs) if port.kind == "token")

@@ -54,11 +54,12 @@ def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]
 
 
 def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int, Slot], Event]:
-    by_action = {(e.rank, e.action): e for e in events}
+    known = {(e.rank, e.action): e for e in events}
     merged: dict[tuple[int, Slot], Event] = {}
     for rank, row in enumerate(schedule.rows):
         for slot in row:
-            parts = [by_action[(rank, action)] for action in slot.actions]
+            whole = known.get((rank, slot))
+            parts = [whole] if whole is not None else [known[(rank, action)] for action in slot.actions]
             merged[(rank, slot)] = Event(
                 rank, parts[0].lane, slot, min(e.start_s for e in parts), max(e.end_s for e in parts)
             )

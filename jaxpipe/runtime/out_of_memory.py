@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
+from jaxpipe.schedule import Action
 from jaxpipe.stage.footprint import device_bytes, footprint
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import Braids, StageFunctions, function_of
 
 ADVICE = "use a smaller microbatch, more ranks, recomputation, offload, or a schedule with a lower peak"
 
@@ -29,12 +31,17 @@ class Watch:
         program: of the rank.
         functions: of its stages.
         limit: bytes; None for the device's own.
+        braids: those that the program runs as one function.
     """
 
     def __init__(
-        self, program: Program, functions: Mapping[tuple[int, int], StageFunctions], limit: float | None
+        self,
+        program: Program,
+        functions: Mapping[tuple[int, int], StageFunctions],
+        limit: float | None,
+        braids: Braids = MappingProxyType({}),
     ) -> None:
-        self._program, self._functions, self._limit = program, functions, limit
+        self._program, self._functions, self._braids, self._limit = program, functions, braids, limit
         self._visited = [k for k, i in enumerate(program.instructions) if not isinstance(i, Free)]
         self.at: int | None = None
         self.held = 0
@@ -56,7 +63,7 @@ class Watch:
         Raises:
             LimitError: with the instruction's workspace that is more than the limit.
         """
-        results, workspace = needs(self._program, self._functions, self._visited[n])
+        results, workspace = self.needs(self._visited[n])
         if self._limit is not None and held[0] + workspace > self._limit:
             self.held = held[0] - results
             raise LimitError
@@ -64,32 +71,26 @@ class Watch:
         if n + 1 < len(self._visited):
             self.at = self._visited[n + 1]
 
-
-def needs(program: Program, functions: Mapping[tuple[int, int], StageFunctions], at: int) -> tuple[int, int]:
-    """Device bytes that instruction ``at`` of a program allocates: for results, and for workspace while it runs."""
-    instruction = program.instructions[at]
-    match instruction:
-        case Run(action):
-            function = functions[(program.rank, action.stage)].functions[action.op]
-            results = sum(
-                device_bytes(aval)
-                for k, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
-                if port.kind != "acc" and k not in function.forwarded
-            )
-            return results, footprint(function).temp_bytes
-        case Recv() | Reload():
-            return sum(program.written_bytes[at]), 0
-        case _:
-            return 0, 0
+    def needs(self, at: int) -> tuple[int, int]:
+        """Device bytes that instruction ``at`` of the program allocates: for results, and for workspace while it runs."""
+        instruction = self._program.instructions[at]
+        match instruction:
+            case Run():
+                function = function_of(self._program.rank, instruction.parts, self._functions, self._braids)
+                results = sum(
+                    device_bytes(aval)
+                    for k, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
+                    if port.kind != "acc" and k not in function.forwarded
+                )
+                return results, footprint(function).temp_bytes
+            case Recv() | Reload():
+                return sum(self._program.written_bytes[at]), 0
+            case _:
+                return 0, 0
 
 
 def out_of_memory(
-    error: Exception,
-    watch: Watch,
-    program: Program,
-    functions: Mapping[tuple[int, int], StageFunctions],
-    placed_bytes: int,
-    limit: float | None,
+    error: Exception, watch: Watch, program: Program, placed_bytes: int, limit: float | None
 ) -> RunError | None:
     """One line about an error that says memory ran out; None if it says something else.
 
@@ -109,7 +110,7 @@ def out_of_memory(
             f"data take {_size(placed_bytes)}{of}{more}; {ADVICE}"
         )
     instruction = program.instructions[at]
-    results, workspace = needs(program, functions, at)
+    results, workspace = watch.needs(at)
     return RunError(
         f"rank {program.rank}: out of memory at instruction {at} of {len(program.instructions)}, {_name(instruction)}, which "
         f"wanted {_size(wanted or results + workspace)} (its results take {_size(results)}, its workspace {_size(workspace)}) "
@@ -134,16 +135,16 @@ def _action(instruction: Instruction) -> str:
 
 def _name(instruction: Instruction) -> str:
     match instruction:
-        case Run(action):
-            return f"{action} (stage {action.stage}, microbatch {action.microbatch})"
         case Recv(action, src):
             return f"receiving {action} from rank {src}"
         case Send(action, dst):
             return f"sending {action} to rank {dst}"
-        case Offload(action) | Reload(action) | Sync(action):
-            return f"{action} (stage {action.stage}, microbatch {action.microbatch})"
         case Free():
             return "a free"
+        case Run(Action() as action) | Offload(action) | Reload(action) | Sync(action):
+            return f"{action} (stage {action.stage}, microbatch {action.microbatch})"
+        case Run(braid):
+            return f"braid {braid}"
 
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}

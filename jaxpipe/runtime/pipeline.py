@@ -13,8 +13,9 @@ placement (replicas: the first is the primary, which owns the update).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,22 +24,25 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import ONE_SHARD, TensorParallel, batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.program.ir import Offload, Program
-from jaxpipe.program.lower import lower
+from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
-from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
+from jaxpipe.runtime.reduction import reduction
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
-from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.braid import build_braids
+from jaxpipe.stage.compile import BuildCache, build_all
 from jaxpipe.stage.footprint import footprint
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
+from jaxpipe.stage.options import divisors
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
@@ -68,7 +72,9 @@ class Pipeline:
 
     ``functions[(rank, stage)]``; ``instances[stage]``: ranks that run the stage, the primary first; ``boundaries[stage]``:
     first and one-past-last layer; ``costs``: what the order of dispatch and the predicted timeline are based on; ``offload``:
-    what O and L move, and where to.
+    what O and L move, and where to; ``braid``: whether braided slots run as one function, those in ``braids``; ``epilogues``:
+    what is done with a stage's accumulators as soon as nothing adds to them. Every rank has ``dp`` × ``tp.size`` devices: a
+    microbatch is split over ``dp``, and the layers divide their work over ``tp``.
     """
 
     model: Model
@@ -85,6 +91,12 @@ class Pipeline:
     compute_dtype: Any
     master_dtype: Any
     offload: OffloadOptions = OFFLOAD_ALL
+    dp: int = 1
+    tp: TensorParallel = ONE_SHARD
+    braid: bool = True
+    braids: Braids = field(default_factory=dict)
+    epilogues: Epilogues = field(default_factory=dict)
+    cache: BuildCache = field(default_factory=BuildCache, repr=False)
 
     @classmethod
     def build(
@@ -99,19 +111,25 @@ class Pipeline:
         recompute: str | Sequence[str] = "none",
         costs: CostProfile | None = None,
         offload: OffloadOptions = OFFLOAD_ALL,
+        dp: int = 1,
+        tp: TensorParallel = ONE_SHARD,
+        braid: bool = True,
     ) -> Pipeline:
         """Trace, split and compile the stages, and lower the schedule.
 
         Args:
             model: layers in order, the loss last.
             schedule: one rank a stage (several flows are allowed), stages in a chain.
-            microbatch_size: sequences in a microbatch.
+            microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
-            devices: one a rank, in order; the first of ``jax.devices()`` by default.
+            devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
             costs: for the dispatch order and the prediction; FLOP counts by default.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
+            dp: shards of a microbatch on each rank.
+            tp: tensor-parallel shards of each rank, and how they divide the layers' work.
+            braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
 
         Raises:
             ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work. Schedules that offload
@@ -123,12 +141,14 @@ class Pipeline:
                 f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
                 f"into {placement.num_stages}"
             )
-        submeshes = pipeline_submeshes(placement.num_ranks, devices=devices)
+        _check_microbatch(microbatch_size, dp)
+        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(schedule)
         compute = jnp.dtype(compute_dtype)
         master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
         functions: dict[Instance, StageFunctions] = {}
+        cache = BuildCache()
         for flow in range(max(len(r) for r in instances.values())):
             ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
             built = build_all(
@@ -138,15 +158,18 @@ class Pipeline:
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
+                tp=tp,
+                cache=cache,
             )
             chosen = [with_offload(f, offload.fraction) for f in built]
             functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
-        programs = lower(schedule, first)
+        braids = build_braids(braided_slots(schedule), functions, cache) if braid else {}
+        programs = lower(schedule, first, braids)
         dump.dump("schedule", schedule.name, str(schedule))
         check_host_memory(programs, offload, _platform(submeshes))
-        executor = _executor(programs, schedule, costs, functions, submeshes, offload)
+        executor = _executor(programs, schedule, costs, functions, submeshes, offload, braids)
         return cls(
             model,
             schedule,
@@ -162,12 +185,31 @@ class Pipeline:
             compute,
             master,
             offload,
+            dp,
+            tp,
+            braid,
+            braids,
+            cache=cache,
         )
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        executor = _executor(self.programs, self.schedule, costs, self.functions, self.submeshes, self.offload)
+        executor = _executor(
+            self.programs,
+            self.schedule,
+            costs,
+            self.functions,
+            self.submeshes,
+            self.offload,
+            self.braids,
+            self.epilogues,
+        )
         return replace(self, costs=costs, executor=executor)
+
+    def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
+        """The same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as nothing
+        adds to them: what it returns is in :attr:`StepOutputs.reduced`. Compiles nothing."""
+        return replace(self, epilogues=epilogues).with_costs(self.costs)
 
     def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
         """Another order over the same stages on the same ranks, and other costs if given. Compiles nothing by itself: a
@@ -180,9 +222,13 @@ class Pipeline:
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from {self.schedule.name!r}; build a new pipeline for it"
             )
-        programs = lower(schedule, self.stages)
+        braids = dict(self.braids)
+        if self.braid:
+            wanted = [slot for slot in braided_slots(schedule) if slot not in braids]
+            braids |= build_braids(wanted, self.functions, self.cache)
+        programs = lower(schedule, self.stages, braids)
         check_host_memory(programs, self.offload, _platform(self.submeshes))
-        return replace(self, schedule=schedule, programs=programs).with_costs(
+        return replace(self, schedule=schedule, programs=programs, braids=braids).with_costs(
             costs if costs is not None else self.costs
         )
 
@@ -235,6 +281,7 @@ class Pipeline:
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
+            self.tp,
         )
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -249,9 +296,11 @@ class Pipeline:
         return {name: _overlay(leaves, owned[name]) for name, leaves in tree.items()}
 
     def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
-        """Accumulators as a tree; leaves that are not trained (integers) come as zeros."""
-        layout = self.layout(stage)
-        return layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in layout.buffers[layout.num_trained :])])
+        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained
+        (integers) come as zeros."""
+        functions = self.functions[self.primary(stage)]
+        untrained = functions.param_avals[functions.layout.num_trained :]
+        return functions.layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in untrained)])
 
     def place(self, params: Mapping[str, Params], dtype: Any = None) -> dict[Instance, Buffers]:
         """Parameters by layer name → buffers on every rank that needs them, floats in ``dtype`` (default: the compute dtype).
@@ -267,8 +316,20 @@ class Pipeline:
                 buffers = self.layout(stage).pack(tree)
             except StageError as error:
                 raise CheckpointError(f"these parameters do not fit the model: {error}") from None
-            placed[(rank, stage)] = list(jax.device_put(buffers, replicated(self.submeshes[rank])))
+            placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
         return placed
+
+    def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
+        """Where each parameter buffer of one (rank, stage) lives; reduced gradients live there too."""
+        return [_home(a) for a in self.functions[instance].param_avals]
+
+    def reduced(self, acc: Mapping[Instance, Buffers]) -> dict[Instance, Buffers]:
+        """What the devices of each rank accumulated, summed over them (:mod:`jaxpipe.runtime.reduction`)."""
+        return {at: self._reductions[at](buffers) for at, buffers in acc.items()}
+
+    @cached_property
+    def _reductions(self) -> Mapping[Instance, Any]:
+        return {(r, s): reduction(self.submeshes[r], f) for (r, s), f in self.functions.items()}
 
     def zeros(self, instance: Instance) -> Buffers:
         """Gradient accumulators of one (rank, stage)."""
@@ -309,9 +370,9 @@ class Pipeline:
     ) -> tuple[jax.Array, dict[str, Params]]:
         """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
-        loss_sum = sum(float(loss[0]) for loss in out.losses)
-        weight = sum(float(loss[1]) for loss in out.losses)
-        acc = self.sum_replicas(out.acc)
+        loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
+        weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
+        acc = self.sum_replicas(self.reduced({at: list(buffers) for at, buffers in out.acc.items()}))
         whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
         grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
         for tie in self.tied:
@@ -327,22 +388,21 @@ class Pipeline:
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()
             for s in self.instances:
-                rank, _ = at = self.primary(s)
-                if s:
-                    carry = jax.device_put(list(carry), batch_sharded(self.submeshes[rank]))
+                at = self.primary(s)
                 function = self.functions[at].functions["E"]
+                if s:
+                    carry = jax.device_put(list(carry), [_home(a) for a in self.functions[at].x_avals])
                 given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
                 carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
             sums.append(carry)
-        return sum(float(c[0]) for c in sums), sum(float(c[1]) for c in sums)
+        return sum(float(jnp.sum(c[0])) for c in sums), sum(float(jnp.sum(c[1])) for c in sums)
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
-        """Accumulators with the gradients of a stage's replicas added to its primary's, the replicas' at zero."""
+        """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
         acc = {at: list(buffers) for at, buffers in given.items()}
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                home = replicated(self.submeshes[ranks[0]])
-                there = jax.device_put(list(acc[(other, s)]), home)
+                there = jax.device_put(list(acc[(other, s)]), [a.sharding for a in acc[(ranks[0], s)]])
                 acc[(ranks[0], s)] = [a + b for a, b in zip(acc[(ranks[0], s)], there, strict=True)]
                 acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
         return acc
@@ -351,7 +411,7 @@ class Pipeline:
         """Copy a stage's parameters from its primary to its replicas, in place."""
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], replicated(self.submeshes[other])))
+                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], self.param_homes((other, s))))
 
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
@@ -407,6 +467,7 @@ class Pipeline:
             footprint_of=footprint if workspace else None,
             align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
+            braids=self.braids,
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
@@ -425,11 +486,8 @@ class Pipeline:
         }
         acc = {at: self.zeros(at) for at in self.all_instances}
         params = {
-            (r, s): [
-                jax.device_put(jnp.zeros(a.shape, a.dtype), replicated(self.submeshes[r]))
-                for a in self.layout(s).buffers
-            ]
-            for r, s in self.all_instances
+            at: [jax.device_put(jnp.zeros(a.shape, a.dtype), _home(a)) for a in self.functions[at].param_avals]
+            for at in self.all_instances
         }
         outputs = self.run(params, acc, batch, jax.random.key(0))
         jax.block_until_ready((outputs.acc, outputs.losses))
@@ -475,12 +533,38 @@ def _executor(
     functions: Mapping[Instance, StageFunctions],
     submeshes: Sequence[jax.sharding.Mesh],
     offload: OffloadOptions,
+    braids: Braids,
+    epilogues: Epilogues = MappingProxyType({}),
 ) -> Executor:
     timeline = simulate(schedule, costs)
     order = issue_order(programs, timeline)
     held = {(k, at): ended for k, p in enumerate(programs) for at, ended in holds(p, timeline).items()}
-    homes = [batch_sharded(m) for m in submeshes]
-    return Executor(programs, order, functions, homes, offload_fallback=offload.fallback, holds=held)
+    return Executor(
+        programs,
+        order,
+        functions,
+        submeshes,
+        offload_fallback=offload.fallback,
+        holds=held,
+        braids=braids,
+        epilogues=epilogues,
+    )
+
+
+def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    sharding: jax.sharding.Sharding | None = aval.sharding
+    assert sharding is not None
+    return sharding
+
+
+def _check_microbatch(microbatch_size: int, dp: int) -> None:
+    if dp > 1 and microbatch_size % dp:
+        below, above = microbatch_size // dp * dp, -(-microbatch_size // dp) * dp
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ProgramError(
+            f"a microbatch of {microbatch_size} sequences does not divide over dp {dp}; use a microbatch size of {sizes}, or "
+            f"dp {divisors(microbatch_size).replace(', ', ' or ')}"
+        )
 
 
 def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:

@@ -4,7 +4,7 @@ An action starts when its predecessor on its lane has ended, its inputs have arr
 last; it ends when its result is ready. Devices run what they are given in order (seen on CPU and GPU), so this is the time
 the action took on its device, up to the latency of waking a thread. Copies to and from the host have lanes of their own, as
 they overlap compute; an offload starts no earlier than what it copies is ready, a load no earlier than its offload has ended.
-The dispatching thread never waits.
+The dispatching thread never waits. A braid that runs as one function is one action here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpipe.schedule import Action, Event
+from jaxpipe.schedule import Event, Slot
 from jaxpipe.schedule.deps import HOST_LANES
 
 _SWITCH_S = 5e-5
@@ -32,7 +32,7 @@ class Failure:
 
     number: int
     rank: int
-    action: Action
+    action: Slot
     error: Exception
 
 
@@ -41,7 +41,7 @@ class _Item(NamedTuple):
     the host did it, from ``earliest`` to ``ended``, waiting for its inputs included."""
 
     number: int
-    action: Action
+    action: Slot
     lane: str
     earliest: float
     ended: float
@@ -54,7 +54,7 @@ class _Reading(NamedTuple):
     ``ended`` are late rather than early."""
 
     number: int
-    action: Action
+    action: Slot
     lane: str
     earliest: float
     sourced: float
@@ -87,7 +87,7 @@ class Recorder:
         self._last.clear()
         sys.setswitchinterval(self._switch)
 
-    def dispatched(self, rank: int, lane: str, action: Action, marker: jax.Array | None, began: float) -> None:
+    def dispatched(self, rank: int, lane: str, action: Slot, marker: jax.Array | None, began: float) -> None:
         """``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
 
         ``marker``: an array that is ready when it is done; None or no array if the host did it, between ``began`` and now.
@@ -98,9 +98,10 @@ class Recorder:
             marker = None
         source = None
         if lane != "recv":
-            at = (rank, action.stage, action.microbatch)
-            source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
-            self._last[at] = marker
+            for a in action.actions:
+                at = (rank, a.stage, a.microbatch)
+                source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
+                self._last[at] = marker
         earliest = began if marker is None else now
         self._queue(rank, lane).put(_Item(self._count, action, lane, earliest, now, source, marker))
 
@@ -157,23 +158,28 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
     chain_end: dict[tuple[int, int], float] = {}
     for k in range(len(readings) - 1, -1, -1):
         _, action, lane, _, sourced, ended = readings[k]
-        queued, chain = _queue_of(lane), (action.stage, action.microbatch)
+        queued, chains = _queue_of(lane), _chains(action)
         ended = min(ended, lane_end.get(queued, math.inf))
         if lane != "recv":
-            ended = min(ended, chain_end.get(chain, math.inf))
-            chain_end[chain] = min(ended, sourced)
+            ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
+            chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
         ends[k] = lane_end[queued] = ended
     found = []
     free: dict[str, float] = {}
     done: dict[tuple[int, int], float] = {}
     for r, ended in zip(readings, ends, strict=True):
-        queued, chain = _queue_of(r.lane), (r.action.stage, r.action.microbatch)
-        after = done.get(chain, origin) if r.lane in HOST_LANES else origin
+        queued, chains = _queue_of(r.lane), _chains(r.action)
+        after = max(done.get(chain, origin) for chain in chains) if r.lane in HOST_LANES else origin
         found.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
         free[queued] = ended
         if r.lane != "recv":
-            done[chain] = ended
+            done.update(dict.fromkeys(chains, ended))
     return found
+
+
+def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:
+    """(stage, microbatch) of what the slot holds: what belongs to one of them runs one after another."""
+    return tuple((a.stage, a.microbatch) for a in slot.actions)
 
 
 def _queue_of(lane: str) -> str:

@@ -1,4 +1,4 @@
-"""One rank's real program alone on one device: does it fit, and how long does each action take?
+"""One rank's real program alone on its device (or dp × tp devices): does it fit, and how long does each action take?
 
 A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
 gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.runtime.stand_ins`).
@@ -12,8 +12,9 @@ best rehearsed from the smallest to the largest, and a peak that an earlier one 
 instructions, and marked as inexact.
 
 *Time.* Steps without the recorder give the step time and the host's cost, steps with it the time of each action: medians over
-all microbatches and steps, the first step discarded. Not modelled: contention of several ranks for one host link, and
-collectives inside a rank (one device a rank).
+all microbatches and steps, the first step discarded. With several devices a rank (dp × tp) memory is that of the device that
+holds most, and collectives over ``tp`` are real. Not modelled: contention of several ranks for one host link, and the reduction
+of gradients after the pipeline.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.mesh import replicated
 from jaxpipe.profile import Timing, time_function
 from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import Kind, RankMemory, account
@@ -40,8 +41,9 @@ from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
 from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
-from jaxpipe.schedule import Action, Event, HostLink, Timeline, simulate
+from jaxpipe.schedule import Event, HostLink, Timeline, simulate
 from jaxpipe.stage.footprint import device_bytes, footprint
+from jaxpipe.stage.functions import AnyFunction, function_of
 
 GPU_ALIGN = 256
 """Bytes to which XLA's GPU allocator rounds."""
@@ -51,7 +53,7 @@ class Rehearsal:
     """One rank, ready to run.
 
     Args:
-        pipeline: built with the same device for every rank.
+        pipeline: built with the same devices for every rank: one, or dp × tp.
         rank: the one to rehearse.
         vocab_size: integers of the stand-in batch are below it.
         resident: arrays that a training step keeps on the rank beside what its functions use (master parameters, optimizer
@@ -60,7 +62,7 @@ class Rehearsal:
         host: the link to the host as measured. The runtime holds back what waits for an offload's memory, by these times.
 
     Raises:
-        ConfigError: no such rank, or ranks on several devices.
+        ConfigError: no such rank, or ranks on different devices.
     """
 
     def __init__(
@@ -79,13 +81,14 @@ class Rehearsal:
             raise ConfigError(
                 f"there is no rank {rank}: schedule {pipeline.schedule.name!r} has ranks 0 to {ranks - 1}"
             )
-        devices = {d for mesh in pipeline.submeshes for d in mesh.devices.flat}
-        if len(devices) != 1:
+        places = {tuple(mesh.devices.flat) for mesh in pipeline.submeshes}
+        if len(places) != 1:
             raise ConfigError(
-                f"a rehearsal runs on one device, and this pipeline's ranks are on {len(devices)}: build it with the same "
-                "device for every rank, and one device a rank (dp · tp = 1)"
+                f"a rehearsal runs on the devices of one rank, and this pipeline's ranks are on {len(places)} groups of them: "
+                "build it with the same devices for every rank"
             )
-        (self.device,) = devices
+        (self.devices,) = places
+        self.device = self.devices[0]  # whose allocator is asked
         self.program: Program = pipeline.programs[rank]
         self.functions = {at: f for at, f in pipeline.functions.items() if at[0] == rank}
         self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
@@ -111,6 +114,7 @@ class Rehearsal:
             timeline=timeline,
             footprint_of=footprint if footprints else None,
             align=align,
+            braids=self.pipeline.braids,
         )
         return report.ranks[0]
 
@@ -130,9 +134,10 @@ class Rehearsal:
         """
         tell = progress if progress is not None else lambda text: None
         tell(f"rank {self.rank}: compiling")
-        used = {(a.op, a.stage): self.functions[(self.rank, a.stage)].functions[a.op] for a in self._computes()}
-        footprints = {at: footprint(f) for at, f in used.items()}
-        watch = Watch(self.program, self.functions, self._limit)
+        used = {i.parts: self._function(i) for i in self.program.instructions if isinstance(i, Run)}
+        compiled = {parts: footprint(f) for parts, f in used.items()}
+        footprints = {parts[0]: found for parts, found in compiled.items() if len(parts) == 1}
+        watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
         if complete:
             tell(f"rank {self.rank}: each function alone")
         alone = self._alone(steps, tell) if complete else {}
@@ -146,7 +151,7 @@ class Rehearsal:
         try:
             watch.begin(self._placed_bytes())
             inputs, kept = self._placed()
-            probed = probe_step(executor, inputs, [[self.device]], resident=kept, look=watch)
+            probed = probe_step(executor, inputs, [self.devices], resident=kept, look=watch)
             out = _finished(probed.outputs)
             for n in range(2 * steps):
                 inputs = replace(inputs, acc=out.acc)
@@ -171,7 +176,9 @@ class Rehearsal:
             schedule=self.pipeline.schedule.name,
             stages=tuple(sorted(s for _, s in self.functions)),
             num_instructions=len(executor.sequence),
-            device=self.device.device_kind,
+            device=self.device.device_kind
+            if len(self.devices) == 1
+            else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
             alone=alone,
             step=Timing.of(walls),
@@ -183,8 +190,8 @@ class Rehearsal:
             events=tuple(events[-1]),
         )
 
-    def _computes(self) -> set[Action]:
-        return {i.action for i in self.program.instructions if isinstance(i, Run)}
+    def _function(self, run: Run) -> AnyFunction:
+        return function_of(self.rank, run.parts, self.functions, self.pipeline.braids)
 
     def _timeline_of(self, alone: Mapping[tuple[str, int], Timing]) -> Timeline:
         """The schedule simulated with what is known of the costs."""
@@ -200,11 +207,12 @@ class Rehearsal:
             [self.program],
             issue_order([self.program], timeline),
             pipe.functions,
-            [batch_sharded(m) for m in pipe.submeshes],
+            pipe.submeshes,
             StandIns(self.program, pipe.programs, pipe.stages),
             all_programs=pipe.programs,
             offload_fallback=pipe.offload.fallback,
             holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
+            braids=pipe.braids,
         )
 
     def _placed(self) -> tuple[StepInputs, Any]:
@@ -257,7 +265,7 @@ class Rehearsal:
         """An error that means that memory ran out, as one line; None for any other."""
         stats = self.device.memory_stats() or {}
         limit = self._limit if self._limit is not None else stats.get("bytes_limit")
-        return out_of_memory(error, watch, self.program, self.functions, self._placed_bytes(), limit)
+        return out_of_memory(error, watch, self.program, self._placed_bytes(), limit)
 
     def _placed_bytes(self) -> int:
         """Parameters, accumulators, batch and what else stays: on the device before the first instruction."""

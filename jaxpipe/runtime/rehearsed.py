@@ -57,7 +57,8 @@ class CopyReport:
 class RankReport:
     """What rehearsing one rank told.
 
-    ``timings`` by (op, stage): actions of the program; ``alone``: every function of its stages, nothing else running.
+    ``timings`` by (op, stage): actions of the program, braids left out; ``alone``: every function of its stages, nothing else
+    running.
     ``step``: the rank's program without waiting for anybody. ``host_us``: median host time of one instruction. ``slowdown``:
     compute time while copying ÷ without, median over functions that did both, or None. ``footprints``: XLA's own figures.
     """
@@ -85,11 +86,13 @@ class RankReport:
 
 
 def seconds_of(steps: Sequence[Sequence[Event]]) -> dict[tuple[str, int], Timing]:
-    """Seconds of each (op, stage) over all microbatches and steps."""
+    """Seconds of each (op, stage) over all microbatches and steps. What ran in a braid does not count: its time is not its
+    own."""
     samples: dict[tuple[str, int], list[float]] = {}
     for events in steps:
         for e in events:
-            for action in e.action.actions:
+            if len(e.action.actions) == 1:
+                (action,) = e.action.actions
                 samples.setdefault((action.op, action.stage), []).append(e.end_s - e.start_s)
     return {at: Timing.of(values) for at, values in samples.items()}
 
@@ -117,9 +120,9 @@ def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[Co
 
 
 def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
-    """Seconds of a function while copies are under way for more than half of it ÷ seconds with none: the median over (op,
-    stage) of the ratio of medians; None where no function ran both ways."""
-    groups: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+    """Seconds of a function while copies are under way for more than half of it ÷ seconds with none: the median over
+    functions of the ratio of medians; None where no function ran both ways."""
+    groups: dict[tuple[tuple[str, int], ...], tuple[list[float], list[float]]] = {}
     for events in steps:
         copies = _merged([*_spans(events, "d2h"), *_spans(events, "h2d")])
         for e in events:
@@ -127,12 +130,12 @@ def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
             if e.lane != "compute" or length <= 0:
                 continue
             shared = _shared((e.start_s, e.end_s), copies) / length
-            for action in e.action.actions:
-                during, without = groups.setdefault((action.op, action.stage), ([], []))
-                if shared > 0.5:
-                    during.append(length)
-                elif shared == 0:
-                    without.append(length)
+            parts = tuple((a.op, a.stage) for a in e.action.actions)
+            during, without = groups.setdefault(parts, ([], []))
+            if shared > 0.5:
+                during.append(length)
+            elif shared == 0:
+                without.append(length)
     ratios = [statistics.median(a) / statistics.median(b) for a, b in groups.values() if a and b]
     return statistics.median(ratios) if ratios else None
 

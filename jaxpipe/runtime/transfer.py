@@ -7,7 +7,7 @@ batched, asynchronous copy to the receiver's submesh. A cross-process transport 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -30,14 +30,16 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """Ranks of this process: ``shardings[rank]`` is where a rank's activations live."""
+    """Ranks of this process: ``homes[message]`` says where each of its arrays lives on the receiver. (An activation may be
+    split over ``dp`` alone, or over ``tp`` too.)"""
 
-    def __init__(self, shardings: Sequence[jax.sharding.Sharding]) -> None:
-        self._copy = [copier(sharding) for sharding in shardings]
+    def __init__(self, homes: Mapping[int, Sequence[jax.sharding.Sharding]]) -> None:
+        alike = {tuple(where): copier(where) for where in homes.values()}
+        self._copy = {number: alike[tuple(where)] for number, where in homes.items()}
         self._mail: dict[int, Sequence[jax.Array]] = {}
 
     def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
-        self._mail[message] = self._copy[dst](arrays)
+        self._mail[message] = self._copy[message](arrays)
 
     def recv(self, message: int) -> Sequence[jax.Array]:
         return self._mail.pop(message)

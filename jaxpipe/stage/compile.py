@@ -4,15 +4,19 @@
 whose layers are of the same kinds and shapes are traced and split once per :class:`BuildCache`; on one submesh they also share
 compiled code (unless a layer draws random numbers: its index in the model is part of the program).
 
-Calls are positional over flat lists of arrays. Parameters and keys are replicated on the submesh; activations, batch arrays,
-residuals and accumulators are split over ``dp`` on axis 0 (with ``dp > 1`` an accumulator's leading axis is ``dp`` times as
-long: each shard sums its own part of the batch, and the update adds the shards up). Scalars become ``[dp]`` arrays then.
+Calls are positional over flat lists of arrays. How each lies on the submesh follows from its port (:class:`_Homes`): keys and
+parameters that are the same on all shards are replicated, split parameters stacked over ``tp``; batch arrays, losses and
+activations that are the same on all ``tp`` shards are split over ``dp`` on axis 0; all else (residuals, accumulators of
+parameters that the shards divide, sequence-parallel activations) is each device's own, stacked over ``dp`` and ``tp`` on axis
+0. So an accumulator holds what each device summed, and the update adds them up. Scalars become arrays with an entry a device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,18 +28,32 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP
+from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Params
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.policies import ingredients, per_stage
 from jaxpipe.stage.recompute import policy
 from jaxpipe.stage.split import Part, Split, split
-from jaxpipe.stage.trace import StageTrace, TraceSpec, array_leaves, fill, is_array, trace_eval, trace_joint
+from jaxpipe.stage.trace import (
+    StageTrace,
+    TraceSpec,
+    acc_axes,
+    array_leaves,
+    boundary_axes,
+    fill,
+    is_array,
+    param_axes,
+    trace_eval,
+    trace_joint,
+)
+from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
 
-_REPLICATED = frozenset({"param", "key", "token"})
+_WOVEN_ALONE = ("BW", "W")
+"""Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
+jaxpr stays plain, for braids to weave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +79,13 @@ def build_stage_functions(
     param_avals: Mapping[str, Params],
     x: Any,
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
-    mesh: Mesh,
+    mesh: AnyMesh,
     stage: int,
     is_last: bool,
     recompute: str = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
+    tp: TensorParallel = ONE_SHARD,
 ) -> StageFunctions:
     """The functions of one stage.
 
@@ -82,16 +101,19 @@ def build_stage_functions(
         recompute: name of a policy in :data:`jaxpipe.stage.policies.POLICIES`, or several joined by ``+``.
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
+        tp: how the layers divide their work over the axis ``tp`` of ``mesh``.
 
     Raises:
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
+        ConfigError: a layer can't be divided over so many shards.
     """
+    assert mesh.shape[TP] == tp.size, f"a submesh with {mesh.shape[TP]} shards for tp {tp.size}"
     cache = cache if cache is not None else BuildCache()
     if not layers:
         raise StageError(f"stage {stage} has no layers; cut the model into fewer stages")
-    layout = ParamLayout.build(layers, stage_params(layers, param_avals))
+    layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
-    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype)
+    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype, tp)
     saveable = policy(recompute)
     signature = _signature(spec, mesh)
     traced = cache.traced.get(signature) if signature is not None else None
@@ -111,10 +133,11 @@ def build_all(
     stages: Sequence[Sequence[Layer]],
     param_avals: Mapping[str, Params],
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
-    meshes: Sequence[Mesh],
+    meshes: Sequence[AnyMesh],
     recompute: str | Sequence[str] = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
+    tp: TensorParallel = ONE_SHARD,
 ) -> tuple[StageFunctions, ...]:
     """The functions of a chain of stages; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
 
@@ -132,7 +155,7 @@ def build_all(
         last = s == len(stages) - 1
         built.append(
             build_stage_functions(
-                layers, offset, param_avals, x, data_avals, meshes[s], s, last, policies[s], acc_dtype, cache
+                layers, offset, param_avals, x, data_avals, meshes[s], s, last, policies[s], acc_dtype, cache, tp
             )
         )
         offset += len(layers)
@@ -153,10 +176,10 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
+def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable | None:
     """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
     leaves, treedef = jax.tree.flatten(spec.x)
-    statics = tuple((v.shape, np.dtype(v.dtype)) if is_array(v) else (type(v), v) for v in leaves)
+    statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else (type(v), v) for v in leaves)
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
     layers = tuple(
         (
@@ -169,10 +192,11 @@ def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
         for layer in spec.layers
     )
     slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset) for s in spec.layout.slots)
+    shards = (spec.layout.kinds, spec.tp)
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     signature = (
-        layers, slots, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype),
+        layers, slots, shards, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype),
         tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
     )  # fmt: skip
     try:
@@ -183,7 +207,7 @@ def _signature(spec: TraceSpec, mesh: Mesh) -> Hashable | None:
 
 
 def _assemble(
-    spec: TraceSpec, traced: _Traced, cut: Split, mesh: Mesh, signature: Hashable | None, cache: BuildCache
+    spec: TraceSpec, traced: _Traced, cut: Split, mesh: AnyMesh, signature: Hashable | None, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}
@@ -192,17 +216,20 @@ def _assemble(
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
     parts = {**cut.parts, "E": _eval_part(traced.evaluation)}
+    x_varies = tuple(varies_over_tp(v) for v in array_leaves(spec.x))
+    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, _handed_on(parts))
     key = (signature, mesh, spec.layer_offset if spec.uses_key else None)
     functions: dict[str, StageFunction] = {}
     for op, part in parts.items():
         closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
         functions[op] = _function(
-            op, part, closed, mesh, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
+            op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
         )
     y = joint.y
-    y_global = fill(y, [_global_aval(v, mesh, "y") for v in array_leaves(y)]) if y is not None else None
-    x_avals = tuple(array_leaves(spec.x))
+    leaving = [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(y))]
+    y_global = fill(y, leaving) if y is not None else None
+    x_avals = tuple(homes.entering(i, v) for i, v in enumerate(array_leaves(spec.x)))
     layout = spec.layout
     built = StageFunctions(
         stage=spec.stage,
@@ -214,8 +241,8 @@ def _assemble(
         data_names=tuple(spec.data),
         uses_key=spec.uses_key,
         layout=layout,
-        param_avals=tuple(_global_aval(b, mesh, "param") for b in layout.buffers),
-        acc_avals=tuple(_global_aval(b, mesh, "acc") for b in layout.acc_avals(spec.acc_dtype)),
+        param_avals=tuple(homes.aval(Port("param", i), b) for i, b in enumerate(layout.buffers)),
+        acc_avals=tuple(homes.aval(Port("acc", i), b) for i, b in enumerate(layout.acc_avals(spec.acc_dtype))),
         **_sizes(parts),
         boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
@@ -265,19 +292,76 @@ def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
     }
 
 
-def _global_aval(aval: Any, mesh: Mesh, kind: str) -> jax.ShapeDtypeStruct:
-    shape, spec = tuple(aval.shape), P()
-    if kind not in _REPLICATED and (shape or mesh.shape[DP] > 1):
-        shape = (mesh.shape[DP] * shape[0], *shape[1:]) if shape else (mesh.shape[DP],)
-        spec = P(DP)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, spec))
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
+    enters and leaves, whether it differs between ``tp`` shards. ``handed_on``: results that are arguments → those."""
+
+    mesh: AnyMesh
+    layout: ParamLayout
+    x_varies: tuple[bool, ...]
+    y_varies: tuple[bool, ...]
+    handed_on: Mapping[Port, Port] = field(default_factory=dict)
+
+    def axes(self, port: Port) -> tuple[str, ...]:
+        """The mesh axes along which an array differs."""
+        match port.kind:
+            case "param":
+                return param_axes(self.layout, port.index)
+            case "key" | "token":
+                return ()
+            case "data" | "loss":
+                return (DP,)
+            case "x" | "dx":
+                return boundary_axes(self.x_varies[port.index])
+            case "y" | "dy":
+                return boundary_axes(self.y_varies[port.index])
+            case "acc":
+                return acc_axes(self.layout, port.index)
+            case "res" | "wres":
+                source = self.handed_on.get(port)
+                return (DP, TP) if source is None else self.axes(source)
+
+    def entering(self, index: int, whole: Any) -> jax.ShapeDtypeStruct:
+        """Array leaf ``index`` of what enters the stage, as it lies on this rank."""
+        home = device_sharded(self.mesh, self.axes(Port("x", index))) if whole.shape else replicated(self.mesh)
+        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)
+
+    def aval(self, port: Port, local: Any) -> jax.ShapeDtypeStruct:
+        """Shape and sharding over the rank of what is ``local`` on each device."""
+        axes, shape = self.axes(port), tuple(local.shape)
+        devices = math.prod(self.mesh.shape[a] for a in axes)
+        if not axes or (not shape and devices == 1):
+            return jax.ShapeDtypeStruct(shape, local.dtype, sharding=replicated(self.mesh))
+        shape = (devices * shape[0], *shape[1:]) if shape else (devices,)
+        return jax.ShapeDtypeStruct(shape, local.dtype, sharding=device_sharded(self.mesh, axes))
+
+
+def _handed_on(parts: Mapping[str, Part]) -> dict[Port, Port]:
+    """Residuals that are arguments of the function that saves them, with those: they stay where they are."""
+    found: dict[Port, Port] = {}
+    for op in ("F", "B"):
+        ports = dict(zip(parts[op].invars, parts[op].inputs, strict=True))
+        found.update(
+            (p, ports[a])
+            for p, a in zip(parts[op].outputs, parts[op].outvars, strict=True)
+            if p.kind in ("res", "wres") and isinstance(a, Var) and a in ports
+        )
+    return found
 
 
 def _function(
-    op: str, part: Part, closed: ClosedJaxpr, mesh: Mesh, name: str, key: Hashable, shareable: bool, cache: BuildCache
+    op: str,
+    part: Part,
+    closed: ClosedJaxpr,
+    homes: _Homes,
+    name: str,
+    key: Hashable,
+    shareable: bool,
+    cache: BuildCache,
 ) -> StageFunction:
-    avals_in = tuple(_global_aval(v.aval, mesh, p.kind) for p, v in zip(part.inputs, part.invars, strict=True))
-    avals_out = tuple(_global_aval(a.aval, mesh, p.kind) for p, a in zip(part.outputs, part.outvars, strict=True))
+    avals_in = tuple(homes.aval(p, v.aval) for p, v in zip(part.inputs, part.invars, strict=True))
+    avals_out = tuple(homes.aval(p, a.aval) for p, a in zip(part.outputs, part.outvars, strict=True))
     donated = tuple(k for k, p in enumerate(part.inputs) if p.kind == "acc")
     at = {v: k for k, v in enumerate(part.invars)}
     forwarded = {
@@ -286,21 +370,31 @@ def _function(
     jitted = cache.jitted.get(key) if shareable else None
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        jitted = _jit(closed, avals_in, [avals_out[k] for k in rest], rest, mesh, donated, name)
+        results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
+        program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
+        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         if shareable:
             cache.jitted[key] = jitted
-    call = jitted if not forwarded else _forwarding(jitted, forwarded, len(part.outvars))
+    call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
     return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
 
 
-def _jit(
+def gpu_options(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
+    """Compiler options of functions with tensor-parallel collectives, by what ``mesh`` is made of."""
+    if mesh.shape[TP] == 1 or not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return {}
+    return GPU_OVERLAP_OPTIONS
+
+
+def jit_per_shard(
     closed: ClosedJaxpr,
     avals_in: Sequence[jax.ShapeDtypeStruct],
     avals_out: Sequence[jax.ShapeDtypeStruct],
     results: Sequence[int],
-    mesh: Mesh,
+    mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
+    compiler_options: Mapping[str, bool | int | str] = MappingProxyType({}),
 ) -> Any:
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
 
@@ -313,7 +407,7 @@ def _jit(
     run.__name__ = run.__qualname__ = name
     specs = [tuple(_spec(a) for a in avals) for avals in (avals_in, avals_out)]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return jax.jit(mapped, donate_argnums=donated)
+    return jax.jit(mapped, donate_argnums=donated, compiler_options=dict(compiler_options) or None)
 
 
 def _spec(aval: jax.ShapeDtypeStruct) -> P:
@@ -322,7 +416,7 @@ def _spec(aval: jax.ShapeDtypeStruct) -> P:
     return sharding.spec
 
 
-def _forwarding(
+def forwarding(
     jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], count: int
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """A call that hands arguments on as results without copying them."""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxpipe._jax_compat import aval_bytes
-from jaxpipe.stage.functions import StageFunction
+from jaxpipe.stage.functions import AnyFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,9 @@ UNKNOWN = Footprint(note="the backend does not report the memory of compiled fun
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[jax.ShapeDtypeStruct, ...], Footprint]] = weakref.WeakKeyDictionary()
 
 
-def footprint(function: StageFunction) -> Footprint:
-    """The footprint of a stage function, compiled for its shapes unless it is already. Remembered per compiled function.
+def footprint(function: AnyFunction) -> Footprint:
+    """The footprint of a stage function or braid, compiled for its shapes unless it is already. Remembered per compiled
+    function.
 
     The first compilation takes seconds for a large stage. What the compiler raises (an out-of-memory plan, an unknown
     target) is passed on.

@@ -13,6 +13,8 @@ Each function lists only the ports it reads. Port indices: ``param`` and ``acc``
 of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
 :attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save;
 ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime waits on.
+
+A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.braid`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.stage.params import ParamLayout
+from jaxpipe.stage.weave import CoveredCollective
 
 PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token"]
 
@@ -142,3 +145,68 @@ class StageFunctions:
             f"parameters {self.param_bytes}"
         )
         return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
+
+
+Parts = tuple[tuple[str, int], ...]
+"""(op, stage) of each action that a compiled function performs, in order."""
+
+SHARED = ("param", "acc")
+"""Kinds of ports that mean the same array for every microbatch of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class BraidedFunction:
+    """The functions of ``parts`` as one; the fields are those of :class:`StageFunction`.
+
+    ``input_parts[k]``: which part ``inputs[k]`` belongs to: the first that reads it. ``output_parts[k]``: which part makes
+    ``outputs[k]``. An accumulator leaves once, as the last part that adds to it left it; so does a token. ``collectives``:
+    those over ``tp``, and what computes under each.
+    """
+
+    parts: Parts
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    input_parts: tuple[int, ...]
+    output_parts: tuple[int, ...]
+    avals_in: tuple[jax.ShapeDtypeStruct, ...]
+    avals_out: tuple[jax.ShapeDtypeStruct, ...]
+    donated: tuple[int, ...]
+    jaxpr: ClosedJaxpr = field(repr=False)
+    call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
+    jitted: Any = field(repr=False)
+    forwarded: Mapping[int, int] = field(default_factory=dict)
+    collectives: tuple[CoveredCollective, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        named = [
+            (self.parts[k][1] if p.kind in SHARED else k, p) for k, p in zip(self.input_parts, self.inputs, strict=True)
+        ]
+        assert len(set(named)) == len(named) == len(self.avals_in), "one argument per array"
+        assert len(self.outputs) == len(self.output_parts) == len(self.avals_out), "one result per port"
+        assert sum(p.kind == "token" for p in self.outputs) == 1, "one token"
+
+    @property
+    def name(self) -> str:
+        return "+".join(f"{op}{stage}" for op, stage in self.parts)
+
+    def __str__(self) -> str:
+        ins = " ".join(f"{p}/{k}" for p, k in zip(self.inputs, self.input_parts, strict=True))
+        outs = " ".join(f"{p}/{k}" for p, k in zip(self.outputs, self.output_parts, strict=True))
+        return f"{self.name}: ({ins}) -> ({outs})"
+
+
+AnyFunction = StageFunction | BraidedFunction
+"""What one ``Run`` of a program calls."""
+
+Braids = Mapping[tuple[int, Parts], BraidedFunction]
+"""Braided functions by rank and parts."""
+
+
+def function_of(
+    rank: int, parts: Parts, functions: Mapping[tuple[int, int], StageFunctions], braids: Braids
+) -> AnyFunction:
+    """The function that a rank calls for these parts."""
+    if len(parts) > 1:
+        return braids[(rank, parts)]
+    ((op, stage),) = parts
+    return functions[(rank, stage)].functions[op]

@@ -5,8 +5,8 @@ stay, their bodies flattened. Variables are renamed at each use, since JAX share
 by the caller's, so an equation still tells its layer.
 
 Varying-axis types are dropped from all variables and bodies: they have done their work when the gradients are traced, and the
-cut programs run with ``check_vma=False``. Identities disappear: casts to varying, copies, and ``checkpoint_name``, whose names
-are returned beside the equations as ``names``.
+cut programs run with ``check_vma=False``; sums over shards become plain sums. Identities disappear: casts to varying, copies,
+and ``checkpoint_name``, whose names are returned beside the equations as ``names``.
 
 A checkpoint body that depends on a cotangent is the transposed one: what it computes from saved values is recomputation, and
 belongs to the backward pass although it does not depend on the cotangent. Its equations are returned as ``recomputed``.
@@ -32,6 +32,7 @@ from jaxpipe._jax_compat import (
     is_checkpoint,
     is_identity,
     map_bodies,
+    plain_collective,
     with_outer_names,
     without_varying,
 )
@@ -99,7 +100,7 @@ class _Flattening:
         call = called_jaxpr(eqn)
         if call is None:
             outvars = [_bind(env, v) for v in eqn.outvars]
-            self.eqns.append(with_outer_names(map_bodies(eqn, _flat_body), outer, invars, outvars))
+            self.eqns.append(with_outer_names(plain_collective(map_bodies(eqn, _flat_body)), outer, invars, outvars))
             if in_checkpoint:
                 self.recomputed.add(len(self.eqns) - 1)
             if tainted:

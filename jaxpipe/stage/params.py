@@ -5,6 +5,12 @@ to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vec
 in passing) and one for the rest. Larger leaves keep their own buffer and shape. The gradient accumulators mirror the buffers.
 Integer leaves go into buffers after all others and have no accumulator.
 
+With tensor parallelism a buffer holds leaves of one kind: split over the shards, whole on each (``same``), or whole on each
+with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's; what a rank holds of a split buffer
+is the shards' buffers one after another on axis 0. :meth:`ParamLayout.pack` and :meth:`~ParamLayout.unpack` go between whole
+parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and :meth:`~ParamLayout.unpack_leaves` between a shard's
+leaves and its buffers.
+
 Tied leaves: :func:`stage_params` puts a copy of the owner's leaf at the tied path when the owner lives in another stage; when
 owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` shows it at both places.
 """
@@ -12,23 +18,30 @@ owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Layer, Params, Path
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.mesh import ONE_SHARD, TensorParallel
+from jaxpipe.stage.layer import Layer, Params, Path, Shard
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""
 
+BufferKind = Literal["same", "split", "partial"]
+"""How a buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeafSlot:
-    """Where one leaf lives: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer."""
+    """Where one leaf lives: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer.
+
+    ``shape``: a shard's. ``axis``: along which the leaf is split over ``tp`` shards, or None.
+    """
 
     layer: str
     path: Path
@@ -36,10 +49,15 @@ class LeafSlot:
     dtype: Any
     buffer: int
     offset: int | None
+    axis: int | None = None
 
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
+
+    def whole_shape(self, shards: int) -> tuple[int, ...]:
+        """The shape of the leaf, all shards together."""
+        return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
 
     def __str__(self) -> str:
         return "/".join((self.layer, *self.path))
@@ -49,7 +67,8 @@ class LeafSlot:
 class ParamLayout:
     """The leaves of one stage's parameters and the buffers that hold them.
 
-    ``slots``: in order of layer, then path. ``buffers``: shapes and dtypes; the first ``num_trained`` are floating-point.
+    ``slots``: in order of layer, then path. ``buffers``: a shard's shapes and dtypes; the first ``num_trained`` are
+    floating-point. ``kinds``: how each lies on the ``tp`` shards, of which there are ``shards``.
     ``aliases``: (layer, path) of a leaf tied within the stage → (owner layer, owner path). ``shared``: the same for leaves
     whose owner lives in another stage; these have slots of their own, and the caller adds their gradients to the owner's.
     ``layers``: all layers of the stage, those without parameters too.
@@ -61,15 +80,23 @@ class ParamLayout:
     num_trained: int
     aliases: Mapping[tuple[str, Path], tuple[str, Path]]
     shared: Mapping[tuple[str, Path], tuple[str, Path]]
+    kinds: tuple[BufferKind, ...] = ()
+    shards: int = 1
 
     @classmethod
     def build(
-        cls, layers: Sequence[Layer], params: Mapping[str, Params], small_bytes: int = SMALL_BYTES
+        cls,
+        layers: Sequence[Layer],
+        params: Mapping[str, Params],
+        small_bytes: int = SMALL_BYTES,
+        tp: TensorParallel = ONE_SHARD,
     ) -> ParamLayout:
-        """Lay out the parameters of a stage (arrays or ``ShapeDtypeStruct``), which :func:`stage_params` selects.
+        """Lay out the parameters of a stage (whole arrays or ``ShapeDtypeStruct``), which :func:`stage_params` selects.
 
         Raises:
-            StageError: a layer's parameters are missing, are not a dict pytree of arrays, or a tied leaf has no owner.
+            StageError: a layer's parameters are missing, are not a dict pytree of arrays, or a tied leaf has no owner; a layer
+                has no tensor-parallel form, or ties leaves that lie differently on the shards.
+            ConfigError: a layer can't be divided over ``tp`` shards.
         """
         names = tuple(layer.name for layer in layers)
         aliases, shared = _ties(layers)
@@ -77,19 +104,44 @@ class ParamLayout:
             (name, path, leaf) for name in names for path, leaf in _leaves(name, params) if (name, path) not in aliases
         ]
         _check_ties(leaves, aliases, shared)
-        slots, buffers, num_trained = _assign(leaves, small_bytes)
-        return cls(names, slots, buffers, num_trained, aliases, shared)
+        lie = _sharding(layers, tp)
+        _check_tied_shards(lie, aliases)
+        own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
+        kinds = [_kind(lie.get((name, path))) for name, path, _ in leaves]
+        slots, buffers, num_trained, buffer_kinds = _assign(own, kinds, small_bytes)
+        axes = [axis if isinstance(axis := lie.get((s.layer, s.path)), int) else None for s in slots]
+        slots = tuple(replace(s, axis=axis) for s, axis in zip(slots, axes, strict=True))
+        return cls(names, slots, buffers, num_trained, aliases, shared, buffer_kinds, tp.size)
 
     def pack(self, params: Mapping[str, Params]) -> list[jax.Array]:
-        """Buffers of a stage's parameters, or of anything shaped like them (gradients, another dtype). Traceable.
+        """What a rank holds of a stage's whole parameters, or of anything shaped like them (gradients, another dtype).
+        Traceable.
 
         Raises:
             StageError: a leaf is missing or has another shape.
         """
-        return self.pack_leaves([self._find(params, slot) for slot in self.slots])
+        leaves = [self._find(params, slot) for slot in self.slots]
+        if self.shards == 1:
+            return self.pack_leaves(leaves)
+        packed = [
+            self.pack_leaves([self._part(s, v, k) for s, v in zip(self.slots, leaves, strict=True)])
+            for k in range(self.shards)
+        ]
+        join: Any = np.concatenate if all(isinstance(v, np.ndarray) for v in leaves) else jnp.concatenate
+        return [
+            join(parts) if kind == "split" else parts[0]
+            for kind, parts in zip(self.kinds, zip(*packed, strict=True), strict=True)
+        ]
+
+    def _part(self, slot: LeafSlot, leaf: Any, shard: int) -> Any:
+        if slot.axis is None:
+            return leaf
+        n = slot.shape[slot.axis]
+        return leaf[(slice(None),) * slot.axis + (slice(shard * n, (shard + 1) * n),)]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Buffers of the leaves in slot order; a prefix of the buffers when only their leaves are given as non-None."""
+        """A shard's buffers of its leaves in slot order; a prefix of the buffers when only their leaves are given as non-None.
+        Traceable."""
         members: list[list[Any]] = [[] for _ in self.buffers]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             if leaf is not None:
@@ -97,7 +149,7 @@ class ParamLayout:
         return [m[0] if len(m) == 1 else jnp.concatenate(m) for m in members if m]
 
     def unpack_leaves(self, buffers: Sequence[Any]) -> list[Any]:
-        """The leaves in slot order. Traceable."""
+        """A shard's leaves in slot order, from its buffers. Traceable."""
         assert len(buffers) == len(self.buffers), f"{len(buffers)} buffers for a layout of {len(self.buffers)}"
         return [
             buffers[s.buffer]
@@ -107,8 +159,22 @@ class ParamLayout:
         ]
 
     def unpack(self, buffers: Sequence[Any], *, ties: bool = False) -> dict[str, Params]:
-        """The parameters by layer name. ``ties=True`` also puts leaves tied within the stage at both places. Traceable."""
-        return self.tree(self.unpack_leaves(buffers), ties=ties)
+        """The whole parameters by layer name, from what a rank holds. ``ties=True`` also puts leaves tied within the stage at
+        both places. Traceable."""
+        leaves = (
+            self.unpack_leaves(buffers) if self.shards == 1 else [self._whole(buffers[s.buffer], s) for s in self.slots]
+        )
+        return self.tree(leaves, ties=ties)
+
+    def _whole(self, buffer: Any, slot: LeafSlot) -> Any:
+        """A whole leaf out of what a rank holds of its buffer."""
+        if slot.axis is None:
+            return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
+        each = buffer.reshape(self.shards, -1)
+        begin = 0 if slot.offset is None else slot.offset
+        parts = each[:, begin : begin + slot.size].reshape(self.shards, *slot.shape)
+        order = [*range(1, slot.axis + 1), 0, *range(slot.axis + 1, len(slot.shape) + 1)]
+        return parts.transpose(order).reshape(slot.whole_shape(self.shards))
 
     def tree(self, leaves: Sequence[Any], *, ties: bool = True) -> dict[str, Params]:
         """The parameters by layer name, from the leaves in slot order."""
@@ -121,7 +187,7 @@ class ParamLayout:
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the gradient accumulators: the trained buffers, in ``dtype`` or wider."""
+        """Shapes of a shard's gradient accumulators: the trained buffers, in ``dtype`` or wider."""
         return tuple(
             jax.ShapeDtypeStruct(b.shape, jnp.promote_types(dtype, b.dtype)) for b in self.buffers[: self.num_trained]
         )
@@ -131,8 +197,9 @@ class ParamLayout:
             leaf = _lookup(params[slot.layer], slot.path)
         except (KeyError, TypeError):
             raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}") from None
-        if tuple(leaf.shape) != slot.shape:
-            raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {slot.shape}")
+        if tuple(leaf.shape) != slot.whole_shape(self.shards):
+            want = slot.whole_shape(self.shards)
+            raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
         return leaf
 
 
@@ -215,34 +282,81 @@ def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
     return found
 
 
+def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[tuple[str, Path], Shard]:
+    """How each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
+    if tp.size == 1:
+        return {}
+    found: dict[tuple[str, Path], Shard] = {}
+    for layer in layers:
+        if layer.shards is None:
+            raise StageError(
+                f"layer {layer.name!r} has no tensor-parallel form (Layer.shards is None); use tp=1, or write it with "
+                "jaxpipe.tensor_parallel"
+            )
+        found.update({(layer.name, tuple(path)): shard for path, shard in layer.shards(tp).items()})
+    return found
+
+
+def _kind(shard: Shard | None) -> BufferKind:
+    return "same" if shard is None else "partial" if shard == "partial" else "split"
+
+
+def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], Shard], shards: int) -> Any:
+    """The shape and dtype of a shard of ``leaf``."""
+    axis, shape = lie.get((name, path)), list(leaf.shape)
+    if isinstance(axis, int):
+        if axis >= len(shape) or shape[axis] % shards:
+            what = f"{shape[axis]} on axis {axis}" if axis < len(shape) else f"no axis {axis}"
+            raise ConfigError(
+                f"layer {name!r}: parameter {'/'.join(path)} of shape {tuple(shape)} has {what}, which does not divide over "
+                f"tp {shards}"
+            )
+        shape[axis] //= shards
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def _check_tied_shards(
+    lie: Mapping[tuple[str, Path], Shard], aliases: Mapping[tuple[str, Path], tuple[str, Path]]
+) -> None:
+    for (layer, path), owner in aliases.items():
+        if lie.get((layer, path)) != lie.get(owner):
+            raise StageError(
+                f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner[0], *owner[1]))}, which lies differently on "
+                "tensor-parallel shards; name the same axis in shards() of both"
+            )
+
+
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], small_bytes: int
-) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int]:
+    leaves: Sequence[tuple[str, Path, Any]], kinds: Sequence[BufferKind], small_bytes: int
+) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
     trained = [jnp.issubdtype(leaf.dtype, jnp.inexact) for _, _, leaf in leaves]
     buffers: list[jax.ShapeDtypeStruct] = []
+    buffer_kinds: list[BufferKind] = []
     slots: dict[int, LeafSlot] = {}
     num_trained = 0
     for kind in (True, False):
-        packed: dict[tuple[bool, Any], list[int]] = {}
+        packed: dict[tuple[bool, Any, BufferKind], list[int]] = {}
         for i, (name, path, leaf) in enumerate(leaves):
             if trained[i] != kind:
                 continue
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
             if leaf.size * dtype.itemsize <= small_bytes:
-                packed.setdefault((len(shape) > 1, dtype), []).append(i)
+                packed.setdefault((len(shape) > 1, dtype, kinds[i]), []).append(i)
             else:
                 slots[i] = LeafSlot(name, path, shape, dtype, len(buffers), None)
                 buffers.append(jax.ShapeDtypeStruct(shape, dtype))
-        for (_, dtype), members in packed.items():
+                buffer_kinds.append(kinds[i])
+        for (_, dtype, lies), members in packed.items():
             offset = 0
             for i in members:
                 name, path, leaf = leaves[i]
                 slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), offset)
                 offset += slots[i].size
             buffers.append(jax.ShapeDtypeStruct((offset,), dtype))
+            buffer_kinds.append(lies)
         if kind:
             num_trained = len(buffers)
-    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained
+    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(buffer_kinds)
 
 
 def _copy_dicts(tree: Any) -> Any:

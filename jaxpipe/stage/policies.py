@@ -21,6 +21,7 @@ POLICIES: Mapping[str, str] = MappingProxyType(
         "full": "whole layers: all but their inputs",
         "fused": "what kernels fused by hand recompute: all but operands and results of products, masks, probabilities",
         "flash": "fused+attention: what kernels fused by hand and flash attention recompute",
+        "gather": "sequence-parallel inputs of products, gathered over time again",
     }
 )
 """Name → what runs again in the backward pass."""

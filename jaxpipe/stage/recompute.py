@@ -10,7 +10,7 @@ the whole stage.
 ``cheap``      recompute elementwise work, reductions and random masks (norms, activations, gates, dropout, softmax);
                save results of matrix products, convolutions, gathers, sorts and loops; of a product in float32 that is only
                read in bfloat16, the latter
-``dots``       save results of matrix products and convolutions, and inputs of layers, nothing else
+``dots``       save results of matrix products, convolutions and collectives, and inputs of layers, nothing else
 ``attention``  recompute attention scores and all of their size made from them (values a layer marks with
                ``checkpoint_name(x, "attn_scores")``, back to the product that makes them and on to the one that uses them)
 ``mlp``        recompute the hidden values of multi-layer perceptrons: results of products with parameters from which
@@ -22,6 +22,8 @@ the whole stage.
                operands and results of products, random masks, attention probabilities: 34 bsh + 5 abs² bytes for a 16-bit GPT
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"
 ``flash``      ``fused+attention``: what such a framework with flash attention saves, 34 bsh
+``gather``     with sequence parallelism, gather inputs of products over time again: each shard keeps its own part, as
+               Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W
 =============  ==================================================================================================
 
 Names joined by ``+`` recompute what any of them does. The layer inputs of a stage are its own ``x`` and the inexact values
@@ -54,6 +56,7 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "rag
 _EXPENSIVE = frozenset(
     {"gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call"}
 )
+_COLLECTIVES = frozenset({"psum", "pmax", "all_gather", "reduce_scatter"})
 _EXPENSIVE_PREFIXES = ("cum", "psum", "all_", "reduce_scatter", "ppermute", "scatter")
 
 
@@ -68,7 +71,12 @@ def _full(graph: Graph) -> Saveable:
 
 def _dots(graph: Graph) -> Saveable:
     keep = frozenset(variables(graph.trace.layer_inputs))
-    return lambda v: v in keep or _made_by(graph, v) in _PRODUCTS or _is_narrowed_product(graph, v)
+
+    def saveable(v: Var) -> bool:
+        name = _made_by(graph, v)
+        return v in keep or name in _PRODUCTS or name in _COLLECTIVES or _is_narrowed_product(graph, v)
+
+    return saveable
 
 
 def _cheap(graph: Graph) -> Saveable:
@@ -99,12 +107,16 @@ def _fused(graph: Graph) -> Saveable:
                 while seen is not None and seen not in keep:
                     keep.add(seen)
                     seen = graph.view_base(seen)
-    return lambda v: v in keep or dtype_of(v) == np.bool_
+    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) in _COLLECTIVES
 
 
 def _flash(graph: Graph) -> Saveable:
     fused, attention = _fused(graph), _attention(graph)
     return lambda v: fused(v) and attention(v)
+
+
+def _gather(graph: Graph) -> Saveable:
+    return lambda v: _made_by(graph, v) != "all_gather"
 
 
 def _score_region(graph: Graph) -> frozenset[Var]:
@@ -211,6 +223,7 @@ _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
         "full": _full,
         "fused": _fused,
         "flash": _flash,
+        "gather": _gather,
     }
 )
 assert _RULES.keys() == POLICIES.keys()

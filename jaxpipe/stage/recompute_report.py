@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpipe.errors import StageError
+from jaxpipe.mesh import ONE_SHARD, TensorParallel
 from jaxpipe.stage.compile import BuildCache, build_all
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
@@ -72,6 +73,7 @@ def compare_policies(
     meshes: Sequence[Mesh],
     policies: Sequence[str] = STANDARD,
     acc_dtype: Any = jnp.float32,
+    tp: TensorParallel = ONE_SHARD,
 ) -> tuple[tuple[PolicyCost, ...], ...]:
     """For each stage of a chain, what each of ``policies`` costs, in their order. Arguments as for
     :func:`~jaxpipe.stage.compile.build_all`; each stage is traced once.
@@ -82,7 +84,7 @@ def compare_policies(
     cache = BuildCache()
 
     def built(name: str) -> tuple[StageFunctions, ...]:
-        return build_all(stages, param_avals, data_avals, meshes, name, acc_dtype, cache)
+        return build_all(stages, param_avals, data_avals, meshes, name, acc_dtype, cache, tp)
 
     base = built("none")
     rows = {name: built(name) for name in dict.fromkeys(policies)}

@@ -9,13 +9,18 @@ Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i``
 
 What crosses a stage boundary is a pytree: inexact arrays have cotangents, integer and boolean arrays travel without, other
 leaves (Python numbers, strings) are recorded while tracing and baked into the next stage. Every array is split over ``dp`` on
-axis 0.
+axis 0; one that is not the same on all ``tp`` shards (the types tell) is per device.
 
-Not modelled here: ``tp`` (size 1 for now; the axis is present), complex-valued losses, side effects that must stay ordered.
+Tensor parallelism: layers are written per shard. Types make the derivative right: where a value that is the same on all shards
+meets a shard's own part of a parameter, its cotangent is summed over ``tp``. Parameters whose gradient each shard makes a part
+of (``partial``) are cast to varying over ``tp`` as well, so that the sum waits until the end of the step.
+
+Not modelled here: complex-valued losses, side effects that must stay ordered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +28,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import (
@@ -38,7 +42,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP
+from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over_tp
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
@@ -64,6 +68,7 @@ class TraceSpec:
     data: Mapping[str, jax.ShapeDtypeStruct]
     is_last: bool
     acc_dtype: Any
+    tp: TensorParallel = ONE_SHARD
 
     @property
     def uses_key(self) -> bool:
@@ -77,7 +82,8 @@ class StageTrace:
     enter a layer, in order. ``layer_cotangents``: by position in the stage of a layer (not the last), the cotangents of what it
     returns. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
-    leaves, leaves being per-shard ``ShapeDtypeStruct`` or static."""
+    leaves, leaves being per-shard ``ShapeDtypeStruct`` or static. ``y_varies``: by array leaf of it, whether it differs between
+    ``tp`` shards."""
 
     eqns: tuple[JaxprEqn, ...]
     recomputed: frozenset[int]
@@ -91,6 +97,7 @@ class StageTrace:
     offset: Var | None
     seed: Var | None
     y: Any
+    y_varies: tuple[bool, ...] = ()
 
 
 def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:
@@ -120,7 +127,7 @@ def fill(tree: Any, arrays: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
 
 
-def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
+def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace forward, gradients and accumulation of a stage.
 
     ``roots`` of the result is empty where ``x`` has inexact leaves: B then computes what ``dx`` needs. A stage without (the
@@ -135,7 +142,7 @@ def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
     def joint(
         buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]
     ) -> tuple[Any, ...]:
-        leaves = [vary(leaf, (DP,)) for leaf in spec.layout.unpack_leaves(buffers)]
+        leaves = spec.layout.unpack_leaves(_varying_params(spec, buffers))
         theta, theta_of = _partition(leaves)
         floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x])
 
@@ -146,7 +153,7 @@ def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
                 loss, weight = _loss(spec, out)
                 return [loss], [weight]
             ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
-            made["y"] = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
+            made.update(_leaving(out, ys))
             made["float_y"] = [is_inexact(v) for v in ys]
             return [v for v in ys if is_inexact(v)], [v for v in ys if not is_inexact(v)]
 
@@ -156,24 +163,27 @@ def trace_joint(spec: TraceSpec, mesh: Mesh) -> StageTrace:
         grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
         return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
 
-    acc = [jax.ShapeDtypeStruct(_lifted(a.shape, mesh), a.dtype) for a in spec.layout.acc_avals(spec.acc_dtype)]
+    acc = [
+        jax.ShapeDtypeStruct(_stacked(a.shape, mesh, acc_axes(spec.layout, i)), a.dtype)
+        for i, a in enumerate(spec.layout.acc_avals(spec.acc_dtype))
+    ]
     closed, offset_at = _trace(spec, mesh, joint, acc)
     flat = flatten(closed.jaxpr, closed.consts, sources=_SOURCE)
     _refuse_ordered_effects(spec, flat)
     return _joint_trace(spec, flat, made, offset_at)
 
 
-def trace_eval(spec: TraceSpec, mesh: Mesh) -> StageTrace:
+def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace the evaluation forward pass: ``(param, x, data) -> y | loss`` with ``train=False`` and no keys."""
     made: dict[str, Any] = {}
 
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
-        params = spec.layout.unpack([vary(b, (DP,)) for b in buffers], ties=True)
+        params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
         out = _run_layers(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False)
         if spec.is_last:
             return list(_loss(spec, out))
         ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
-        made["y"] = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
+        made.update(_leaving(out, ys))
         return ys
 
     closed, offset_at = _trace(spec, mesh, forward, [])
@@ -194,24 +204,63 @@ def trace_eval(spec: TraceSpec, mesh: Mesh) -> StageTrace:
         None,
         None,
         made.get("y"),
+        made.get("y_varies", ()),
     )
 
 
+def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
+    """Parameter buffers cast to varying where the gradients of the shards are to stay apart."""
+    kinds = spec.layout.kinds
+    return [vary(b, (DP, TP) if kind == "partial" else (DP,)) for b, kind in zip(buffers, kinds, strict=True)]
+
+
+def _leaving(out: Any, ys: Sequence[Any]) -> dict[str, Any]:
+    """What is known of the values that leave a stage."""
+    y = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
+    return {"y": y, "y_varies": tuple(TP in varying_axes(v) for v in ys)}
+
+
+def param_axes(layout: ParamLayout, index: int) -> tuple[str, ...]:
+    """The mesh axes along which a parameter buffer differs."""
+    return (TP,) if layout.kinds[index] == "split" else ()
+
+
+def acc_axes(layout: ParamLayout, index: int) -> tuple[str, ...]:
+    """The mesh axes along which a gradient accumulator differs within a step."""
+    return (DP,) if layout.kinds[index] == "same" else (DP, TP)
+
+
+def boundary_axes(varies: bool) -> tuple[str, ...]:
+    """The mesh axes along which what crosses a stage boundary differs."""
+    return (DP, TP) if varies else (DP,)
+
+
 def _trace(
-    spec: TraceSpec, mesh: Mesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
+    spec: TraceSpec, mesh: AnyMesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[ClosedJaxpr, int]:
     """The jaxpr of ``fn`` per shard, and the position of the layer offset among its inputs."""
     captured: list[ClosedJaxpr] = []
     x = array_leaves(spec.x)
+    layout = spec.layout
     args = (
-        list(spec.layout.buffers),
-        x,
+        [
+            jax.ShapeDtypeStruct(_stacked(b.shape, mesh, param_axes(layout, i)), b.dtype)
+            for i, b in enumerate(layout.buffers)
+        ],
+        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in x],
         list(spec.data.values()),
         KEY_AVAL,
         jax.ShapeDtypeStruct((), jnp.uint32),
         list(acc),
     )
-    specs = (P(), [split_spec(mesh, v) for v in x], [split_spec(mesh, v) for v in args[2]], P(), P(), P(DP))
+    specs = (
+        [P(param_axes(layout, i) or None) for i in range(len(layout.buffers))],
+        [P(boundary_axes(varies_over_tp(v))) if v.shape else P() for v in x],
+        [split_spec(mesh, v) for v in args[2]],
+        P(),
+        P(),
+        [P(acc_axes(layout, i)) for i in range(len(acc))],
+    )
     _check_divisible(spec, mesh)
 
     def body(*shards: Any) -> jax.Array:
@@ -223,16 +272,16 @@ def _trace(
     return captured[0], offset_at
 
 
-def split_spec(mesh: Mesh, aval: Any) -> P:
+def split_spec(mesh: AnyMesh, aval: Any) -> P:
     """How an activation or batch array lies on the submesh: axis 0 over ``dp``; scalars are replicated (``dp`` 1 only)."""
     return P(DP) if len(aval.shape) else P()
 
 
-def _lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    return (shape[0] * mesh.shape[DP], *shape[1:])
+def _stacked(shape: tuple[int, ...], mesh: AnyMesh, axes: Sequence[str]) -> tuple[int, ...]:
+    return (shape[0] * math.prod(mesh.shape[a] for a in axes), *shape[1:])
 
 
-def _check_divisible(spec: TraceSpec, mesh: Mesh) -> None:
+def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
     dp = mesh.shape[DP]
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
@@ -264,7 +313,7 @@ def _zeros(like: Any) -> Any:
 
 def _run_layers(
     spec: TraceSpec,
-    mesh: Mesh,
+    mesh: AnyMesh,
     params: Mapping[str, Params],
     x: Any,
     data: Sequence[Any],
@@ -279,7 +328,7 @@ def _run_layers(
         key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
     for i, layer in enumerate(spec.layers):
         own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
-        context = LayerContext({name: arrays[name] for name in layer.reads}, own, train)
+        context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
         with jax.named_scope(f"layer{i}"):
             try:
                 x = layer.apply(dict(params[layer.name]), x, context)
@@ -321,6 +370,10 @@ def _loss(spec: TraceSpec, out: Any) -> tuple[Any, Any]:
         if value.shape != ():
             raise StageError(
                 f"{what} of the last layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
+            )
+        if TP in varying_axes(value):
+            raise StageError(
+                f"{what} of the last layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
             )
         dtype = jnp.promote_types(value.dtype, jnp.float32)
         values.append(vary(value.astype(dtype), (DP,)))
@@ -393,6 +446,7 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
         flat.invars[offset_at],
         seed,
         made.get("y"),
+        made.get("y_varies", ()),
     )
 
 

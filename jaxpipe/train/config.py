@@ -46,20 +46,39 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``schedule``: the name of a family, or a schedule file (``.sched``
-    ``.json`` ``.csv``). ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch
-    (1F1B needs p), or none. ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy,
-    such as ``cheap`` or ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or
-    ``measured`` costs, or the layers (indices or names) at which the second and later stages start.
+    """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``tp``, ``dp``: devices of each rank that share its layers, and that share
+    each microbatch's sequences. ``schedule``: the name of a family, or a schedule file (``.sched`` ``.json`` ``.csv``).
+    ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
+    ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy, such as ``cheap`` or
+    ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or
+    the layers (indices or names) at which the second and later stages start.
+
+    ``sequence_parallel``: between the parallel products each of the tp devices holds a part of the time axis.
+    ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
+    are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
+    of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
+    braid a forward and a backward that stand side by side, too, where the cost model says that it pays.
     """
 
     ranks: int = 4
+    tp: int = 1
+    dp: int = 1
     microbatches: int = 8
     chunks: int = 1
     schedule: str = "1f1b"
     memory_limit: float | None = None
     recompute: str | tuple[str, ...] = "none"
     cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
+    sequence_parallel: bool = False
+    fused_residual: bool = False
+    zero1: bool = False
+    braid: bool = True
+    braid_adjacent: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """``ranks · dp · tp``."""
+        return self.ranks * self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class RunConfig:
     """``batch``: sequences a step, over all microbatches. ``seed``: initial parameters and dropout. ``dtype``: of the compute;
     master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
     ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``platform`` and
-    ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks).
+    ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
     """
 
     steps: int = 200

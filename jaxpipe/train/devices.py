@@ -44,11 +44,13 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> tuple[Sequence[jax.Device], str]:
-    """``count`` devices and a remark for people (empty if there is nothing to remark).
+def find_devices(
+    count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1
+) -> tuple[Sequence[jax.Device], str]:
+    """``count`` devices and a remark for people (empty if there is nothing to remark). ``tp``: of the config, for advice.
 
     Raises:
-        ConfigError: there are not enough.
+        ConfigError: there are not enough; names ways to use those that there are.
     """
     import jax
 
@@ -70,11 +72,22 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -
     if len(emulated) >= count:
         return emulated[
             :count
-        ], f"{len(devices)} {kind} device(s) are too few for {count} ranks: running on emulated CPU devices"
+        ], f"{len(devices)} {kind} device(s) are too few for {count} places: running on emulated CPU devices"
     raise ConfigError(
-        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); use fewer ranks, or before JAX starts set "
-        f"XLA_FLAGS={_FLAG}={count}"
+        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp)}, or before JAX "
+        f"starts set XLA_FLAGS={_FLAG}={count}"
     )
+
+
+def _factorings(have: int, tp: int) -> str:
+    """Advice: the ways to use all of ``have`` devices, those with ``tp`` first; at most four."""
+    ways = [(have // (t * d), t, d) for t in range(1, have + 1) if have % t == 0 for d in _divisors(have // t)]
+    nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
+    return "ways to use these (--pp --tp --dp): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @contextmanager

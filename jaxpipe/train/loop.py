@@ -31,7 +31,7 @@ from jaxpipe.train.replan import Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
-from jaxpipe.train.setup import Prepared, Setup, compile_setup, prepare
+from jaxpipe.train.setup import Prepared, Setup, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import Stop
 
@@ -64,7 +64,7 @@ def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
             return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
         if origin is not None:
             folder.check_metrics()
-        devices, remark = find_devices(config.pipeline.ranks, config.run.platform)
+        devices, remark = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
         if config.run.tensorboard:
             require_tensorboard()
         if stream.isatty():
@@ -92,7 +92,7 @@ def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
     if not config.run.eval_every:
         return {}
     limit = config.run.eval_batches * m
-    batches = prepared.dataset.held_out_batches(config.run.batch // m, config.data.seq_len, limit)
+    batches = prepared.dataset.held_out_batches(microbatch_size(config), config.data.seq_len, limit)
     return {name: np.stack([b[name] for b in batches]) for name in batches[0]}
 
 

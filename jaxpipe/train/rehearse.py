@@ -1,6 +1,6 @@
 """From a config to rehearsals of its ranks on one device, and from their reports to what people and files get.
 
-The pipeline is the one that training would build, except that every rank sits on the same device; so the memory limit,
+The pipeline is the one that training would build, except that every rank sits on the same devices; so the memory limit,
 recompute policy, offload and re-planning of the config are in the program that is rehearsed. What a training step keeps on a
 rank beside the program (master parameters where the compute dtype is smaller, optimizer state) is there too.
 """
@@ -54,8 +54,8 @@ class Rehearsed:
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 
-def pipeline_on_one_device(prepared: Prepared, device: jax.Device, progress: Progress) -> Pipeline:
-    """The config's pipeline with every rank on ``device``. Compiles nothing.
+def pipeline_on_one_rank(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
+    """The config's pipeline with every rank on the same ``devices``, dp × tp of them. Compiles nothing.
 
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
@@ -64,7 +64,7 @@ def pipeline_on_one_device(prepared: Prepared, device: jax.Device, progress: Pro
     roomy = replace(
         config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB)
     )  # a rank at a time: checked there
-    return compile_pipeline(replace(prepared, config=roomy), [device] * prepared.schedule.num_ranks, progress)
+    return compile_pipeline(replace(prepared, config=roomy), list(devices) * prepared.schedule.num_ranks, progress)
 
 
 def rehearsals(
@@ -178,7 +178,7 @@ def _rank_text(r: RankReport) -> str:
     )
     lines = [
         f"rank {r.rank} of {r.num_ranks} (stage{'s' * (len(r.stages) > 1)} {stages}), schedule {r.schedule}, "
-        f"{r.num_instructions} instructions on one {r.device}",
+        f"{r.num_instructions} instructions on {'' if '×' in r.device else 'one '}{r.device}",
         f"  memory  predicted {format_bytes(m.predicted_bytes)}, measured {'' if m.exact else 'at least '}"
         f"{format_bytes(m.measured_bytes)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
         f"          with workspace {format_bytes(m.predicted.peak_bytes)}, at {m.predicted.at}: {kinds}",

@@ -36,7 +36,7 @@ def broken_rules(config: TrainConfig, bad_keys: set[str]) -> list[Problem]:
 
 _AT_LEAST: Mapping[str, int] = {
     "data.seq_len": 1, "data.holdout": 0, "data.seed": 0,
-    "pipeline.ranks": 1, "pipeline.microbatches": 1, "pipeline.chunks": 1,
+    "pipeline.ranks": 1, "pipeline.tp": 1, "pipeline.dp": 1, "pipeline.microbatches": 1, "pipeline.chunks": 1,
     "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
     "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
     "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
@@ -110,17 +110,38 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _batch_rule(config: TrainConfig) -> str:
-    """The batch divides into microbatches; otherwise names numbers near by that would."""
-    batch, microbatches = config.run.batch, config.pipeline.microbatches
-    if batch % microbatches == 0:
+    """The batch divides into microbatches, and each of these over dp; otherwise names numbers near by that would."""
+    batch, microbatches, dp = config.run.batch, config.pipeline.microbatches, config.pipeline.dp
+    step = microbatches * dp
+    if batch % step == 0:
         return ""
-    below = batch // microbatches * microbatches
-    batches = " or ".join(str(x) for x in (below, below + microbatches) if x > 0)
-    divisors = {d for k in range(1, math.isqrt(batch) + 1) if batch % k == 0 for d in (k, batch // k)}
-    nearest = sorted(sorted(divisors, key=lambda d: abs(d - microbatches))[:2])
-    counts = " or ".join(map(str, nearest))
-    message = f"run.batch={batch} is not divisible by pipeline.microbatches={microbatches}"
-    return f"{message}: use run.batch={batches}, or pipeline.microbatches={counts}"
+    below = batch // step * step
+    ways = ["run.batch=" + " or ".join(str(x) for x in (below, below + step) if x > 0)]
+    if batch % dp == 0:
+        ways.append("pipeline.microbatches=" + _nearest_divisors(batch // dp, microbatches))
+    if batch % microbatches == 0:
+        ways.append("pipeline.dp=" + _nearest_divisors(batch // microbatches, dp))
+    parts = f"pipeline.microbatches={microbatches}" + (f" × pipeline.dp={dp}" if dp > 1 else "")
+    return f"run.batch={batch} is not divisible by {parts}: use {', or '.join(ways)}"
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    """The two divisors of ``number`` nearest to ``wanted``, as ``4 or 8``."""
+    divisors = {d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)}
+    return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
+
+
+def _sequence_rule(config: TrainConfig) -> str:
+    """With sequence parallelism each tp shard holds an equal part of the time axis."""
+    length, tp = config.data.seq_len, config.pipeline.tp
+    if not config.pipeline.sequence_parallel or length % tp == 0:
+        return ""
+    below = length // tp * tp
+    lengths = " or ".join(str(x) for x in (below, below + tp) if x > 0)
+    return (
+        f"pipeline.sequence_parallel=true splits data.seq_len={length} over pipeline.tp={tp}, which does not divide it: use "
+        f"data.seq_len={lengths}, or pipeline.tp={_nearest_divisors(length, tp)}"
+    )
 
 
 def _warmup_rule(config: TrainConfig) -> str:
@@ -183,11 +204,17 @@ def _memory_rule(config: TrainConfig) -> str:
 
 
 def _devices_rule(config: TrainConfig) -> str:
-    devices, ranks = config.run.devices, config.pipeline.ranks
-    if devices == 0 or devices >= ranks:
+    devices, pipe = config.run.devices, config.pipeline
+    if devices == 0 or devices >= pipe.num_devices:
         return ""
+    if pipe.num_devices == pipe.ranks:
+        return (
+            f"run.devices={devices} is fewer than pipeline.ranks={pipe.ranks}: use at least {pipe.ranks}, or 0 for as many as "
+            "needed"
+        )
     return (
-        f"run.devices={devices} is fewer than pipeline.ranks={ranks}: use at least {ranks}, or 0 for as many as needed"
+        f"run.devices={devices} is fewer than the {pipe.num_devices} of pipeline.ranks={pipe.ranks} × pipeline.dp={pipe.dp} × "
+        f"pipeline.tp={pipe.tp}: use at least {pipe.num_devices}, or 0 for as many as needed"
     )
 
 
@@ -211,14 +238,15 @@ def _recorded_rule(config: TrainConfig) -> str:
 
 
 _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
-    ("run.batch", "pipeline.microbatches"): _batch_rule,
+    ("run.batch", "pipeline.microbatches", "pipeline.dp"): _batch_rule,
+    ("pipeline.sequence_parallel", "data.seq_len", "pipeline.tp"): _sequence_rule,
     ("optimizer.warmup_steps", "run.steps"): _warmup_rule,
     ("data.holdout", "run.eval_every"): _holdout_rule,
     ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
     ("pipeline.recompute", "pipeline.ranks", "pipeline.chunks"): _recompute_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
-    ("run.devices", "pipeline.ranks"): _devices_rule,
+    ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("model.options", "data.seq_len"): _seq_len_rule,
     ("replan.enabled", "run.steps", "run.log_every"): _recorded_rule,

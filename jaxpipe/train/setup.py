@@ -14,6 +14,7 @@ import optax
 
 from jaxpipe import profile
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.mesh import TensorParallel
 from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
@@ -21,6 +22,7 @@ from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, ge
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.reference import init_params, resolve_model
+from jaxpipe.train.braiding import with_collectives
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
@@ -97,10 +99,16 @@ def stored_params(model: Model) -> dict[str, Any]:
     return jax.tree.map(master, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
 
 
+def microbatch_size(config: TrainConfig) -> int:
+    """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
+    sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
+    return config.run.batch // config.pipeline.microbatches
+
+
 def stage_planner(config: TrainConfig, model: Model) -> Callable[[int], StagePlan]:
     """A function from the number of stages to the plan, cut as ``pipeline.cut`` says. Costs of layers are taken once."""
     cut = config.pipeline.cut
-    size = config.run.batch // config.pipeline.microbatches
+    size = microbatch_size(config) // config.pipeline.dp  # what one device sees, as far as costs go
     if cut == "measured":
         costs, source = profile.measured_layer_costs(model, size), "measured"
     else:
@@ -202,20 +210,31 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
         pipeline = Pipeline.build(
             prepared.model,
             schedule,
-            microbatch_size=config.run.batch // config.pipeline.microbatches,
+            microbatch_size=microbatch_size(config),
             boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
             devices=devices,
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,
             offload=offload_options(config),
+            dp=config.pipeline.dp,
+            tp=tensor_parallel(config),
+            braid=config.pipeline.braid,
         )
+        pipeline = with_collectives(config, pipeline)
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         return with_replannable_start(config, pipeline)
 
 
 def step_of(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
     """The training step of ``config`` over ``pipeline``. Compiles nothing yet."""
-    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm)
+    zero1 = config.pipeline.zero1
+    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm, zero1=zero1)
+
+
+def tensor_parallel(config: TrainConfig) -> TensorParallel:
+    """How the layers of a rank divide their work."""
+    pipe = config.pipeline
+    return TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual)
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:

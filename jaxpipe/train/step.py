@@ -1,9 +1,11 @@
-"""One training step: the pipeline's gradients, one global norm, an optax update per stage.
+"""One training step: the pipeline's gradients, one reduction of each, one global norm, an optax update per stage.
 
 Master parameters are float32 (float64 under x64) buffers on the rank that runs the stage; with bfloat16 compute, the update
-also emits the cast buffers, so no stage function ever casts a parameter. The norm for clipping is taken over all ranks, each
-parameter once (tied copies and replicas are added to their owner first). A step whose norm is not finite leaves parameters
-and optimizer state as they were. Nothing here waits for a device.
+also emits the cast buffers, so no stage function ever casts a parameter. Each device sums its own gradients over the
+microbatches; after the pipeline tied copies and replicas are added to their owner, and each parameter is reduced once over the
+devices of its rank (:mod:`jaxpipe.train.reduction`). The norm for clipping is taken over all ranks and devices, each parameter
+once. With ZeRO-1 the update and its state are divided over dp. A step whose norm is not finite leaves parameters and optimizer
+state as they were. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.accounting import MemoryReport
 from jaxpipe.runtime.executor import StepOutputs
-from jaxpipe.runtime.pipeline import Batch, Pipeline, get_leaf, replace_leaf
+from jaxpipe.runtime.pipeline import Batch, Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.footprint import Footprint, compiled_footprint
-from jaxpipe.stage.layer import Params, Path
+from jaxpipe.stage.layer import Params
+from jaxpipe.stage.params import LeafSlot
+from jaxpipe.train.reduction import GradientReduction, Reduced, on_rank, own_buckets
+from jaxpipe.train.shards import StageShards
 from jaxpipe.train.step_memory import StageState, master_avals, step_memory
+from jaxpipe.train.ties import TiedLeaves
+from jaxpipe.train.update import check_elementwise, compile_update, takes_params
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
@@ -36,7 +43,8 @@ Buffers = list[jax.Array]
 class TrainState:
     """Everything that a step changes. ``master``, ``compute``, ``acc`` by (rank, stage); ``optimizer`` by stage, then layer.
 
-    ``compute`` is ``master`` itself when both have one dtype. ``acc`` is all zeros between steps. A state is consumed by the
+    ``compute`` is ``master`` itself when both have one dtype; when they differ, ZeRO-1 keeps masters as buckets
+    (:mod:`jaxpipe.train.shards`) on the primary ranks only. ``acc`` is all zeros between steps. A state is consumed by the
     step that takes it (its buffers are donated).
     """
 
@@ -68,50 +76,70 @@ class TrainStep:
         pipeline: compiled stages on their ranks.
         optimizer: an optax transformation of one layer's parameters (no clipping by norm: that is global and done here).
         clip_norm: bound on the global gradient norm; 0 for none.
+        zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.shards`).
+
+    Raises:
+        ConfigError: devices would see pieces of parameters, and the optimizer does not treat elements alone.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: optax.GradientTransformation, *, clip_norm: float = 0.0) -> None:
-        self.pipeline = pipeline
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: optax.GradientTransformation,
+        *,
+        clip_norm: float = 0.0,
+        zero1: bool = False,
+    ) -> None:
         self._tx = optimizer
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
+        self._shards = {
+            s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1) for s, r in self._primary.items()
+        }
+        if any(x.chunked or x.tp > 1 for x in self._shards.values()):
+            check_elementwise(optimizer)
+        self.pipeline = pipeline
+        self._states = {s: self._stage_state(s) for s in self._primary}
+        self._reduce = {s: GradientReduction(x, self._states[s].acc) for s, x in self._shards.items()}
         self._update = {s: self._compile_update(s) for s in self._primary}
-        self._square = {s: jax.jit(partial(_square_sum, pipeline, s)) for s in self._primary}
-        self._unpack = {s: jax.jit(pipeline.layout(s).unpack) for s in self._primary}
-        self._fresh = jax.jit(lambda params: {name: optimizer.init(leaves) for name, leaves in params.items()})
+        self._unpack = {s: self._compile_unpack(s) for s in self._primary}
+        self._fresh = {s: self._compile_fresh(s) for s in self._primary}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(_sum_losses)
-        self._ties = _TiedGradients(pipeline)
-        self._states: dict[int, StageState] = {}  # for memory reports, as are the footprints of updates
+        self._ties = TiedLeaves(pipeline)
+        self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
 
     def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
         """The same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles nothing."""
         other = copy.copy(self)
-        other.pipeline = pipeline
+        other.pipeline = self._with_epilogues(pipeline)
         return other
 
     def init(
         self, params: Mapping[str, Params], optimizer: Mapping[str, Any] | None = None, *, step: int = 0
     ) -> TrainState:
-        """Place parameters (by layer name, any float dtype) and optimizer state (fresh unless given) on the ranks.
+        """Place parameters (whole, by layer name, any float dtype) and optimizer state (as :meth:`by_layer` gives it, from any
+        ranks and devices; fresh unless given) on the ranks.
 
         Raises:
             CheckpointError: layers or leaves are missing, or shapes differ.
         """
         pipe = self.pipeline
-        master = pipe.place(params, pipe.master_dtype)
-        compute = master if not pipe.casts else pipe.place(params, pipe.compute_dtype)
+        compute = pipe.place(params, pipe.compute_dtype)
+        master = compute if not pipe.casts else self._masters(params)
         acc = {at: pipe.zeros(at) for at in pipe.all_instances}
         states: dict[int, dict[str, Any]] = {}
         for s, rank in self._primary.items():
-            home = replicated(pipe.submeshes[rank])
-            owned = trained(pipe.owned(s, self._unpack[s](master[(rank, s)])))
-            if optimizer is not None and (missing := owned.keys() - optimizer.keys()):
+            if optimizer is None:
+                homes = jax.tree.map(lambda a: a.sharding, self._states[s].optimizer)
+                states[s] = jax.device_put(self._fresh[s](master[(rank, s)]), homes)  # zeros know no device
+                continue
+            layers = pipe.layout(s).layers
+            if missing := [name for name in layers if name not in optimizer]:
                 raise CheckpointError(
                     f"no optimizer state for layer {min(missing)}; there is one for {', '.join(optimizer)}"
                 )
-            given = self._fresh(owned) if optimizer is None else {name: optimizer[name] for name in owned}
-            states[s] = jax.device_put(given, home)
+            states[s] = self._place_states(s, {name: optimizer[name] for name in layers})
         return TrainState(step, master, compute, acc, states)
 
     def __call__(
@@ -125,26 +153,49 @@ class TrainStep:
         pipe = self.pipeline
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
-        outputs = replace(outputs, acc={})  # whoever keeps the metrics would keep replicas' accumulators
-        squares = [self._square[s](acc[(r, s)]) for s, r in self._primary.items()]
+        reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._primary.items()}
+        outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
         first = replicated(pipe.submeshes[0])
         several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
         loss_sum, weight = self._sum_losses(jax.device_put(outputs.losses, first) if several else outputs.losses)
+        squares = [reduced[s].square for s in self._primary]
         loss, norm, scale, ok = self._combine(*jax.device_put((squares, loss_sum, weight), first))
         master, compute = dict(state.master), dict(state.compute)
         optimizer = dict(state.optimizer)
         for s, r in self._primary.items():
+            at, shards = (r, s), self._shards[s]
             local_scale, local_ok = jax.device_put((scale, ok), replicated(pipe.submeshes[r]))
-            new = self._update[s](master[(r, s)], acc[(r, s)], optimizer[s], local_scale, local_ok)
-            master[(r, s)], compute[(r, s)], optimizer[s], acc[(r, s)] = new
-        self._share(master)
+            params = compute[at] if takes_params(shards, pipe.casts) else []
+            masters = master[at] if pipe.casts else []
+            new = self._update[s](params, masters, reduced[s].grads, optimizer[s], local_scale, local_ok)
+            compute[at], master[at], optimizer[s], zeros = new
+            acc[at] = zeros or reduced[s].acc
+        self._share(compute)
         if not pipe.casts:
-            compute = master
-        else:
-            self._share(compute)
+            master = compute
+        elif not self._chunked:
+            self._share(master)
         timeline = pipe.measured_timeline(outputs) if record else None
         metrics = StepMetrics(loss, norm, ok, weight, timeline, outputs)
         return TrainState(state.step + 1, master, compute, acc, optimizer), metrics
+
+    def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
+        """Master parameters and optimizer state by layer name, whole, each parameter once: what a checkpoint stores. The same
+        bits however many ranks and devices they were divided over; valid until the next step, which reuses the memory."""
+        params: dict[str, Params] = {}
+        optimizer: dict[str, Any] = {}
+        for s, r in self._primary.items():
+            shards, at = self._shards[s], (r, s)
+            if self.pipeline.casts and shards.chunked:
+                whole = self.pipeline.owned(s, self._unpack[s](state.compute[at]))  # for what is not trained
+                params.update(self.pipeline.with_owned(whole, shards.host_tree(state.master[at])))
+            else:
+                params.update(self.pipeline.owned(s, self._unpack[s](state.master[at])))
+            gather = shards.host_whole if shards.chunked else _as_it_is
+            optimizer.update(shards.on_states(self._tx, state.optimizer[s], gather, lambda other: other))
+        return params, optimizer
+
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def memory_report(self, *, workspace: bool = True) -> MemoryReport:
         """Predicted memory of a device of each rank in a step, parameters and optimizer state included, by kind. Compiles
@@ -164,119 +215,136 @@ class TrainStep:
 
     def stage_states(self) -> Mapping[int, StageState]:
         """By stage, the shapes of what its update takes."""
-        for s in self._primary:
-            if s not in self._states:
-                self._states[s] = self._stage_state(s)
         return self._states
 
     def _stage_state(self, stage: int) -> StageState:
-        pipe, rank = self.pipeline, self._primary[stage]
-        home = replicated(pipe.submeshes[rank])
-        master = master_avals(pipe, stage)
-        owned = jax.eval_shape(lambda buffers: trained(pipe.owned(stage, pipe.layout(stage).unpack(buffers))), master)
-        fresh = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home), jax.eval_shape(self._fresh, owned)
+        pipe, shards = self.pipeline, self._shards[stage]
+        buckets = [shards.bucket_aval(i, pipe.master_dtype) for i in shards.bucketed] if shards.chunked else []
+        leaves = shards.whole_avals(pipe.master_dtype)
+        fresh = {name: jax.eval_shape(self._tx.init, tree) for name, tree in leaves.items()}
+        return StageState(
+            master=buckets if shards.chunked and pipe.casts else master_avals(pipe, stage),
+            acc=pipe.functions[pipe.primary(stage)].acc_avals,
+            optimizer=shards.on_states(self._tx, fresh, shards.leaf_aval, shards.same_aval),
+            grads=buckets,
+            divided=shards.chunked,
         )
-        return StageState(master, pipe.functions[(rank, stage)].acc_avals, fresh)
 
     def _update_footprint(self, stage: int) -> Footprint:
+        """Of the update, with the reduction before it where that is a program of its own."""
         if stage in self._footprints:
             return self._footprints[stage]
-        state = self.stage_states()[stage]
-        home = replicated(self.pipeline.submeshes[self._primary[stage]])
+        pipe, state, shards = self.pipeline, self._states[stage], self._shards[stage]
         dtype = state.acc[0].dtype if state.acc else jnp.float32
-        scale, ok = (jax.ShapeDtypeStruct((), d, sharding=home) for d in (dtype, jnp.bool_))
-        lowered = self._update[stage].lower(list(state.master), list(state.acc), state.optimizer, scale, ok)
-        self._footprints[stage] = compiled_footprint(lowered.compile())
-        return self._footprints[stage]
+        scale, ok = (shards.same_aval(jax.ShapeDtypeStruct((), d)) for d in (dtype, jnp.bool_))
+        params = list(pipe.functions[pipe.primary(stage)].param_avals) if takes_params(shards, pipe.casts) else []
+        masters = list(state.master) if pipe.casts else []
+        grads = list(state.grads) if shards.chunked else list(state.acc)
+        lowered = self._update[stage].lower(params, masters, grads, state.optimizer, scale, ok)
+        found = compiled_footprint(lowered.compile())
+        if shards.mesh.size > 1:
+            before = compiled_footprint(self._reduce[stage].function.lower(list(state.acc)).compile())
+            temp, code = max(found.temp_bytes, before.temp_bytes), found.code_bytes + before.code_bytes
+            found = replace(found, temp_bytes=temp, code_bytes=code)
+        self._footprints[stage] = found
+        return found
 
-    def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
-        """Master parameters and optimizer state by layer name, each parameter once: what a checkpoint stores."""
-        params: dict[str, Params] = {}
-        optimizer: dict[str, Any] = {}
-        for s, r in self._primary.items():
-            params.update(self.pipeline.owned(s, self._unpack[s](state.master[(r, s)])))
-            optimizer.update(state.optimizer[s])
-        return params, optimizer
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _with_epilogues(self, pipeline: Pipeline) -> Pipeline:
+        """``pipeline``, reducing the gradients of a stage as soon as its last W has been dispatched, where nothing is to be
+        added to them first and no other stage wants them."""
+        tied = {s for tie in pipeline.tied for s in (tie.owner_stage, tie.copy_stage)}
+        early = {
+            (r, s): self._reduce[s].dispatch
+            for s, r in self._primary.items()
+            if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
+        }
+        return pipeline.with_epilogues(early) if early else pipeline
+
+    def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
+        """The reduced gradients of a stage: dispatched in the pipeline, or now."""
+        at = (self._primary[stage], stage)
+        return self._reduce[stage].read(outputs.reduced[at]) if at in outputs.reduced else self._reduce[stage](acc)
+
+    @property
+    def _chunked(self) -> bool:
+        return any(x.chunked for x in self._shards.values())
 
     def _share(self, buffers: dict[Instance, Buffers]) -> None:
         """Give updated parameters to tied copies, and then to replicas."""
         self._ties.spread(buffers)
         self.pipeline.copy_to_replicas(buffers)
 
+    def _masters(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
+        """Master parameters on the ranks: buffers, or buckets where they are divided over dp."""
+        pipe = self.pipeline
+        if not self._chunked:
+            return pipe.place(params, pipe.master_dtype)
+        return {
+            (r, s): [
+                jax.device_put(self._shards[s].host_bucket(params, i).astype(aval.dtype), aval.sharding)
+                for i, aval in zip(self._shards[s].bucketed, self._states[s].master, strict=True)
+            ]
+            for s, r in self._primary.items()
+        }
+
+    def _place_states(self, stage: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole optimizer states of layers on the devices of their rank.
+
+        Raises:
+            CheckpointError: they are of another optimizer or model.
+        """
+        shards = self._shards[stage]
+        if shards.mesh.size == 1:
+            placed: dict[str, Any] = jax.device_put(dict(given), replicated(shards.mesh))
+            return placed
+
+        def put(leaf: Any, slot: LeafSlot) -> Any:
+            if tuple(leaf.shape) != slot.whole_shape(shards.tp):
+                raise ValueError(f"{slot} has shape {tuple(leaf.shape)}, the model wants {slot.whole_shape(shards.tp)}")
+            aval = shards.leaf_aval(leaf, slot)
+            return jax.device_put(shards.host_chunk(leaf, slot) if shards.chunked else leaf, aval.sharding)
+
+        try:
+            return shards.on_states(self._tx, given, put, partial(jax.device_put, device=replicated(shards.mesh)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"the optimizer state of stage {stage} does not fit: {reason}") from error
+
     def _compile_update(self, stage: int) -> Any:
-        pipe, tx = self.pipeline, self._tx
-        layout = pipe.layout(stage)
-        cast_to = pipe.compute_dtype if pipe.casts else None
+        cast_to = self.pipeline.compute_dtype if self.pipeline.casts else None
+        state = self._states[stage]
+        return compile_update(self._shards[stage], self._tx, state.acc, state.optimizer, cast_to)
 
-        def update(master: Buffers, acc: Buffers, states: Mapping[str, Any], scale: jax.Array, ok: jax.Array) -> Any:
-            tree = layout.unpack(master)
-            params = trained(pipe.owned(stage, tree))
-            grads = trained(pipe.owned(stage, pipe.unpack_acc(stage, acc)))
-            new_params, new_states = {}, {}
-            for name, leaves in params.items():
-                scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads[name], leaves)
-                updates, new_state = tx.update(scaled, states[name], leaves)
-                fresh = optax.apply_updates(leaves, updates)
-                new_params[name] = jax.tree.map(partial(jnp.where, ok), fresh, leaves)
-                new_states[name] = jax.tree.map(partial(jnp.where, ok), new_state, states[name])
-            packed = layout.pack(pipe.with_owned(tree, new_params))
-            cast = [_cast(b, cast_to) for b in packed] if cast_to is not None else []
-            return packed, cast, new_states, [jnp.zeros_like(a) for a in acc]
+    def _compile_unpack(self, stage: int) -> Any:
+        """From parameter buffers to whole leaves by layer, split ones still on their shards."""
+        shards, layout = self._shards[stage], self.pipeline.layout(stage)
 
-        return jax.jit(update, donate_argnums=(0, 1, 2))
+        def unpack(buffers: Buffers) -> dict[str, Params]:
+            return layout.tree(layout.unpack_leaves(buffers), ties=False)
 
+        specs = layout.tree([shards.whole_spec(slot) for slot in layout.slots], ties=False)
+        return on_rank(unpack, shards.mesh, (shards.buffer_specs,), specs)
 
-class _TiedGradients:
-    """Adds gradients of tied copies to their owner, and hands the owner's new value to the copies."""
+    def _compile_fresh(self, stage: int) -> Any:
+        """From master parameters, as they are kept, to optimizer states by layer."""
+        shards, tx = self._shards[stage], self._tx
+        in_buckets = shards.chunked and self.pipeline.casts
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipe = pipeline
-        self._take = {t: jax.jit(partial(_take, pipeline, t.copy_stage, t.copy_path)) for t in pipeline.tied}
-        self._give = {t: jax.jit(partial(_take, pipeline, t.owner_stage, t.owner_path)) for t in pipeline.tied}
-        self._add = {
-            t: jax.jit(partial(_add, pipeline, t.owner_stage, t.owner_path), donate_argnums=0) for t in pipeline.tied
-        }
-        self._put = {
-            t: jax.jit(partial(_put, pipeline, t.copy_stage, t.copy_path), donate_argnums=0) for t in pipeline.tied
-        }
+        def fresh(master: Buffers) -> dict[str, Any]:
+            if shards.chunked:
+                tree = shards.chunks(master if in_buckets else own_buckets(shards, master))
+            else:
+                tree = shards.tree(shards.layout.unpack_leaves(master))
+            return {name: tx.init(leaves) for name, leaves in tree.items()}
 
-    def gather(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
-        for t in self._pipe.tied:
-            owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
-            leaf = jax.device_put(self._take[t](acc[copy]), replicated(self._pipe.submeshes[owner[0]]))
-            acc[owner] = self._add[t](acc[owner], leaf)
-        return acc
-
-    def spread(self, buffers: dict[Instance, Buffers]) -> None:
-        for t in self._pipe.tied:
-            owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
-            leaf = jax.device_put(self._give[t](buffers[owner]), replicated(self._pipe.submeshes[copy[0]]))
-            buffers[copy] = self._put[t](buffers[copy], leaf)
+        given = [shards.bucket_spec(i) for i in shards.bucketed] if in_buckets else shards.buffer_specs
+        return on_rank(fresh, shards.mesh, (given,), shards.state_specs(tx, self._states[stage].optimizer))
 
 
-def _take(pipe: Pipeline, stage: int, path: Path, buffers: Buffers) -> jax.Array:
-    leaf: jax.Array = get_leaf(_unpack(pipe, stage, buffers), path)
+def _as_it_is(leaf: Any, slot: LeafSlot) -> Any:
     return leaf
-
-
-def _put(pipe: Pipeline, stage: int, path: Path, buffers: Buffers, leaf: jax.Array) -> Buffers:
-    packed = pipe.layout(stage).pack(replace_leaf(_unpack(pipe, stage, buffers), path, leaf))
-    return list(packed[: len(buffers)])
-
-
-def _add(pipe: Pipeline, stage: int, path: Path, buffers: Buffers, leaf: jax.Array) -> Buffers:
-    return _put(pipe, stage, path, buffers, _take(pipe, stage, path, buffers) + leaf)
-
-
-def _unpack(pipe: Pipeline, stage: int, buffers: Buffers) -> dict[str, Params]:
-    """Parameters or accumulators (which lack the integer buffers) as a tree."""
-    layout = pipe.layout(stage)
-    return layout.unpack(buffers) if len(buffers) == len(layout.buffers) else pipe.unpack_acc(stage, buffers)
-
-
-def _cast(buffer: jax.Array, dtype: Any) -> jax.Array:
-    return buffer.astype(dtype) if jnp.issubdtype(buffer.dtype, jnp.floating) else buffer
 
 
 def trained(tree: Any) -> Any:
@@ -287,13 +355,8 @@ def trained(tree: Any) -> Any:
     return {k: v for k, v in kept.items() if isinstance(v, Mapping) or jnp.issubdtype(v.dtype, jnp.inexact)}
 
 
-def _square_sum(pipe: Pipeline, stage: int, acc: Buffers) -> jax.Array:
-    leaves = jax.tree.leaves(trained(pipe.owned(stage, pipe.unpack_acc(stage, acc))))
-    return sum((jnp.sum(jnp.square(g)) for g in leaves), start=jnp.zeros((), acc[0].dtype if acc else jnp.float32))
-
-
 def _sum_losses(losses: Sequence[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
-    return sum(x[0] for x in losses), sum(x[1] for x in losses)  # type: ignore[return-value]
+    return sum(jnp.sum(x[0]) for x in losses), sum(jnp.sum(x[1]) for x in losses)  # type: ignore[return-value]
 
 
 def _combine(

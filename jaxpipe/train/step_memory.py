@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.mesh import replicated
 from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.footprint import Footprint, device_bytes, total_device_bytes
@@ -25,11 +24,15 @@ from jaxpipe.stage.footprint import Footprint, device_bytes, total_device_bytes
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What the update of one stage takes, as shapes on the stage's primary rank."""
+    """What the update of one stage takes, as shapes on the stage's primary rank. ``grads``: what gradients take beside the
+    accumulators once they are reduced. ``divided``: over dp (ZeRO-1), so that masters in a wider dtype are buckets, and on the
+    primary rank only."""
 
     master: Sequence[jax.ShapeDtypeStruct]
     acc: Sequence[jax.ShapeDtypeStruct]
     optimizer: Any
+    grads: Sequence[jax.ShapeDtypeStruct] = ()
+    divided: bool = False
 
     @property
     def master_bytes(self) -> int:
@@ -42,13 +45,12 @@ class StageState:
 
 def master_avals(pipeline: Pipeline, stage: int) -> list[jax.ShapeDtypeStruct]:
     """Shapes of a stage's master buffers on its primary rank."""
-    home = replicated(pipeline.submeshes[pipeline.primary(stage)[0]])
 
     def aval(b: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = pipeline.master_dtype if jnp.issubdtype(b.dtype, jnp.floating) else b.dtype
-        return jax.ShapeDtypeStruct(b.shape, dtype, sharding=home)
+        return jax.ShapeDtypeStruct(b.shape, dtype, sharding=b.sharding)
 
-    return [aval(b) for b in pipeline.layout(stage).buffers]
+    return [aval(b) for b in pipeline.functions[pipeline.primary(stage)].param_avals]
 
 
 def step_memory(
@@ -66,7 +68,7 @@ def step_memory(
     for s, ranks in pipeline.instances.items():
         for r in ranks:
             held = resident.setdefault(r, {"masters": 0, "optimizer": 0, "code": 0})
-            held["masters"] += states[s].master_bytes if casts else 0
+            held["masters"] += states[s].master_bytes if casts and (r == ranks[0] or not states[s].divided) else 0
         primary = resident[ranks[0]]
         primary["optimizer"] += states[s].optimizer_bytes
         primary["code"] += updates[s].code_bytes if workspace else 0
@@ -95,8 +97,13 @@ def _update(
     held["code"] = before.peaks.get("code", 0)
     acc = {s: total_device_bytes(states[s].acc) for s in here}
     sums = sum(acc[s] for s in shared) + max((acc[s] for s in shared if pipeline.primary(s)[0] == rank), default=0)
-    copies = {s: states[s].master_bytes for s in shared if pipeline.primary(s)[0] != rank}
-    held["gradients"] += sums
+    copies = {
+        s: total_device_bytes(master_avals(pipeline, s))
+        for s in shared
+        if pipeline.primary(s)[0] != rank and not (casts and states[s].divided)
+    }
+    primaries = [s for s in here if pipeline.primary(s)[0] == rank]
+    held["gradients"] += sums + sum(total_device_bytes(states[s].grads) for s in primaries)
     held["masters" if casts else "parameters"] = held.get("masters" if casts else "parameters", 0) + sum(
         copies.values()
     )
@@ -125,7 +132,9 @@ def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
 
 def _workspace(update: Footprint, state: StageState) -> int:
     """What an update allocates beside the new compute copies: XLA's temporaries, and what it does not write in place."""
-    donated = state.master_bytes + total_device_bytes(state.acc) + state.optimizer_bytes
+    donated = state.master_bytes + state.optimizer_bytes
+    if not state.divided:
+        donated += total_device_bytes(state.acc)
     return update.temp_bytes + max(0, donated - update.alias_bytes)
 
 

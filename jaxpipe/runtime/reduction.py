@@ -1,0 +1,49 @@
+"""The one reduction of a step's gradients inside a rank: what its devices accumulated, summed.
+
+Within a step every device adds up its own microbatch shards (:mod:`jaxpipe.stage.compile`), so F, B and W hold no reduction
+over ``dp``. Afterwards each accumulator is summed once, over ``dp``, and over ``tp`` too where shards made parts of a gradient
+(``partial`` buffers); split parameters stay split. The result lies as the parameters do. Small leaves share a buffer already
+(:mod:`jaxpipe.stage.params`), so a stage needs few collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpipe.mesh import DP, TP
+from jaxpipe.stage.functions import StageFunctions
+
+Reduction = Callable[[list[jax.Array]], list[jax.Array]]
+
+
+def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
+    """A function from the accumulators of a stage on ``mesh`` to its gradients, placed like its parameters.
+
+    On one device, and generally where there is nothing to add up, the accumulators are the gradients.
+    """
+    axes = [reduced_axes(mesh, kind) for kind in stage.layout.kinds[: stage.layout.num_trained]]
+    if not any(axes):
+        return lambda acc: acc
+
+    def reduce(acc: list[Any]) -> list[Any]:
+        return [jax.lax.psum(a, over) if over else a for a, over in zip(acc, axes, strict=True)]
+
+    reduce.__name__ = reduce.__qualname__ = f"reduce_stage{stage.stage}"
+    into = [_spec(a) for a in stage.acc_avals]
+    out_of = [_spec(a) for a in stage.param_avals[: stage.layout.num_trained]]
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=(into,), out_specs=out_of, check_vma=False)
+    return jax.jit(mapped)
+
+
+def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
+    """The axes of more than one device over which the gradients of a parameter buffer of this kind are summed."""
+    return tuple(a for a in ((DP, TP) if kind == "partial" else (DP,)) if mesh.shape[a] > 1)
+
+
+def _spec(aval: jax.ShapeDtypeStruct) -> Any:
+    assert isinstance(aval.sharding, NamedSharding)
+    return aval.sharding.spec

@@ -1,0 +1,234 @@
+"""Braided slots: functions of several (op, stage) of one rank as one compiled function.
+
+Source: ``stp.txt`` section 3. The parts compute independent things, so their equations are woven (:mod:`jaxpipe.stage.weave`),
+and each collective of one part finds compute of another to hide behind. What the parts share is passed once: the parameters of
+a stage, and its accumulators, to which the parts add one after another, in the order of the slot. Only these additions are kept
+in order; all that leads up to them is woven. So the results are those of separate calls, bit for bit.
+
+A call takes the arguments of all parts, and one scalar tells that it has run. Not modelled: parts that read what another part
+of the slot makes (an invalid schedule), and parts on different submeshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpipe import dump
+from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
+from jaxpipe.mesh import TP
+from jaxpipe.stage.compile import BuildCache, forwarding, gpu_options, jit_per_shard
+from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
+from jaxpipe.stage.weave import weave
+
+
+def build_braids(
+    wanted: Iterable[tuple[int, Parts]], functions: Mapping[tuple[int, int], StageFunctions], cache: BuildCache
+) -> dict[tuple[int, Parts], BraidedFunction]:
+    """The braided functions of ``wanted`` (rank, parts). They compile when they first run, once for all whose parts share
+    compiled code (``cache``)."""
+    return {
+        (rank, parts): braid([(s, functions[(rank, s)].functions[op]) for op, s in parts], cache)
+        for rank, parts in wanted
+    }
+
+
+def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> BraidedFunction:
+    """One function of several ``(stage, function)`` that live on one submesh, in the order of the slot."""
+    assert len(parts) > 1, "a braid has at least two parts"
+    names: Parts = tuple((f.op, stage) for stage, f in parts)
+    stages = [stage for stage, _ in parts]
+    key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
+    found: BraidedFunction | None = cache.jitted.get(key)
+    if found is None:
+        mesh = _mesh_of([f for _, f in parts])
+        found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
+    return replace(found, parts=names)
+
+
+def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
+    name = "_with_".join(f"{op}_stage{stage}" for op, stage in names)
+    dump.dump("jaxpr", f"braid-{name}", lambda: str(made.closed))
+    dump.dump("weave", f"braid-{name}", lambda: str(made.woven))
+    at = {v: k for k, v in enumerate(made.closed.jaxpr.invars)}
+    donated = tuple(k for k, (_, port, _) in enumerate(made.inputs) if port.kind == "acc")
+    outvars = made.closed.jaxpr.outvars
+    forwarded = {k: at[a] for k, a in enumerate(outvars) if isinstance(a, Var) and a in at and at[a] not in donated}
+    rest = [k for k in range(len(outvars)) if k not in forwarded]
+    avals_in = tuple(aval for _, _, aval in made.inputs)
+    avals_out = tuple(aval for _, _, aval in made.outputs)
+    results = [avals_out[k] for k in rest]
+    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, gpu_options(mesh))
+    return BraidedFunction(
+        parts=names,
+        inputs=tuple(port for _, port, _ in made.inputs),
+        outputs=tuple(port for _, port, _ in made.outputs),
+        input_parts=tuple(k for k, _, _ in made.inputs),
+        output_parts=tuple(k for k, _, _ in made.outputs),
+        avals_in=avals_in,
+        avals_out=avals_out,
+        donated=donated,
+        jaxpr=made.closed,
+        call=jitted if not forwarded else forwarding(jitted, forwarded, len(outvars)),
+        jitted=jitted,
+        forwarded=forwarded,
+        collectives=made.woven.collectives,
+    )
+
+
+def _mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+    meshes = {a.sharding.mesh for f in functions for a in f.avals_out if isinstance(a.sharding, NamedSharding)}
+    assert len(meshes) == 1, "the parts of a braid live on one submesh"
+    (mesh,) = meshes
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+class _Composition:
+    """The parts woven, with shared arguments unified and accumulators handed from part to part.
+
+    ``inputs``, ``outputs``: (part, port, aval) of each argument and result of ``closed``. ``woven``: what was put under what.
+    ``shards``: of the axis ``tp``.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, StageFunction]], shards: int) -> None:
+        self.parts = parts
+        self.inputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
+        self.outputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
+        self._invars: dict[tuple[int, Port], Var] = {}
+        self._env: dict[Var, Atom] = {}
+        self._sums: dict[tuple[int, Port], Atom] = {}
+        heads = self._heads()
+        self.woven = weave([h.closed for h in heads], shards=shards)
+        woven = self.woven.jaxpr
+        made = self._bind(heads, woven)
+        eqns = [self._renamed(eqn) for eqn in woven.jaxpr.eqns]
+        results: list[dict[Port, Atom]] = []
+        for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
+            results.append(self._finish(k, head, [self._read(a) for a in atoms], eqns))
+        outvars = self._results(results)
+        consts = list(zip(woven.jaxpr.constvars, woven.consts, strict=True))
+        self.closed = close_jaxpr(consts, list(self._invars.values()), eqns, outvars)
+
+    def _heads(self) -> list[_Head]:
+        """What is woven of each part: all of it, but for additions to accumulators that an earlier part adds to."""
+        heads, adding = [], set()
+        for stage, f in self.parts:
+            adds = any(p.kind == "acc" for p in f.outputs)
+            heads.append(_without_additions(f) if adds and stage in adding else _whole(f))
+            if adds:
+                adding.add(stage)
+        return heads
+
+    def _bind(self, heads: Sequence[_Head], woven: ClosedJaxpr) -> list[list[Atom]]:
+        """Unify the arguments of the parts; returns each part's results in ``woven``."""
+        invars, outvars = iter(woven.jaxpr.invars), iter(woven.jaxpr.outvars)
+        for k, (head, (stage, f)) in enumerate(zip(heads, self.parts, strict=True)):
+            avals = dict(zip(f.inputs, f.avals_in, strict=True))
+            for port in head.inputs:
+                var = next(invars)
+                key = self._key(k, stage, port)
+                if key not in self._invars:
+                    self._invars[key] = var
+                    self.inputs.append((k, port, avals[port]))
+                self._env[var] = self._invars[key]
+        return [[next(outvars) for _ in head.closed.jaxpr.outvars] for head in heads]
+
+    @staticmethod
+    def _key(part: int, stage: int, port: Port) -> tuple[int, Port]:
+        """What names an argument: shared ones by stage, others by part."""
+        return (stage, port) if port.kind in SHARED else (-1 - part, port)
+
+    def _finish(self, k: int, head: _Head, atoms: Sequence[Atom], eqns: list[JaxprEqn]) -> dict[Port, Atom]:
+        """The results of a part by port; additions that were left out of the weave are appended to ``eqns``."""
+        stage, _ = self.parts[k]
+        found = dict(zip(head.outputs, atoms, strict=False))
+        local = dict(zip(head.crossing, atoms[len(head.outputs) :], strict=True))
+        local.update((var, self._sums[(stage, port)]) for port, var in head.sums)
+        for eqn in head.additions:
+            invars = [local[a] if isinstance(a, Var) else a for a in eqn.invars]
+            outvars = [fresh_var(v.aval) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+            local.update(zip(eqn.outvars, outvars, strict=True))
+        found.update((port, local[var]) for port, var in head.added)
+        self._sums.update(((stage, port), atom) for port, atom in found.items() if port.kind == "acc")
+        return found
+
+    def _results(self, results: Sequence[Mapping[Port, Atom]]) -> list[Atom]:
+        """What leaves, in order of the parts; of accumulators the last sum only, of tokens the last."""
+        last = {(stage, port): k for k, (stage, f) in enumerate(self.parts) for port in f.outputs if port.kind == "acc"}
+        outvars = []
+        for k, (stage, f) in enumerate(self.parts):
+            for n, (port, aval) in enumerate(zip(f.outputs, f.avals_out, strict=True)):
+                if last.get((stage, port), k) != k or (port.kind == "token" and k < len(self.parts) - 1):
+                    continue
+                self.outputs.append((k, port, aval))
+                given = f.inputs[f.forwarded[n]] if n in f.forwarded else None
+                outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
+        return outvars
+
+    def _read(self, atom: Atom) -> Atom:
+        return self._env.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
+        invars = [self._read(a) for a in eqn.invars]
+        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
+        renamed: JaxprEqn = eqn if same else eqn.replace(invars=invars)
+        return renamed
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What of a part is woven: ``closed`` takes ``inputs`` and returns ``outputs``, then ``crossing``.
+
+    ``additions``: equations that follow, which add to what the accumulators ``sums`` hold by then, and make ``added``.
+    """
+
+    closed: ClosedJaxpr
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    crossing: tuple[Var, ...] = ()
+    sums: tuple[tuple[Port, Var], ...] = ()
+    additions: tuple[JaxprEqn, ...] = ()
+    added: tuple[tuple[Port, Var], ...] = ()
+
+
+def _whole(function: StageFunction) -> _Head:
+    return _Head(function.jaxpr, function.inputs, function.outputs)
+
+
+def _without_additions(function: StageFunction) -> _Head:
+    """A part without the equations that depend on its accumulators."""
+    jaxpr = function.jaxpr.jaxpr
+    given = list(zip(function.inputs, jaxpr.invars, strict=True))
+    results = list(zip(function.outputs, jaxpr.outvars, strict=True))
+    sums = tuple((p, v) for p, v in given if p.kind == "acc")
+    after = {v for _, v in sums}
+    head, additions = [], []
+    for eqn in jaxpr.eqns:
+        if any(isinstance(a, Var) and a in after for a in eqn.invars):
+            additions.append(eqn)
+            after.update(eqn.outvars)
+        else:
+            head.append(eqn)
+    crossing = tuple(dict.fromkeys(a for eqn in additions for a in eqn.invars if isinstance(a, Var) and a not in after))
+    late = {p for p, a in results if isinstance(a, Var) and a in after}
+    kept = [(p, a) for p, a in results if p not in late]
+    closed = close_jaxpr(
+        list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True)),
+        [v for p, v in given if p.kind != "acc"],
+        head,
+        [*(a for _, a in kept), *crossing],
+    )
+    return _Head(
+        closed,
+        tuple(p for p, _ in given if p.kind != "acc"),
+        tuple(p for p, _ in kept),
+        crossing,
+        sums,
+        tuple(additions),
+        tuple((p, a) for p, a in results if isinstance(a, Var) and p in late),
+    )

@@ -1,0 +1,321 @@
+"""Units of a stage function: its per-shard jaxpr cut at the tensor-parallel collectives (`stp.txt` section 3, figure 3).
+
+An equation belongs to the unit of the first collective, in program order, that needs its result; what no collective needs is
+filler: weight gradients, and what follows the last collective. So the units of one function run in order, each ends by
+starting its collective, and filler may run any time after what it reads. Units are named as the paper names them, by
+structure: one with an attention product (a ``dot_general`` with batch dimensions, or a fused attention kernel) is ``Attn``,
+another one with products ``MLP``; what stands before the first product of a unit
+(residual sum, norm) is ``Pre-Attn`` or ``Pre-MLP``. In a backward pass the norm's own derivative so counts as the beginning
+of the following unit, since the collective lies between it and the products that it belongs to.
+
+Units are made of chunks, the least that :mod:`jaxpipe.stage.weave` moves: one product (or loop, or kernel) with the cheap
+equations around it.
+
+Collectives are the all-reduces, reduce-scatters, all-gathers and all-to-alls over ``tp``. Those that move little beside the
+largest one (the maxima and sums of a cross entropy) stay ordinary equations: nothing is gained by cutting there. Costs come
+from shapes (:class:`UnitCosts`): a chunk takes the longer of its arithmetic and its memory traffic, results that stay within
+it cost none, and collectives are rings. Not modelled: collectives inside ``scan`` and ``while`` bodies (the loop is one chunk),
+kernel launches, and that a collective slows the products beside it (`stp.txt` table 11: 7.5%).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
+from jaxpipe.mesh import TP
+from jaxpipe.stage.flops import eqn_flops
+
+ALL_REDUCE = frozenset({"psum", "psum_invariant", "all_reduce"})
+COLLECTIVES = ALL_REDUCE | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_to_all"}
+"""Primitives that move activations between shards; a maximum (``pmax``) only ever moves statistics."""
+
+LEAST_SHARE = 1 / 8
+"""A collective that moves less than this share of the largest one's bytes is not cut at."""
+
+_PRODUCTS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"}
+)
+_ATTENTION_KERNELS = ("dot_product_attention", "flash")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts:
+    """Rates by which equations take time on one shard: an H100 SXM at what large products and NCCL reach of its peak.
+
+    ``flops_per_s``: of 16-bit products. ``bytes_per_s``: of device memory. ``link_bytes_per_s``: of the ring between shards,
+    one direction. ``link_latency_s``: of one collective.
+    """
+
+    flops_per_s: float = 660e12
+    bytes_per_s: float = 2.7e12
+    link_bytes_per_s: float = 360e9
+    link_latency_s: float = 10e-6
+
+    def work_s(self, flops: int, moved_bytes: int) -> float:
+        """Seconds of a chunk: arithmetic or memory traffic, whichever is longer."""
+        return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+    def collective_s(self, primitive: str, whole_bytes: int, shards: int) -> float:
+        """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather."""
+        passes = 2 if primitive in ALL_REDUCE else 1
+        return self.link_latency_s + passes * whole_bytes * (shards - 1) / shards / self.link_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Equations that stay together: at most one product, loop or kernel, and the cheap ones around it.
+
+    ``eqns``: positions in the jaxpr, in an order that respects dataflow. ``heavy``: position of the product, if any.
+    ``flops`` counts products; ``bytes_read`` and ``bytes_written`` what enters and leaves the chunk.
+    """
+
+    eqns: tuple[int, ...]
+    heavy: int | None
+    flops: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective over ``tp``: its position in the jaxpr, and the bytes of the whole (gathered, unscattered) array."""
+
+    eqn: int
+    primitive: str
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What runs between two collectives of one function. ``collective``: the one that ends it, None for filler and for what
+    stands before the first product (the products' unit follows and has it). ``filler``: no collective needs it."""
+
+    name: str
+    chunks: tuple[Chunk, ...]
+    collective: Collective | None
+    filler: bool = False
+
+    @property
+    def eqns(self) -> tuple[int, ...]:
+        return tuple(i for chunk in self.chunks for i in chunk.eqns)
+
+    @property
+    def flops(self) -> int:
+        return sum(chunk.flops for chunk in self.chunks)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(chunk.bytes_read for chunk in self.chunks)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(chunk.bytes_written for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        end = f" -> {self.collective.primitive} {self.collective.whole_bytes / 1e6:.3g} MB" if self.collective else ""
+        return f"{self.name}: {len(self.eqns)} equations, {self.flops / 1e9:.3g} GFLOP{end}"
+
+
+class PartGraph:
+    """Dataflow of one jaxpr: who makes and who reads each value, and what each collective needs. Built once, not changed."""
+
+    def __init__(self, closed: ClosedJaxpr, least_bytes: float = 0, axis: str = TP) -> None:
+        self.jaxpr = closed.jaxpr
+        self.eqns: Sequence[JaxprEqn] = closed.jaxpr.eqns
+        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.results = set(variables(closed.jaxpr.outvars))
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+        self.collectives = [c for c in collectives(closed, axis) if c.whole_bytes >= least_bytes]
+        self.need = self._needs()
+
+    def inputs(self, i: int) -> Iterable[int]:
+        """The equations whose results equation ``i`` reads."""
+        return (self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker)
+
+    def _needs(self) -> list[int | None]:
+        """For each equation the first collective (by number) that depends on it, itself included."""
+        need: list[int | None] = [None] * len(self.eqns)
+        for number, collective in enumerate(self.collectives):
+            stack = [collective.eqn]
+            while stack:
+                i = stack.pop()
+                if need[i] is None:
+                    need[i] = number
+                    stack.extend(self.inputs(i))
+        return need
+
+    def chunk(self, eqns: Sequence[int]) -> Chunk:
+        """The chunk of these equations."""
+        mine = set(eqns)
+        made = {v for i in eqns for v in self.eqns[i].outvars}
+        read = {v for i in eqns for v in variables(self.eqns[i].invars)} - made
+        left = {v for v in made if v in self.results or any(r not in mine for r in self.readers.get(v, ()))}
+        heavy = next((i for i in eqns if is_heavy(self.eqns[i])), None)
+        return Chunk(
+            tuple(eqns),
+            heavy,
+            sum(eqn_flops(self.eqns[i]) for i in eqns),
+            sum(aval_bytes(v.aval) for v in read),
+            sum(aval_bytes(v.aval) for v in left),
+        )
+
+
+def collectives(closed: ClosedJaxpr, axis: str = TP) -> tuple[Collective, ...]:
+    """All collectives over ``axis`` that move activations or statistics in bulk, in program order."""
+    found = []
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        if eqn.primitive.name in COLLECTIVES and axis in _axes(eqn):
+            ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
+            found.append(Collective(i, eqn.primitive.name, max(ends)))
+    return tuple(found)
+
+
+def cut_threshold(parts: Sequence[ClosedJaxpr], axis: str = TP) -> float:
+    """The bytes from which a collective of these functions is worth a cut."""
+    return LEAST_SHARE * max((c.whole_bytes for part in parts for c in collectives(part, axis)), default=0)
+
+
+def cut_units(closed: ClosedJaxpr, least_bytes: float | None = None, axis: str = TP) -> tuple[Unit, ...]:
+    """The units of a stage function in program order, those of filler last.
+
+    Args:
+        closed: a flat per-shard jaxpr (no calls left in it, see :mod:`jaxpipe.stage.inline`).
+        least_bytes: collectives that move less are not cut at; by default :data:`LEAST_SHARE` of the largest.
+        axis: the mesh axis.
+    """
+    return units_of(PartGraph(closed, cut_threshold([closed], axis) if least_bytes is None else least_bytes, axis))
+
+
+def units_of(graph: PartGraph) -> tuple[Unit, ...]:
+    """As :func:`cut_units`, of a graph."""
+    members: Mapping[int | None, list[int]] = {k: [] for k in (*range(len(graph.collectives)), None)}
+    ends = {c.eqn for c in graph.collectives}
+    for i in range(len(graph.eqns)):
+        if i not in ends:
+            members[graph.need[i]].append(i)
+    units: list[Unit] = []
+    for number, collective in enumerate(graph.collectives):
+        chunks = _chunks(graph, members[number])
+        units.append(Unit(_kind(graph, members[number]), chunks, collective))
+    named = [*_named_before_gathers(units)]
+    filler = _chunks(graph, members[None])
+    return (
+        *(u for unit in named for u in _without_head(graph, unit)),
+        *(Unit("filler", (c,), None, filler=True) for c in filler),
+    )
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a kernel of its own with much work: a product, convolution, loop, or custom call."""
+    name = eqn.primitive.name
+    if name in _PRODUCTS or any(word in name for word in _ATTENTION_KERNELS) or "custom_call" in name or "ffi" in name:
+        return True
+    return name in ("scan", "while", "cond", "pallas_call") and any(
+        is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns
+    )
+
+
+def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
+    """``members`` cut into chunks: each product behind what it still needs, and followed by what it makes possible. Equations
+    that touch no product make chunks of their own, one for each connected piece."""
+    mine = set(members)
+    heavies = [i for i in members if is_heavy(graph.eqns[i])]
+    before: set[int] = set()
+    for h in heavies:
+        before.update(_missing(graph, h, mine, before))
+    tails = [i for i in members if i not in before]
+    placed: set[int] = set()
+    chunks: list[Chunk] = []
+    for h in heavies:
+        group = _missing(graph, h, mine, placed)
+        placed.update(group)
+        reached = {h}
+        for i in tails:
+            if i not in placed and not reached.isdisjoint(graph.inputs(i)):
+                missing = _missing(graph, i, mine, placed)
+                if all(j == i or j not in before for j in missing):
+                    group += missing
+                    placed.update(missing)
+                    reached.add(i)
+        chunks.append(graph.chunk(group))
+    rest = [i for i in members if i not in placed]
+    return (*chunks, *(graph.chunk(piece) for piece in _pieces(graph, rest)))
+
+
+def _pieces(graph: PartGraph, members: Sequence[int]) -> list[list[int]]:
+    """The connected pieces of ``members``, each in program order."""
+    piece: dict[int, list[int]] = {}
+    for i in members:
+        joined = [i]
+        for other in {id(piece[j]): piece[j] for j in graph.inputs(i) if j in piece}.values():
+            joined = [*other, *joined]
+        for j in joined:
+            piece[j] = joined
+    return list({id(p): sorted(p) for p in piece.values()}.values())
+
+
+def _missing(graph: PartGraph, root: int, mine: set[int], placed: set[int]) -> list[int]:
+    """``root`` and what it needs of ``mine`` that has no place yet, in program order."""
+    found = {root}
+    stack = [root]
+    while stack:
+        for i in graph.inputs(stack.pop()):
+            if i in mine and i not in placed and i not in found:
+                found.add(i)
+                stack.append(i)
+    return sorted(found)
+
+
+def _kind(graph: PartGraph, members: Sequence[int]) -> str:
+    """``Attn``, ``MLP``, or "" for a unit without products."""
+    if not any(is_heavy(graph.eqns[i]) for i in members):
+        return ""
+    return "Attn" if any(_is_attention(graph.eqns[i]) for i in members) else "MLP"
+
+
+def _is_attention(eqn: JaxprEqn) -> bool:
+    """Whether an equation multiplies activations by activations, batch entry by batch entry, or is a kernel that does."""
+    if eqn.primitive.name == "dot_general":
+        _, batched = eqn.params["dimension_numbers"]
+        return any(batched)
+    if any(word in eqn.primitive.name for word in _ATTENTION_KERNELS):
+        return True
+    return any(_is_attention(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
+
+
+def _named_before_gathers(units: Sequence[Unit]) -> Iterable[Unit]:
+    """Units without products, which end at a gather of sequence shards, get the name of what follows: Pre-Attn, Pre-MLP."""
+    following = ""
+    named = []
+    for unit in reversed(units):
+        if unit.name:
+            following = unit.name
+            named.append(unit)
+        else:
+            named.append(Unit(f"Pre-{following}" if following else "end", unit.chunks, unit.collective))
+    return reversed(named)
+
+
+def _without_head(graph: PartGraph, unit: Unit) -> Iterable[Unit]:
+    """A unit, what stands before its first product apart."""
+    first = unit.chunks[0] if unit.chunks else None
+    if first is None or first.heavy is None:
+        return [unit]
+    at = first.eqns.index(first.heavy)
+    needed = set(_missing(graph, first.heavy, set(first.eqns), set()))
+    head = [i for i in first.eqns[:at] if i in needed]
+    if not any(eqn_flops(graph.eqns[i], elementwise=True) for i in head):
+        return [unit]
+    rest = [i for i in first.eqns if i not in set(head)]
+    pre = Unit(f"Pre-{unit.name}", (graph.chunk(head),), None)
+    return [pre, Unit(unit.name, (graph.chunk(rest), *unit.chunks[1:]), unit.collective)]

@@ -1,0 +1,376 @@
+"""Weave stage functions into one jaxpr so that each tensor-parallel collective has compute under it (`stp.txt` section 3).
+
+F of one microbatch and B, W or BW of another, of the same stage or of two, depend on nothing of each other; put into one
+program as they are, XLA still runs them one after the other. :func:`weave` orders their chunks (:mod:`jaxpipe.stage.units`) on
+a compute and a collective lane (:mod:`jaxpipe.stage.lanes`) and writes the order into the jaxpr: wherever the chunk that runs
+next does not read what the last one made, an ``optimization_barrier`` ties an operand of the next chunk, and the results of the
+collectives it reads, to a result of the last one. XLA then can't run chunks in another order, and a collective whose start
+stands before a chunk, and whose result is read behind it, has that chunk under it. A function alone is worth weaving, too: the
+weight gradients of a BW go under its own collectives.
+
+The equations are those of the parts, unchanged, so the results are the same numbers. Parts must be flat and without
+varying-axis types (:mod:`jaxpipe.stage.inline`); the result is evaluated with ``check_vma=False``. GPU programs want
+:data:`GPU_OVERLAP_OPTIONS`; on CPU XLA drops the barriers and runs collectives in line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    aval_bytes,
+    close_jaxpr,
+    dtype_of,
+    fresh_var,
+    shape_of,
+    variables,
+)
+from jaxpipe.mesh import TP
+from jaxpipe.stage.lanes import Node, Order, best_order, covers
+from jaxpipe.stage.units import Chunk, Collective, PartGraph, Unit, UnitCosts, cut_threshold, units_of
+
+GPU_OVERLAP_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
+    {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+        "xla_gpu_all_gather_combine_threshold_bytes": 0,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
+    }
+)
+"""Compiler options for woven programs on a GPU."""
+
+Input = tuple[int, int]
+"""An input of a part: number of the part, position among its inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoveredCollective:
+    """A collective of a woven program and the compute under it.
+
+    ``unit``: name of the unit that ends with it. ``seconds`` and ``under_s``: of the collective and of the compute under it, by
+    the cost model. ``products``: how many of the ``eqns`` equations under it are products (or loops, or kernels).
+    """
+
+    part: int
+    unit: str
+    primitive: str
+    whole_bytes: int
+    seconds: float
+    eqns: int
+    products: int
+    flops: int
+    under_s: float
+
+    @property
+    def covered(self) -> bool:
+        """Whether a product runs under it."""
+        return self.products > 0
+
+    def __str__(self) -> str:
+        under = f"{self.products} products, {self.flops / 1e9:.3g} GFLOP, {self.under_s * 1e6:.0f} µs"
+        return (
+            f"part {self.part} {self.unit}: {self.primitive} {self.whole_bytes / 1e6:.3g} MB, {self.seconds * 1e6:.0f} µs: "
+            f"{under} under it" + ("" if self.covered else " (exposed)")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Woven:
+    """Several functions in one jaxpr: inputs and outputs of the parts one after another.
+
+    ``inputs``: which input of which part each input is (those declared shared appear once). ``collectives``: by part, in
+    program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which compute waits for a collective.
+    """
+
+    jaxpr: ClosedJaxpr
+    inputs: tuple[Input, ...]
+    collectives: tuple[CoveredCollective, ...]
+    makespan_s: float
+    exposed_s: float
+
+    def __str__(self) -> str:
+        covered = sum(c.covered for c in self.collectives)
+        head = (
+            f"{covered} of {len(self.collectives)} collectives covered, {self.exposed_s * 1e6:.0f} of "
+            f"{self.makespan_s * 1e6:.0f} µs exposed"
+        )
+        return "\n".join([head, *(f"  {c}" for c in self.collectives)])
+
+
+def weave(
+    parts: Sequence[ClosedJaxpr],
+    *,
+    shards: int = 8,
+    costs: UnitCosts | None = None,
+    shared: Mapping[Input, Input] | None = None,
+    axis: str = TP,
+) -> Woven:
+    """One jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
+
+    Args:
+        parts: flat per-shard jaxprs; none reads what another one makes. They may hold the same variables.
+        shards: size of ``axis``, for the cost of collectives.
+        costs: rates that decide what is put under what; an H100's by default.
+        shared: inputs that are the same array as an input of an earlier part (of the same type); they are left out.
+        axis: the mesh axis whose collectives are hidden.
+    """
+    assert parts, "nothing to weave"
+    rates = costs if costs is not None else UnitCosts()
+    least = cut_threshold(parts, axis)
+    renamed = _Renamed.of(parts, shared or {})
+    graphs = [PartGraph(part, least, axis) for part in renamed.parts]
+    nodes = _nodes(graphs, rates, shards)
+    order = best_order(nodes)
+    eqns, names = _Emission(graphs, nodes).run(order)
+    outvars = [names.get(a, a) if isinstance(a, Var) else a for g in graphs for a in g.jaxpr.outvars]
+    closed = close_jaxpr(renamed.consts, renamed.invars, eqns, outvars)
+    return Woven(closed, renamed.inputs, _report(nodes, order), order.makespan_s, order.exposed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Renamed:
+    """The parts on variables of their own, constants bound. ``invars`` of the whole, with what each is."""
+
+    parts: tuple[ClosedJaxpr, ...]
+    invars: tuple[Var, ...]
+    inputs: tuple[Input, ...]
+    consts: tuple[tuple[Var, Any], ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[ClosedJaxpr], shared: Mapping[Input, Input]) -> _Renamed:
+        invars: dict[Input, Var] = {}
+        consts: dict[int, tuple[Var, Any]] = {}
+        new: list[ClosedJaxpr] = []
+        for p, part in enumerate(parts):
+            env: dict[Var, Var] = {}
+            for k, v in enumerate(part.jaxpr.invars):
+                if (p, k) in shared:
+                    twin = invars[shared[p, k]]
+                    assert shape_of(twin) == shape_of(v) and dtype_of(twin) == dtype_of(v), (
+                        "a shared input is one array"
+                    )
+                    env[v] = twin
+                else:
+                    env[v] = invars[p, k] = fresh_var(v.aval)
+            for v, c in zip(part.jaxpr.constvars, part.consts, strict=True):
+                env[v] = consts.setdefault(id(c), (fresh_var(v.aval), c))[0]
+            new.append(_on_new_variables(part, env))
+        return cls(tuple(new), tuple(invars.values()), tuple(invars), tuple(consts.values()))
+
+
+def _on_new_variables(part: ClosedJaxpr, env: dict[Var, Var]) -> ClosedJaxpr:
+    eqns = []
+    for eqn in part.jaxpr.eqns:
+        env.update((v, fresh_var(v.aval)) for v in eqn.outvars)
+        invars = [env[a] if isinstance(a, Var) else a for a in eqn.invars]
+        eqns.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
+    outvars = [env[a] if isinstance(a, Var) else a for a in part.jaxpr.outvars]
+    return close_jaxpr([], [env[v] for v in part.jaxpr.invars], eqns, outvars)
+
+
+def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[Node]:
+    """Chunks and collectives of all parts, each after what it depends on."""
+    nodes: list[Node] = []
+    for p, graph in enumerate(graphs):
+        made_by: dict[int, int] = {}
+        for unit in units_of(graph):
+            for work in _works(unit):
+                eqns = (work.eqn,) if isinstance(work, Collective) else work.eqns
+                made_by.update((i, len(nodes)) for i in eqns)
+                nodes.append(Node(p, unit.name, work, _seconds(work, costs, shards), (), unit.filler))
+        nodes[:] = [_with_deps(n, graph, made_by) if n.part == p else n for n in nodes]
+    return nodes
+
+
+def _works(unit: Unit) -> Iterable[Chunk | Collective]:
+    return (*unit.chunks, unit.collective) if unit.collective is not None else unit.chunks
+
+
+def _with_deps(node: Node, graph: PartGraph, made_by: Mapping[int, int]) -> Node:
+    eqns = (node.work.eqn,) if isinstance(node.work, Collective) else node.work.eqns
+    deps = {made_by[j] for i in eqns for j in graph.inputs(i)} - {made_by[eqns[0]]}
+    return Node(node.part, node.unit, node.work, node.seconds, tuple(sorted(deps)), node.filler)
+
+
+def _seconds(work: Chunk | Collective, costs: UnitCosts, shards: int) -> float:
+    if isinstance(work, Collective):
+        return costs.collective_s(work.primitive, work.whole_bytes, shards)
+    return costs.work_s(work.flops, work.bytes_read + work.bytes_written)
+
+
+class _Emission:
+    """The equations in the chosen order, with barriers. ``names``: what a value is called from here on."""
+
+    def __init__(self, graphs: Sequence[PartGraph], nodes: Sequence[Node]) -> None:
+        self.graphs = graphs
+        self.nodes = nodes
+        self.names: dict[Var, Var] = {}
+        self.out: list[JaxprEqn] = []
+        self.last: Node | None = None
+        self.flying: Node | None = None
+
+    def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+        starting: list[Node] = []
+        for number in order.nodes:
+            node = self.nodes[number]
+            if node.is_collective:
+                starting.append(node)
+                continue
+            for collective in starting[:-1]:
+                self._start(collective, None)  # nothing is under it
+            if starting:
+                self._start(starting[-1], node)
+            elif self.last is not None and not self._follows(node, self.last):
+                self._tie(self._token(self.last, []), [*self._landing(node), *self._gates(node)])
+            else:
+                self._tie(None, self._landing(node))
+            starting.clear()
+            if self.flying is not None and self._follows(node, self.flying):
+                self.flying = None
+            self._emit(node)
+            self.last = node
+        for collective in starting:
+            self._start(collective, None)
+        return self.out, self.names
+
+    def _start(self, collective: Node, under: Node | None) -> None:
+        """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
+        operands = self._reads(collective)
+        behind = [*operands]
+        if under is not None and not self._follows(under, collective):
+            behind += [*self._landing(under), *self._gates(under)]
+        landed = self._outvars(self.flying) if self.flying is not None else []
+        token = self._token(self.last, operands) if self.last is not None else None
+        made = set(self._outvars(self.last)) if self.last is not None else set()
+        if landed or not made.issuperset(operands) or (under is not None and not made.intersection(self._reads(under))):
+            self._tie(token, [*landed, *behind])
+        self._emit(collective)
+        self.flying = collective
+
+    def _follows(self, node: Node, other: Node) -> bool:
+        """Whether ``node`` reads what ``other`` makes."""
+        return not set(self._outvars(other)).isdisjoint(self._reads(node))
+
+    def _landing(self, node: Node) -> list[Var]:
+        """The results of the collective in flight, if the chunk reads them."""
+        return self._outvars(self.flying) if self.flying is not None and self._follows(node, self.flying) else []
+
+    def _tie(self, token: Var | None, values: Sequence[Var]) -> None:
+        """From here on these values are there no earlier than ``token`` and each other."""
+        tied = list(dict.fromkeys(v for v in (token, *values) if v is not None))
+        if len(tied) < 2:
+            return
+        operands = [self.names.get(v, v) for v in tied]
+        results = [fresh_var(v.aval) for v in operands]
+        self.out.append(barrier(operands, results))
+        self.names.update(zip(tied, results, strict=True))
+
+    def _token(self, last: Node, operands: Sequence[Var]) -> Var | None:
+        """A result of the last chunk that something still reads (XLA drops others from a barrier): the operand of a collective
+        that starts now, else the smallest that depends on the product."""
+        graph = self.graphs[last.part]
+        assert isinstance(last.work, Chunk)
+        mine = set(last.work.eqns)
+        left = [v for v in self._outvars(last) if v in graph.results or not mine.issuperset(graph.readers.get(v, ()))]
+        first = [v for v in left if v in operands]
+        late = self._from_product(last)
+        return min(first or [v for v in left if v in late] or left, key=lambda v: aval_bytes(v.aval), default=None)
+
+    def _from_product(self, node: Node) -> set[Var]:
+        """Values of the chunk that depend on its product, if it has one."""
+        assert isinstance(node.work, Chunk)
+        eqns = self.graphs[node.part].eqns
+        reached: set[Var] = set()
+        for i in node.work.eqns:
+            if i == node.work.heavy or not reached.isdisjoint(variables(eqns[i].invars)):
+                reached.update(eqns[i].outvars)
+        return reached
+
+    def _gates(self, node: Node) -> list[Var]:
+        """What makes the chunk's product wait: its operand that was computed rather than passed in, else any; none where the
+        product reads the collective in flight."""
+        if any(self._leads_to_product(node, v) for v in self._landing(node)):
+            return []
+        assert isinstance(node.work, Chunk)
+        graph = self.graphs[node.part]
+        mine = set(node.work.eqns)
+        root = node.work.heavy if node.work.heavy is not None else node.work.eqns[-1]
+        found: list[Var] = []
+        stack = [root]
+        seen = {root}
+        while stack:
+            for v in variables(graph.eqns[stack.pop()].invars):
+                i = graph.maker.get(v)
+                if i in mine and i is not None:
+                    if i not in seen:
+                        seen.add(i)
+                        stack.append(i)
+                else:
+                    found.append(v)
+        return [v for v in found if v in graph.maker][:1] or found[:1]
+
+    def _leads_to_product(self, node: Node, v: Var) -> bool:
+        """Whether the chunk's product depends on ``v``."""
+        assert isinstance(node.work, Chunk)
+        eqns = self.graphs[node.part].eqns
+        reached = {v}
+        for i in node.work.eqns:
+            if any(a in reached for a in variables(eqns[i].invars)):
+                reached.update(eqns[i].outvars)
+        root = node.work.heavy if node.work.heavy is not None else node.work.eqns[-1]
+        return any(o in reached for o in eqns[root].outvars)
+
+    def _eqns(self, node: Node) -> list[JaxprEqn]:
+        numbers = (node.work.eqn,) if isinstance(node.work, Collective) else node.work.eqns
+        return [self.graphs[node.part].eqns[i] for i in numbers]
+
+    def _outvars(self, node: Node) -> list[Var]:
+        return [v for eqn in self._eqns(node) for v in eqn.outvars]
+
+    def _reads(self, node: Node) -> list[Var]:
+        made = set(self._outvars(node))
+        return [v for v in dict.fromkeys(v for eqn in self._eqns(node) for v in variables(eqn.invars)) if v not in made]
+
+    def _emit(self, node: Node) -> None:
+        for eqn in self._eqns(node):
+            invars: list[Atom] = [self.names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+            self.out.append(eqn.replace(invars=invars))
+
+
+def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
+    """The equation ``results = optimization_barrier(operands)``."""
+    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
+    (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
+    placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
+    return placed
+
+
+def _report(nodes: Sequence[Node], order: Order) -> tuple[CoveredCollective, ...]:
+    report = []
+    for c, under in sorted(covers(nodes, order).items()):
+        node = nodes[c]
+        assert isinstance(node.work, Collective)
+        chunks = [w for n in under if isinstance(w := nodes[n].work, Chunk)]
+        report.append(
+            CoveredCollective(
+                node.part,
+                node.unit,
+                node.work.primitive,
+                node.work.whole_bytes,
+                node.seconds,
+                sum(len(w.eqns) for w in chunks),
+                sum(w.heavy is not None for w in chunks),
+                sum(w.flops for w in chunks),
+                sum(nodes[n].seconds for n in under),
+            )
+        )
+    return tuple(report)

@@ -1,0 +1,348 @@
+"""Tensor-parallel layers, written per shard: what one device of the axis ``tp`` computes inside ``jax.shard_map``.
+
+    B batch   T time   D width of the residual stream   V vocabulary   t shards (``tp.size``)
+
+After Shoeybi et al., "Megatron-LM" (2019): a column-parallel product needs nothing summed going forward and its input's
+gradient summed going back (their f), a row-parallel one the reverse (their g). Neither is spelled here as a pair of
+functions. With varying-axis types on, JAX knows that a column product's input is the same on all shards and its kernel is not,
+and sums the gradient itself; ``lax.psum`` passes its own gradient on as it is. With sequence parallelism (Korthikanti et al.,
+2022) the residual stream is a part of the time axis on each shard, and the two sums become an all-gather and a
+reduce-scatter. A block of two branches has two collectives going forward and two going back; with sequence parallelism, two
+all-gathers and two reduce-scatters each way.
+
+Shapes are given whole: a layer divides them by ``tp.size`` itself. On one shard every function here is the plain computation,
+with the same equations. The linear layers are Flax's own ``DenseGeneral`` with another product in it, so names, shapes and
+initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
+
+Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
+the recompute policy ``gather`` says otherwise. Not modelled: vocabularies padded to a multiple of t, context parallelism,
+pieces of one product overlapped with pieces of its own collective (a collective is hidden under another microbatch's work).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from jaxpipe._jax_compat import vary
+from jaxpipe.errors import ConfigError
+from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
+
+__all__ = [
+    "ONE_SHARD",
+    "Dropout",
+    "TensorParallel",
+    "VocabParallelEmbed",
+    "add_branch",
+    "check_shards",
+    "column_parallel",
+    "cross_entropy",
+    "own_query_heads",
+    "own_time",
+    "row_parallel",
+    "shard_key",
+    "sum_parts",
+    "vocab_parallel_logits",
+    "whole_time",
+]
+
+
+def check_shards(
+    what: str, tp: TensorParallel, sizes: Mapping[str, int], *, kv_heads: int | None = None, seq_len: int | None = None
+) -> None:
+    """Refuse a number of shards that does not divide ``sizes`` (option of the model → its value).
+
+    ``kv_heads`` must be a multiple or a divisor of the shards (see :func:`own_query_heads`); ``seq_len`` counts with sequence
+    parallelism only. ``what`` names the model. Raises ConfigError with the numbers of shards that divide all of it.
+    """
+    divided = dict(sizes)
+    if seq_len is not None and tp.splits_time:
+        divided["seq_len"] = seq_len
+
+    for name, size in divided.items():
+        if size % tp.size:
+            raise ConfigError(
+                f"{what}: {name} is {size}, which does not divide over tp {tp.size}; use tp of "
+                f"{_sizes_that_divide(divided, kv_heads)}, or make {name} a multiple of {tp.size} such as "
+                f"{-(-size // tp.size) * tp.size}"
+            )
+    if not _groups_divide(kv_heads, tp.size):
+        raise ConfigError(
+            f"{what}: num_kv_heads is {kv_heads}, neither a multiple nor a divisor of tp {tp.size}; use tp of "
+            f"{_sizes_that_divide(divided, kv_heads)}"
+        )
+
+
+def _groups_divide(kv_heads: int | None, t: int) -> bool:
+    return kv_heads is None or kv_heads % t == 0 or t % kv_heads == 0
+
+
+def _sizes_that_divide(sizes: Mapping[str, int], kv_heads: int | None) -> str:
+    common = math.gcd(*sizes.values())
+    return ", ".join(str(t) for t in range(1, common + 1) if common % t == 0 and _groups_divide(kv_heads, t))
+
+
+# --- between the residual stream and the parallel products ---------------------------------------------------------------
+
+
+def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
+    """What column-parallel products read: ``x`` [B, T, …] for every shard, from [B, T/t, …] with sequence parallelism.
+
+    Its gradient is summed over the shards (and scattered over time with sequence parallelism), once for all uses of the result.
+    """
+    if tp.size == 1:
+        return x
+    whole: jax.Array = lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else vary(x, (TP,))
+    return whole
+
+
+def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = None) -> jax.Array:
+    """The sum of each shard's ``part`` [B, T, …], as it lies on the residual stream: whole, or [B, T/t, …].
+
+    ``residual``, shaped as the result, is added: inside the all-reduce, as ``stp.txt`` equation 1 has it, and with sequence
+    parallelism (where each shard has other rows of it) after the reduce-scatter. Either way its gradient is the result's
+    own, as in equation 2, and needs no collective.
+
+    Raises:
+        ConfigError: T does not divide over the shards of sequence parallelism.
+    """
+    if tp.size == 1:
+        return part if residual is None else residual + part
+    if tp.splits_time:
+        _check_time(part.shape[1], tp)
+        scattered: jax.Array = lax.psum_scatter(part, TP, scatter_dimension=1, tiled=True)
+        return scattered if residual is None else residual + scattered
+    summed: jax.Array = lax.psum(part, TP) if residual is None else _sum_with_residual(part, residual)
+    return summed
+
+
+@jax.custom_vjp
+def _sum_with_residual(part: jax.Array, residual: jax.Array) -> jax.Array:
+    """AR(part + residual / t). By JAX's own rule the residual's gradient would be an all-reduce of 1/t of the result's."""
+    summed: jax.Array = lax.psum(part + residual / lax.axis_size(TP), TP)
+    return summed
+
+
+def _sum_with_residual_forward(part: jax.Array, residual: jax.Array) -> tuple[jax.Array, None]:
+    return _sum_with_residual(part, residual), None
+
+
+def _sum_with_residual_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return vary(cotangent, (TP,)), cotangent
+
+
+_sum_with_residual.defvjp(_sum_with_residual_forward, _sum_with_residual_backward)
+
+
+def own_time(rows: jax.Array, tp: TensorParallel, axis: int = 0) -> jax.Array:
+    """This shard's part of the time axis of what every shard has whole; all of it without sequence parallelism.
+
+    A parameter read through this is ``"partial"`` with sequence parallelism. Raises ConfigError as :func:`sum_parts` does.
+    """
+    if not tp.splits_time:
+        return rows
+    _check_time(rows.shape[axis], tp)
+    part = rows.shape[axis] // tp.size
+    return lax.dynamic_slice_in_dim(rows, lax.axis_index(TP) * part, part, axis)
+
+
+def _check_time(length: int, tp: TensorParallel) -> None:
+    if length % tp.size:
+        raise ConfigError(
+            f"{length} tokens do not divide over the {tp.size} shards of sequence parallelism; use "
+            f"{max(length // tp.size, 1) * tp.size}, or another multiple of {tp.size}"
+        )
+
+
+# --- linear layers -------------------------------------------------------------------------------------------------------
+
+
+def column_parallel(
+    features: int | Sequence[int], tp: TensorParallel, *, split: int = 0, input_is_whole: bool = False, **dense: Any
+) -> nn.DenseGeneral:
+    """A linear layer whose outputs are divided: ``features`` (whole) are cut along their axis ``split``.
+
+    Reads the residual stream, [B, T, D] or [B, T/t, D], and gives [B, T, …] with ``features[split] / t`` on that axis. Where
+    several layers read one input, call :func:`whole_time` once and say ``input_is_whole``. The kernel lies split along axis
+    ``number of contracted axes + split``, the bias along ``split``. ``dense``: further options of ``nn.DenseGeneral``.
+    Raises ConfigError where ``features[split]`` does not divide.
+    """
+    own = [features] if isinstance(features, int) else list(features)
+    check_shards(f"column-parallel layer {dense.get('name', '')}".rstrip(), tp, {"features": own[split]})
+    own[split] //= tp.size
+    if tp.size > 1 and not input_is_whole:
+        dense["dot_general"] = partial(_column_product, tp)
+    return nn.DenseGeneral(own[0] if isinstance(features, int) else tuple(own), **dense)
+
+
+def row_parallel(
+    features: int | Sequence[int], tp: TensorParallel, *, residual: jax.Array | None = None, **dense: Any
+) -> nn.DenseGeneral:
+    """A linear layer whose inputs are divided: shards hold other rows of the kernel, and their products are summed.
+
+    Reads [B, T, …] with a contracted axis (``axis``) divided by t, and gives the residual stream, [B, T, D] or [B, T/t, D],
+    with ``residual`` added where given (see :func:`sum_parts`). The bias is added once, after the sum: it is ``"partial"`` with
+    sequence parallelism, and the same on all shards without.
+    """
+    if tp.size > 1 or residual is not None:
+        dense["dot_general"] = partial(_row_product, tp, residual)
+    return nn.DenseGeneral(features, **dense)
+
+
+def _column_product(tp: TensorParallel, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    return lax.dot_general(whole_time(x, tp), kernel, *args, **options)
+
+
+def _row_product(
+    tp: TensorParallel, residual: jax.Array | None, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any
+) -> jax.Array:
+    return sum_parts(lax.dot_general(x, kernel, *args, **options), tp, residual)
+
+
+def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
+    """A grouped-query projection's part for this shard where there are more shards than key/value heads.
+
+    ``leaf`` […, G, R + 2, K] (a kernel or bias), whole on each shard: for each key/value head its R query heads, its key, its
+    value. t/G shards share a key/value head and divide its query heads: the result is […, 1, R·G/t + 2, K]. The leaf is
+    ``"partial"``: each shard's gradient is zero where another shard reads. With G a multiple of t there is nothing to do: split
+    the leaf along G. Raises ConfigError where t is no multiple of G, or does not divide R·G.
+    """
+    groups, heads = leaf.shape[-3], leaf.shape[-2] - 2
+    check_shards("grouped-query attention", tp, {"num_heads": groups * heads}, kv_heads=groups)
+    if tp.size < groups:
+        raise ConfigError(
+            f"{groups} key/value heads are not shared by {tp.size} shards; split the projection along them"
+        )
+    sharing = tp.size // groups
+    own = heads // sharing
+    shard = lax.axis_index(TP)
+    group = lax.dynamic_slice_in_dim(leaf, shard // sharing, 1, leaf.ndim - 3)
+    queries = lax.dynamic_slice_in_dim(group, shard % sharing * own, own, leaf.ndim - 2)
+    return jnp.concatenate([queries, group[..., -2:, :]], axis=-2)
+
+
+# --- vocabulary ----------------------------------------------------------------------------------------------------------
+
+
+class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
+    """``nn.Embed`` with the rows of its table divided: ``num_embeddings`` is the whole vocabulary, and t divides it.
+
+    tokens [B, T] int32 → the residual stream, [B, T, D] or [B, T/t, D]. A token outside the vocabulary gives NaN.
+    Raises ConfigError where ``num_embeddings`` does not divide.
+    """
+
+    tp: TensorParallel = ONE_SHARD
+
+    def setup(self) -> None:
+        check_shards("embedding", self.tp, {"num_embeddings": self.num_embeddings})
+        rows = self.num_embeddings // self.tp.size
+        self.embedding = self.param("embedding", self.embedding_init, (rows, self.features), self.param_dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        if self.tp.size == 1:
+            found: jax.Array = super().__call__(tokens)
+            return found
+        (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        local, own = _own_rows(tokens, table.shape[0])
+        row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+        words = jnp.take(table, row, axis=0, mode="fill", fill_value=0)
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
+
+
+def vocab_parallel_logits(x: jax.Array, kernel: jax.Array, tp: TensorParallel) -> jax.Array:
+    """Logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never gathered."""
+    return jnp.einsum("btd,vd->btv", whole_time(x, tp), kernel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cross_entropy(logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD) -> jax.Array:
+    """−log softmax(logits)[target] for each token: logits [B, T, V/t], targets [B, T] int32 → [B, T], float32 or wider.
+
+    Shards exchange the largest logit, the sum of exponentials and the target's logit of each token; the gradient needs no
+    collective. The backward pass reads the logits in the compute dtype and one number a token. A target outside 0..V−1 gives
+    NaN: data of a larger vocabulary shows at the first step.
+    """
+    return _cross_entropy_forward(logits, targets, tp)[0]
+
+
+def _cross_entropy_forward(
+    logits: jax.Array, targets: jax.Array, tp: TensorParallel
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    lse = _log_sum_exp(wide, tp)
+    valid = (targets >= 0) & (targets < logits.shape[-1] * tp.size)
+    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    index = jnp.where(own, local, 0)
+    picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
+    if tp.size > 1:
+        picked = lax.psum(jnp.where(own, picked, 0), TP)
+    return jnp.where(valid, lse - picked, jnp.nan), (logits, targets, lse)
+
+
+def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
+    """log Σ exp over the whole vocabulary: ``x`` [B, T, V/t] → [B, T]."""
+    if tp.size == 1:
+        return jax.nn.logsumexp(x, axis=-1)
+    largest = lax.pmax(jnp.max(x, axis=-1), TP)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return jnp.log(lax.psum(jnp.sum(jnp.exp(x - largest[:, :, None]), axis=-1), TP)) + largest
+
+
+def _cross_entropy_backward(
+    tp: TensorParallel, residuals: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    logits, targets, lse = residuals
+    probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
+    rows = logits.shape[-1]
+    local = targets if tp.size == 1 else _own_rows(targets, rows)[0]
+    hit = local[:, :, None] == jnp.arange(rows)[None, None, :]
+    return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _own_rows(words: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where ``words`` lie from the first of this shard's ``rows`` rows of the vocabulary on, and whether they are its own."""
+    local = words - lax.axis_index(TP) * rows
+    return local, (local >= 0) & (local < rows)
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------------
+
+
+def shard_key(key: jax.Array, tp: TensorParallel) -> jax.Array:
+    """A key of this shard's own, for what is divided over the shards (attention probabilities of its heads)."""
+    return key if tp.size == 1 else jax.random.fold_in(key, lax.axis_index(TP))
+
+
+class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
+    """``nn.Dropout`` on the residual stream: one mask on all shards, or one for each shard's part of the time axis."""
+
+    tp: TensorParallel = ONE_SHARD
+
+    def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
+        quiet = nn.merge_param("deterministic", self.deterministic, deterministic)
+        if self.tp.splits_time and not quiet and self.rate > 0:
+            rng = shard_key(self.make_rng(self.rng_collection) if rng is None else rng, self.tp)
+        kept: jax.Array = super().__call__(inputs, deterministic, rng)
+        return kept
+
+
+def add_branch(
+    x: jax.Array, branch: Callable[[jax.Array | None], jax.Array], dropout: Dropout, *, train: bool
+) -> jax.Array:
+    """The residual stream ``x`` plus dropout of ``branch(None)``; or ``branch(x)``, which adds its argument in its all-reduce.
+
+    The second with ``tp.fused_residual``, unless dropout acts: it applies to the branch's sum, which must then be there first.
+    """
+    fused = dropout.tp.fused_residual and dropout.tp.size > 1 and not (train and dropout.rate > 0)
+    return branch(x) if fused else x + dropout(branch(None), deterministic=not train)

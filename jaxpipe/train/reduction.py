@@ -1,0 +1,163 @@
+"""The collectives of a training step outside the pipeline: gradients are added up, updated parameters handed round.
+
+F, B and W add to each device's own accumulators and make no collective over ``dp``. After the pipeline, here, each parameter is
+reduced once: over ``dp``, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``).
+Without ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket, and after the update
+an all-gather a bucket. Copies of tied leaves are left out: they have been added to their owner's accumulator.
+
+A stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as the rank has run its last W, while
+other ranks still work. With one device a rank there are no collectives, and nothing is compiled for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.mesh import DP, TP
+from jaxpipe.runtime.reduction import reduced_axes
+from jaxpipe.train.shards import StageShards
+
+Buffers = list[jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Of one stage: ``grads``, the summed gradients as the update takes them; ``square``, the sum of their squares, each
+    parameter counted once; ``acc``: accumulators for the next step, empty where the update makes them of ``grads``."""
+
+    grads: Buffers
+    square: jax.Array
+    acc: Buffers
+
+
+class GradientReduction:
+    """``reduced = reduction(acc)`` for the accumulators of a stage, which are donated.
+
+    Args:
+        shards: how the stage's state lies on its rank.
+        acc_avals: shapes and shardings of the accumulators.
+    """
+
+    def __init__(self, shards: StageShards, acc_avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        self.shards, self.acc_avals = shards, tuple(acc_avals)
+        specs = [spec_of(a) for a in acc_avals]
+        if shards.mesh.size == 1:
+            self.function = jax.jit(lambda acc: square_sum(shards, gradient_tree(shards, acc)))
+        elif shards.chunked:
+            buckets = [shards.bucket_spec(i) for i in shards.bucketed]
+            self.function = on_rank(self._scattered, shards.mesh, (specs,), (buckets, P(), specs), donate=(0,))
+        else:
+            self.function = on_rank(self._summed, shards.mesh, (specs,), (specs, P()), donate=(0,))
+
+    def __call__(self, acc: Buffers) -> Reduced:
+        return self.read(self.dispatch(acc))
+
+    def dispatch(self, acc: Buffers) -> Buffers:
+        """What :meth:`read` takes, as a flat list: an epilogue of the executor."""
+        if self.shards.mesh.size == 1:
+            return [self.function(acc), *acc]
+        parts = self.function(acc)
+        return [parts[1], *parts[0], *(parts[2] if self.shards.chunked else ())]
+
+    def read(self, flat: Sequence[jax.Array]) -> Reduced:
+        """What was dispatched."""
+        square, *arrays = flat
+        count = len(self.shards.bucketed) if self.shards.chunked else len(arrays)
+        return Reduced(arrays[:count], square, arrays[count:])
+
+    def _summed(self, acc: Buffers) -> tuple[Buffers, jax.Array]:
+        sums = summed(self.shards, acc)
+        return sums, square_sum(self.shards, gradient_tree(self.shards, sums))
+
+    def _scattered(self, acc: Buffers) -> tuple[Buffers, jax.Array, Buffers]:
+        buckets = scattered(self.shards, acc)
+        square = square_sum(self.shards, self.shards.chunks(buckets))
+        return buckets, square, [jnp.zeros_like(a) for a in acc]
+
+
+def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
+    """Local accumulators with what this stage updates of them added up over the rank."""
+    sums = list(acc)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index in shards.bucketed:
+        groups.setdefault(reduced_axes(shards.mesh, shards.layout.kinds[index]), []).append(index)
+    for axes, members in groups.items():
+        if axes:
+            parts = jax.lax.psum([shards.part(acc[i], i) for i in members], axes)
+            for i, part in zip(members, parts, strict=True):
+                sums[i] = shards.with_part(acc[i], part, i)
+    return sums
+
+
+def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
+    """Local accumulators added up over the rank, as this device's buckets."""
+    assert shards.chunked, "without ZeRO-1 there are no buckets"
+    buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.bucketed]
+    partial = [k for k, i in enumerate(shards.bucketed) if TP in reduced_axes(shards.mesh, shards.layout.kinds[i])]
+    if partial:
+        for k, total in zip(partial, jax.lax.psum([buckets[k] for k in partial], TP), strict=True):
+            buckets[k] = total
+    return buckets
+
+
+def gathered(shards: StageShards, buckets: Sequence[jax.Array], old: Sequence[jax.Array]) -> Buffers:
+    """Local parameter buffers of the buckets of all dp devices; what this stage does not update stays as in ``old``."""
+    buffers = list(old)
+    for bucket, index in zip(buckets, shards.bucketed, strict=True):
+        buffers[index] = shards.join(jax.lax.all_gather(bucket, DP), index, old[index])
+    return buffers
+
+
+def own_buckets(shards: StageShards, buffers: Sequence[jax.Array]) -> Buffers:
+    """This device's buckets of local parameter buffers. No collective."""
+    me = jax.lax.axis_index(DP)
+    return [
+        jax.lax.dynamic_index_in_dim(shards.cut(buffers[i], i), me, axis=0, keepdims=False) for i in shards.bucketed
+    ]
+
+
+def square_sum(shards: StageShards, tree: Any) -> jax.Array:
+    """The sum of squares of reduced gradients (local leaves or chunks), each parameter counted once: every shard of split
+    leaves, one of the others."""
+    leaves = jax.tree.leaves(tree)
+    kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
+    dtype = leaves[0].dtype if leaves else jnp.float32
+    over_dp = (DP,) if shards.chunked else ()
+
+    def total(split: bool) -> jax.Array:
+        mine = [g for g, kind in zip(leaves, kinds, strict=True) if (kind == "split") == split]
+        local = sum((jnp.sum(jnp.square(g)) for g in mine), start=jnp.zeros((), dtype))
+        axes = (*over_dp, TP) if split and shards.tp > 1 else over_dp
+        return jax.lax.psum(local, axes) if axes else local
+
+    return total(split=False) + total(split=True) if "split" in kinds else total(split=False)
+
+
+def gradient_tree(shards: StageShards, acc: Sequence[Any]) -> dict[str, Any]:
+    """Local leaves of accumulators, by layer, of the parameters that this stage updates."""
+    layout = shards.layout
+    integers = [jnp.zeros(b.shape, b.dtype) for b in layout.buffers[layout.num_trained :]]
+    return shards.tree(layout.unpack_leaves([*acc, *integers]))
+
+
+def on_rank(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """``function`` of local arrays, compiled over the devices of a rank; with one device just compiled."""
+    if mesh.size == 1:
+        return jax.jit(function, donate_argnums=donate)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=donate)
+
+
+def spec_of(aval: jax.ShapeDtypeStruct | jax.Array) -> P:
+    """The partition of an array that lies on a rank."""
+    spec: P = aval.sharding.spec  # type: ignore[union-attr]
+    return spec

@@ -1,0 +1,279 @@
+"""How masters, reduced gradients and optimizer state of a stage lie on the ``dp × tp`` devices of its rank.
+
+Without ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state
+is an array of each leaf's whole shape, split along the leaf's own axis.
+
+With ZeRO-1 (Rajbhandari et al. 2020, stage 1) over ``dp`` devices, each holds a *chunk* of every leaf of its shard: the leaf
+flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that
+what an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is
+the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and integers are in no
+bucket: their owner's stage updates the first, nothing the second.
+
+:class:`StageShards` converts between whole leaves on the host (checkpoints), a device's buffers, and chunks. It makes no
+collective: :mod:`jaxpipe.train.reduction` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.mesh import DP, TP, replicated
+from jaxpipe.stage.params import LeafSlot, ParamLayout
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageShards:
+    """See the module. ``zero``: divide over dp too. *Local*: of one device, inside ``shard_map`` over ``mesh``."""
+
+    layout: ParamLayout
+    mesh: Mesh
+    zero: bool = False
+
+    @property
+    def dp(self) -> int:
+        return int(self.mesh.shape[DP])
+
+    @property
+    def tp(self) -> int:
+        return int(self.mesh.shape[TP])
+
+    @property
+    def chunked(self) -> bool:
+        """Whether state is divided over dp."""
+        return self.zero and self.dp > 1
+
+    # -- which leaves -------------------------------------------------------------------------------------------------
+
+    def updates(self, slot: LeafSlot) -> bool:
+        """Whether this stage updates the leaf: it is trained, and not tied to another stage's."""
+        return bool(jnp.issubdtype(slot.dtype, jnp.inexact)) and (slot.layer, slot.path) not in self.layout.shared
+
+    def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Of leaves in slot order, those that this stage updates, by layer; layers without any are there too."""
+        tree: dict[str, Any] = {name: {} for name in self.layout.layers}
+        for slot, leaf in zip(self.layout.slots, leaves, strict=True):
+            inner = tree[slot.layer]
+            for key in slot.path[:-1]:
+                inner = inner.setdefault(key, {})
+            if self.updates(slot):
+                inner[slot.path[-1]] = leaf
+        return tree
+
+    def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
+        """Leaves in slot order: those of ``tree``, and ``others`` where this stage updates none."""
+        return [
+            _at(tree[slot.layer], slot.path) if self.updates(slot) else other
+            for slot, other in zip(self.layout.slots, others, strict=True)
+        ]
+
+    @property
+    def bucketed(self) -> tuple[int, ...]:
+        """The buffers with a leaf that this stage updates, in order: these have a bucket."""
+        return tuple(sorted({slot.buffer for slot in self.layout.slots if self.updates(slot)}))
+
+    def members(self, buffer: int) -> list[LeafSlot]:
+        """The leaves of ``buffer`` that this stage updates, as they lie in it."""
+        mine = [slot for slot in self.layout.slots if slot.buffer == buffer and self.updates(slot)]
+        return sorted(mine, key=lambda slot: slot.offset or 0)
+
+    def part(self, buffer: Any, index: int) -> Any:
+        """What this stage updates of a local buffer: all of it as it is, or the members one after another."""
+        members = self.members(index)
+        if sum(slot.size for slot in members) == buffer.size:
+            return buffer
+        return jnp.concatenate([_member(buffer, slot) for slot in members])
+
+    def with_part(self, buffer: Any, part: Any, index: int) -> Any:
+        """A local buffer with ``part``, as :meth:`part` gives it, in its place."""
+        if part.shape == buffer.shape:
+            return part
+        start = 0
+        for slot in self.members(index):
+            assert slot.offset is not None, "a leaf with its own buffer is all of it"
+            buffer = buffer.at[slot.offset : slot.offset + slot.size].set(part[start : start + slot.size])
+            start += slot.size
+        return buffer
+
+    # -- shardings ----------------------------------------------------------------------------------------------------
+
+    def buffer_spec(self, buffer: int) -> P:
+        """Of a parameter buffer: the shards of a split one are stacked on axis 0."""
+        return P(TP) if self._is_split(buffer) else P()
+
+    @property
+    def buffer_specs(self) -> list[P]:
+        """:meth:`buffer_spec` of each."""
+        return [self.buffer_spec(i) for i in range(len(self.layout.buffers))]
+
+    def bucket_spec(self, buffer: int) -> P:
+        """Of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
+        return P((TP, DP)) if self._is_split(buffer) else P(DP)
+
+    def whole_spec(self, slot: LeafSlot) -> P:
+        """Of a whole leaf, split along its own axis."""
+        return P() if slot.axis is None else P(*[None] * slot.axis, TP)
+
+    def leaf_spec(self, slot: LeafSlot) -> P:
+        """Of a leaf of optimizer state: whole, or chunks."""
+        return self.bucket_spec(slot.buffer) if self.chunked else self.whole_spec(slot)
+
+    def _is_split(self, buffer: int) -> bool:
+        return self.tp > 1 and self.layout.kinds[buffer] == "split"
+
+    # -- shapes over the rank -----------------------------------------------------------------------------------------
+
+    def whole_avals(self, dtype: Any) -> dict[str, Any]:
+        """Shapes of the whole leaves that this stage updates, by layer."""
+        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), dtype) for s in self.layout.slots])
+
+    def leaf_aval(self, leaf: Any, slot: LeafSlot) -> jax.ShapeDtypeStruct:
+        """What a rank holds of a leaf of optimizer state of ``leaf``'s dtype."""
+        shape = slot.whole_shape(self.tp)
+        if self.chunked:
+            k, *ones = self.chunk_shape(slot)
+            shape = (k * self.dp * (self.tp if self._is_split(slot.buffer) else 1), *ones)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
+
+    def bucket_aval(self, index: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """What a rank holds of a buffer's bucket."""
+        k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
+        shape = (k * self.dp * (self.tp if self._is_split(index) else 1),)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
+
+    def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """What a rank holds of an array that is the same on all devices."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(self.mesh))
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    def chunk_shape(self, slot: LeafSlot) -> tuple[int, ...]:
+        """Local shape of a leaf's chunk."""
+        return (-(-slot.size // self.dp), *[1] * (len(slot.shape) - 1))
+
+    def cut(self, buffer: Any, index: int) -> jax.Array:
+        """A local buffer as ``[dp, K]``: row d is device d's bucket."""
+        return jnp.concatenate(
+            [self._padded(jnp.ravel(_member(buffer, slot)), slot) for slot in self.members(index)], axis=1
+        )
+
+    def _padded(self, flat: Any, slot: LeafSlot) -> Any:
+        k = self.chunk_shape(slot)[0]
+        return jnp.pad(flat, (0, k * self.dp - slot.size)).reshape(self.dp, k)
+
+    def join(self, rows: Any, index: int, old: Any) -> jax.Array:
+        """The local buffer of ``[dp, K]``; what this stage does not update is taken from ``old``."""
+        parts, column = {}, 0
+        for slot in self.members(index):
+            k = self.chunk_shape(slot)[0]
+            parts[slot] = rows[:, column : column + k].reshape(-1)[: slot.size]
+            column += k
+        every = sorted((s for s in self.layout.slots if s.buffer == index), key=lambda s: s.offset or 0)
+        flat = [parts[s] if s in parts else jnp.ravel(_member(old, s)) for s in every]
+        return (flat[0] if len(flat) == 1 else jnp.concatenate(flat)).reshape(old.shape)
+
+    def chunks(self, buckets: Sequence[Any]) -> dict[str, Any]:
+        """The tree of chunks in local ``buckets``, which are in the order of :attr:`bucketed`."""
+        found: dict[LeafSlot, Any] = {}
+        for bucket, index in zip(buckets, self.bucketed, strict=True):
+            start = 0
+            for slot in self.members(index):
+                shape = self.chunk_shape(slot)
+                found[slot] = bucket[start : start + shape[0]].reshape(shape)
+                start += shape[0]
+        return self.tree([found.get(slot) for slot in self.layout.slots])
+
+    def buckets(self, tree: Tree) -> list[Any]:
+        """The local buckets of a tree of chunks."""
+        return [
+            jnp.concatenate([jnp.ravel(_at(tree[slot.layer], slot.path)) for slot in self.members(index)])
+            for index in self.bucketed
+        ]
+
+    # -- optimizer state ----------------------------------------------------------------------------------------------
+
+    def state_specs(self, tx: optax.GradientTransformation, states: Tree) -> dict[str, Any]:
+        """The specs of optimizer states by layer (arrays or shapes)."""
+        return self.on_states(tx, states, lambda leaf, slot: self.leaf_spec(slot), lambda other: P())
+
+    def on_states(
+        self,
+        tx: optax.GradientTransformation,
+        states: Tree,
+        on_leaf: Callable[[Any, LeafSlot], Any],
+        on_other: Callable[[Any], Any],
+    ) -> dict[str, Any]:
+        """``states`` by layer, with ``on_leaf`` of each leaf that stands for a parameter's and ``on_other`` of the rest."""
+        if self.mesh.size == 1:
+            return {name: jax.tree.map(on_other, state) for name, state in states.items()}
+        owned = self.tree(self.layout.slots)
+
+        def mapped(leaf: Any, slot: LeafSlot) -> Any:
+            return leaf if isinstance(leaf, optax.MaskedNode) else on_leaf(leaf, slot)
+
+        return {
+            name: optax.tree_utils.tree_map_params(
+                tx.init, mapped, state, owned[name], transform_non_params=on_other, is_leaf=_is_masked
+            )
+            for name, state in states.items()
+        }
+
+    # -- on the host --------------------------------------------------------------------------------------------------
+
+    def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
+        """A whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
+        whole = np.asarray(leaf)
+        shards = [whole] if slot.axis is None else np.split(whole, self.tp, axis=slot.axis)
+        k = self.chunk_shape(slot)[0]
+        padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
+        return np.stack(padded).reshape(len(shards), self.dp, k)
+
+    def host_chunk(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
+        """A whole leaf as a rank's array of chunks, all devices together."""
+        return self.host_rows(leaf, slot).reshape(-1, *self.chunk_shape(slot)[1:])
+
+    def host_bucket(self, params: Tree, index: int) -> np.ndarray:
+        """The rank's array of a bucket, all devices together, of whole parameters by layer."""
+        rows = [self.host_rows(_at(params[slot.layer], slot.path), slot) for slot in self.members(index)]
+        return np.concatenate(rows, axis=2).reshape(-1)
+
+    def host_tree(self, buckets: Sequence[Any]) -> dict[str, Any]:
+        """Whole leaves, by layer, of a rank's buckets: the inverse of :meth:`host_bucket`."""
+        found: dict[LeafSlot, Any] = {}
+        for bucket, index in zip(buckets, self.bucketed, strict=True):
+            members = self.members(index)
+            widths = [self.chunk_shape(slot)[0] for slot in members]
+            rows = np.asarray(bucket).reshape(-1, sum(widths))
+            for slot, chunk in zip(members, np.split(rows, np.cumsum(widths)[:-1], axis=1), strict=True):
+                found[slot] = self.host_whole(chunk, slot)
+        return self.tree([found.get(slot) for slot in self.layout.slots])
+
+    def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
+        """The whole leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`."""
+        shards = np.asarray(chunks).reshape(1 if slot.axis is None else self.tp, -1)[:, : slot.size]
+        parts = [shard.reshape(slot.shape) for shard in shards]
+        return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
+
+
+def _member(buffer: Any, slot: LeafSlot) -> Any:
+    return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _is_masked(value: Any) -> bool:
+    return isinstance(value, optax.MaskedNode)

@@ -1,0 +1,200 @@
+"""Stages on several devices: dp × tp submeshes, parameters split or whole on the shards, gradients summed once after a step.
+
+The layers here are the smallest that have every kind of parameter; models are in test_parallel_training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.errors import ConfigError, ProgramError, StageError
+from jaxpipe.mesh import TP, TensorParallel
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.reference import apply_model, init_params
+
+V, D, F, T = 13, 8, 24, 8
+
+
+def _normal(key: jax.Array, *shape: int) -> jax.Array:
+    return 0.3 * jax.random.normal(key, shape)
+
+
+def _scattered(x: jax.Array, tp: TensorParallel) -> jax.Array:
+    if tp.size == 1:
+        return x
+    if tp.sequence:
+        return jax.lax.psum_scatter(x, TP, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(x, TP)
+
+
+def _gathered(x: jax.Array, tp: TensorParallel) -> jax.Array:
+    return jax.lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else x
+
+
+def embed() -> Layer:
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        h = p["table"][c.data["tokens"]]  # split along D, then made whole
+        if c.tp.size == 1:
+            return h
+        whole = jnp.zeros((*h.shape[:2], D), h.dtype)
+        at = jax.lax.axis_index(TP) * h.shape[2]
+        return _scattered(jax.lax.dynamic_update_slice_in_dim(_varying(whole), h, at, axis=2), c.tp)
+
+    return Layer(
+        "embed", lambda k: {"table": _normal(k, V, D)}, apply, reads=("tokens",), shards=lambda tp: {("table",): 1}
+    )
+
+
+def _varying(x: jax.Array) -> jax.Array:
+    return x + 0.0 * jax.lax.axis_index(TP).astype(x.dtype)
+
+
+def mlp(name: str) -> Layer:
+    def init(key: jax.Array) -> Params:
+        a, b, c = jax.random.split(key, 3)
+        return {"scale": 1 + _normal(a, D), "up": _normal(b, D, F), "down": _normal(c, F, D), "bias": _normal(a, D)}
+
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        h = _gathered(x * p["scale"][None, None, :], c.tp)
+        return x + _scattered(jnp.tanh(h @ p["up"]) @ p["down"], c.tp) + p["bias"][None, None, :]
+
+    def shards(tp: TensorParallel) -> Mapping[Path, Shard]:
+        whole: dict[Path, Shard] = {("scale",): "partial", ("bias",): "partial"} if tp.sequence else {}
+        return {("up",): 1, ("down",): 0, **whole}
+
+    return Layer(name, init, apply, kind="mlp", shards=shards)
+
+
+def head(*, sums: bool = True) -> Layer:
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        return _gathered(x, c.tp) @ p["kernel"]
+
+    return Layer("head", lambda k: {"kernel": _normal(k, D, V)}, apply, shards=_partial_with_sequence)
+
+
+def _partial_with_sequence(tp: TensorParallel) -> Mapping[Path, Shard]:
+    return {}
+
+
+def loss() -> Layer:
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        if c.tp.splits_time:  # every shard has the whole sequence, and types can't know that they are alike
+            x = jax.lax.psum(x, TP) / c.tp.size
+        log = jax.nn.log_softmax(x)
+        picked = jnp.take_along_axis(log, c.data["targets"][:, :, None], axis=-1)[:, :, 0]
+        weights = c.data["weights"].astype(x.dtype)
+        return -jnp.sum(weights * picked), jnp.sum(weights)
+
+    return Layer("loss", lambda k: {}, apply, reads=("targets", "weights"), shards=lambda tp: {})
+
+
+def _batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+    whole = jax.ShapeDtypeStruct((size, T), jnp.int32)
+    return {"tokens": whole, "targets": whole, "weights": jax.ShapeDtypeStruct((size, T), jnp.float32)}
+
+
+def toy_model() -> Model:
+    return Model("toy", (embed(), mlp("a"), mlp("b"), head(), loss()), _batch_spec, V, T)
+
+
+def _batch(m: int, size: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(0, V, (m, size, T)).astype(np.int32),
+        "targets": rng.integers(0, V, (m, size, T)).astype(np.int32),
+        "weights": (rng.random((m, size, T)) < 0.6).astype(np.float32),
+    }
+
+
+def _wanted(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+    flat = {name: a.reshape(-1, T) for name, a in batch.items()}
+
+    def mean(params: Any) -> Any:
+        total, weight = apply_model(model, params, flat)
+        return total / weight
+
+    return jax.value_and_grad(mean)(params)
+
+
+def _pipeline(model: Model, pp: int, dp: int, tp: TensorParallel, size: int = 4, recompute: str = "none") -> Pipeline:
+    cut = {1: [(0, 5)], 2: [(0, 2), (2, 5)], 4: [(0, 1), (1, 2), (2, 3), (3, 5)]}[pp]
+    schedule = generate("zb-h1", ranks=pp, microbatches=4)
+    return Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=size,
+        boundaries=cut,
+        dp=dp,
+        tp=tp,
+        compute_dtype=jnp.float64,
+        recompute=recompute,
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (2, 1, 4), (2, 4, 1), (1, 2, 4)])
+def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, x64: None) -> None:
+    model = toy_model()
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
+    loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    want_loss, want = _wanted(model, params, batch)
+    np.testing.assert_allclose(loss_value, want_loss, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    total, weight = pipe.evaluate(pipe.place(params), batch)
+    np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])
+def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) -> None:
+    model = toy_model()
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    _, want = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None:
+    pipe = _pipeline(toy_model(), 2, 2, TensorParallel(2, sequence))
+    for stage in pipe.stages:
+        for function in stage.functions.values():
+            for eqn in function.jaxpr.jaxpr.eqns:
+                axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+                assert "dp" not in axes, f"{function.op} of stage {stage.stage}: {eqn}"
+
+
+def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
+    model = toy_model()
+    params = init_params(model, 0)
+    pipe = _pipeline(model, 2, 2, TensorParallel(2, True))
+    placed = pipe.place(params)
+    back: dict[str, Any] = {}
+    for s in pipe.instances:
+        back.update(pipe.layout(s).unpack(placed[pipe.primary(s)]))
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_what_can_not_be_divided_says_what_would_work(x64: None) -> None:
+    model = toy_model()
+    with pytest.raises(ConfigError, match=r"embed.*table.*8 on axis 1.*tp 3"):
+        _pipeline(model, 2, 1, TensorParallel(3))
+    with pytest.raises(
+        ProgramError, match=r"microbatch of 6 .* dp 4; use a microbatch size of 4 or 8, or dp 1 or 2 or 3 or 6"
+    ):
+        _pipeline(model, 2, 4, TensorParallel(1), size=6)
+    plain = Layer("plain", lambda k: {"w": _normal(k, D)}, lambda p, x, c: x * p["w"][None, None, :])
+    layers = (embed(), plain, mlp("b"), head(), loss())
+    with pytest.raises(StageError, match=r"layer 'plain' has no tensor-parallel form"):
+        _pipeline(Model("toy", layers, _batch_spec, V, T), 2, 1, TensorParallel(2))

@@ -70,7 +70,9 @@ def test_1f1b_is_not_braided_where_its_backwards_wait_for_its_forwards() -> None
         "F0.0 F0.1 BW0.0 F0.2 BW0.1 F0.3 BW0.2 BW0.3",
         "F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 F1.3 BW1.3",
     )
-    slots = tuple(tuple(Action(x[: x.index(".") - 1], int(x[x.index(".") - 1]), int(x[-1])) for x in row.split()) for row in rows)
+    slots = tuple(
+        tuple(Action(x[: x.index(".") - 1], int(x[x.index(".") - 1]), int(x[-1])) for x in row.split()) for row in rows
+    )
     schedule = Schedule("mine", one_to_one(2), 4, slots)
     costs = CostProfile.uniform(2, f=1, b=1, w=1, tp_comm=0.5, tp_collectives=4)
     braided = braid(schedule, costs)

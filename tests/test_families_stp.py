@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import Braid, CostProfile, Schedule, check_schedule, generate, lower_bound, op_spec, simulate, v_shape
+from jaxpipe.schedule import (
+    Braid,
+    CostProfile,
+    Schedule,
+    check_schedule,
+    generate,
+    lower_bound,
+    op_spec,
+    simulate,
+    v_shape,
+)
 from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
 from jaxpipe.schedule.families.stp_theory import TABLE_1, ChunkCosts
 
@@ -112,7 +122,9 @@ def test_steady_phase_is_full_braids() -> None:
     schedule = generate("stp", 2, 12, costs=chunk_costs(2, 1, 1, 1, 0.2))
     middle = [slot for slot in schedule.rows[0] if isinstance(slot, Braid) and slot.actions[-1].op == "BW"]
     assert len(middle) >= 10
-    assert all(f.op == "F" and f.stage == b.stage and f.microbatch > b.microbatch for f, b in (s.actions for s in middle))
+    assert all(
+        f.op == "F" and f.stage == b.stage and f.microbatch > b.microbatch for f, b in (s.actions for s in middle)
+    )
 
 
 def test_costs_for_another_placement_are_refused() -> None:

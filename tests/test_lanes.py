@@ -1,4 +1,4 @@
-"""Compute and TP collectives inside a slot: exact numbers, the optimum on small slots, and what simulation and reports make of them."""
+"""Compute and TP collectives inside a slot: exact numbers, the optimum on small slots, what simulation and reports say."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def optimum(strands: Sequence[Strand]) -> float:
             end = max(now, ready[k]) + x.chain_s / x.units
             done = max(end, lane) + x.collective_s / x.units
             more = (x.filler_s / x.units,) if x.filler_s else ()
-            after = tuple(n + (i == k) for i, n in enumerate(nexts)), tuple(done if i == k else t for i, t in enumerate(ready))
+            after = (
+                tuple(n + (i == k) for i, n in enumerate(nexts)),
+                tuple(done if i == k else t for i, t in enumerate(ready)),
+            )
             left.append((*after, pool + more, end, done))
     return best
 
@@ -92,7 +95,14 @@ def test_near_the_optimum_of_small_slots() -> None:
         f, b, w, t = (rng.uniform(0.5, 2) for _ in range(4))
         forward, backward = Strand(f, t, 0, n), Strand(b, t, 0, other)
         both, weights = Strand(b, t, w, other), Strand(0, 0, w, other)
-        for slot in ((forward,), (both,), (forward, backward), (forward, both), (forward, weights), (backward, weights)):
+        for slot in (
+            (forward,),
+            (both,),
+            (forward, backward),
+            (forward, both),
+            (forward, weights),
+            (backward, weights),
+        ):
             found, least = weave(slot).seconds, optimum(slot)
             assert found >= least - 1e-9
             longer.append(found / least - 1)

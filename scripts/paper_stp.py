@@ -13,8 +13,8 @@ other (narrower GEMMs are slower). Gains, the ratio of two schedules on the same
 
 Schedules. 1F1B-I as Megatron's. ZB-V is the better of ours and of ours with each W right behind its B, in both a B whose W
 follows at once runs as one backward, as the code of its authors has it; with every B split, as table 1 counts (4 m T_AR
-exposed), STP would gain about 20% over ZB-V at TP 8, where the paper measured 9 to 13%. All chunks count as equal in memory when
-ZB-V is made, as in its paper; simulated bytes are real.
+exposed), STP would gain 21 to 23% over ZB-V at TP 8, where the paper measured 9 to 13%. All chunks count as equal in memory
+when ZB-V is made, as in its paper; simulated bytes are real.
 
 Transfers between ranks are Megatron's: each GPU sends its 1/TP of an activation at 25 GB/s (200 Gb/s a GPU, not in the paper),
 which is then gathered over NVLink. They overlap compute here; the paper's STP waits for them (section 5.2). That makes less

@@ -134,6 +134,7 @@ def test_json_of_every_family_is_the_simulation(cli: Callable[..., str], name: s
         "memory_limit": None,
         "group": None,
         "family_limit": None,
+        "tp_exposed_s": [],
     }
 
 

@@ -219,20 +219,20 @@ class _Emission:
         self.flying: Node | None = None
 
     def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+        to_start = sum(self.nodes[n].is_collective for n in order.nodes)
         starting: list[Node] = []
         for number in order.nodes:
             node = self.nodes[number]
             if node.is_collective:
                 starting.append(node)
                 continue
+            to_start -= len(starting)
             for collective in starting[:-1]:
                 self._start(collective, None)  # nothing is under it
             if starting:
                 self._start(starting[-1], node)
-            elif self.last is not None and not self._follows(node, self.last):
-                self._tie(self._token(self.last, []), [*self._landing(node), *self._gates(node)])
-            else:
-                self._tie(None, self._landing(node))
+            elif to_start or self.flying is not None:
+                self._order(node)
             starting.clear()
             if self.flying is not None and self._follows(node, self.flying):
                 self.flying = None
@@ -241,6 +241,13 @@ class _Emission:
         for collective in starting:
             self._start(collective, None)
         return self.out, self.names
+
+    def _order(self, node: Node) -> None:
+        """Makes a chunk run after the last one, where it does not read what that made."""
+        if self.last is not None and not self._follows(node, self.last):
+            self._tie(self._token(self.last, []), [*self._landing(node), *self._gates(node)])
+        else:
+            self._tie(None, self._landing(node))
 
     def _start(self, collective: Node, under: Node | None) -> None:
         """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
@@ -27,7 +28,7 @@ from jaxpipe.stage.reference import apply_model, init_params, with_tied_leaves
 from models.attention import causal_attention
 from models.gpt import GPT
 from models.llama import Llama, rotate
-from tests.sharded import QUICK, collectives, loss_and_grads, shapes_in, shard_trees, step, trace_layer
+from tests.sharded import QUICK, collectives, loss_and_grads, mesh_of, shapes_in, shard_trees, step, trace_layer
 
 FACTORIES = {"gpt": GPT, "llama": Llama}
 SMALL = {"vocab_size": 32, "d_model": 16, "num_layers": 1, "num_heads": 8, "seq_len": 8, "dtype": "float64"}
@@ -185,13 +186,18 @@ def test_many_sizes_that_divide(case: tuple[Model, TensorParallel, int]) -> None
     check_sized(case)
 
 
-@pytest.mark.usefixtures("x64")
-def test_a_shorter_sequence() -> None:
-    """Learned positions count from the first token, on every part of the time axis."""
-    tp, model = TensorParallel(2, sequence=True), make("gpt")
-    params = random_params(model)
-    batch = {name: a[:, :6] for name, a in random_batch(model).items()}
-    close(loss_and_grads(model, params, batch, tp), on_one_device(model, params, batch), 1e-9)
+def test_positions_count_from_the_first_token_on_every_part_of_time() -> None:
+    """Also where the sequence is shorter than the model's."""
+    tp = TensorParallel(2, sequence=True)
+    embed = make("gpt", options(dtype="float32")).layers[0]
+    params, tokens = embed.init(jax.random.key(0)), jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+
+    def run(params: Any, tokens: Any, own: TensorParallel = tp) -> Any:
+        return embed.apply(params, None, LayerContext({"tokens": tokens}, None, False, own))
+
+    specs = ({"tokens": {"embedding": P(TP)}, "positions": P()}, P())
+    ours = jax.jit(jax.shard_map(run, mesh=mesh_of(tp), in_specs=specs, out_specs=P(None, TP)))(params, tokens)
+    np.testing.assert_allclose(ours, run(params, tokens, ONE_SHARD), rtol=1e-6)
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ from jaxpipe.stage.trace import (
 from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
 
 _WOVEN_ALONE = ("BW", "W")
-"""Functions whose weight gradients go under their own tensor-parallel collectives."""
+"""Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
+jaxpr stays plain, for braids to weave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +222,6 @@ def _assemble(
     functions: dict[str, StageFunction] = {}
     for op, part in parts.items():
         closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
-        if op in _WOVEN_ALONE and spec.tp.size > 1:
-            closed = weave([closed], shards=spec.tp.size).jaxpr
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
         functions[op] = _function(
             op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
@@ -371,9 +370,9 @@ def _function(
     jitted = cache.jitted.get(key) if shareable else None
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        jitted = jit_per_shard(
-            closed, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name, gpu_options(homes.mesh)
-        )
+        results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
+        program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
+        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         if shareable:
             cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))

@@ -1,14 +1,13 @@
 """An order for the chunks of several functions on two lanes, compute and collectives, that leaves compute waiting least.
 
-The compute lane runs one chunk at a time; a collective starts when its operands are there and the collectives before it have
-ended. A list scheduler places the chunks by several rules, each rule twice, and the order with the shortest makespan wins (then
-the one with fewest collectives that have no product under them):
+The compute lane runs one chunk at a time. One collective flies at a time, and starts between two chunks: XLA starts it where it
+stands in the program and keeps one in flight. A list scheduler places the chunks by several rules, each rule twice, and the
+order with the shortest makespan wins (then the one with fewest collectives that have no product under them):
 
 * a chunk that a later collective needs goes before filler; filler fills the time in which nothing else can run;
 * where filler is left over at the end, that much of it runs early instead, as soon as it can: what it reads is freed sooner.
 
-Deterministic, linear in chunks times candidates. Not exact: with two functions and uneven units the shortest order may be
-missed by a chunk's length.
+Deterministic. Not exact: with two functions and uneven units the shortest order may be missed by a chunk's length.
 """
 
 from __future__ import annotations
@@ -73,17 +72,20 @@ def best_order(nodes: Sequence[Node]) -> Order:
 
 
 def covers(nodes: Sequence[Node], order: Order) -> dict[int, tuple[int, ...]]:
-    """For each collective the chunks that run between its start and the first chunk or collective that reads its result."""
-    at = {n: k for k, n in enumerate(order.nodes)}
-    first_reader = {n: len(order.nodes) for n in order.nodes if nodes[n].is_collective}
+    """For each collective the chunks that run between its start and its end: the first chunk or collective that reads its
+    result, or the next collective."""
+    under: dict[int, list[int]] = {}
+    flying: int | None = None
     for n in order.nodes:
-        for d in nodes[n].deps:
-            if d in first_reader:
-                first_reader[d] = min(first_reader[d], at[n])
-    return {
-        c: tuple(n for n in order.nodes[at[c] + 1 : end] if not nodes[n].is_collective)
-        for c, end in first_reader.items()
-    }
+        if nodes[n].is_collective:
+            under[n] = []
+            flying = n
+        elif flying is not None:
+            if flying in nodes[n].deps:
+                flying = None
+            else:
+                under[flying].append(n)
+    return {c: tuple(chunks) for c, chunks in under.items()}
 
 
 def uncovered(nodes: Sequence[Node], order: Order) -> list[int]:
@@ -112,10 +114,10 @@ class _Lanes:
     nodes: Sequence[Node]
     rule: Rule
     early_s: float = 0.0
-    compute_s: float = 0.0
-    comm_s: float = 0.0
+    now_s: float = 0.0
     exposed_s: float = 0.0
     last_part: int = -1
+    flying_until_s: float = 0.0
     ends: dict[int, float] = field(default_factory=dict)
     placed: list[tuple[int, float]] = field(default_factory=list)
     after: list[float] = field(init=False)
@@ -137,48 +139,48 @@ class _Lanes:
 
     def run(self) -> Order:
         open_ = set(range(len(self.nodes)))
-        self._start_collectives(open_)
         while open_:
-            ready = [n for n in sorted(open_) if self._ready(n)]
-            n = self._choose(ready)
-            start = max(self.compute_s, self._inputs_s(n))
-            self.exposed_s += start - self.compute_s
-            self.compute_s = self.ends[n] = start + self.nodes[n].seconds
-            self.placed.append((n, start))
-            self.last_part = self.nodes[n].part
+            n = self._collective(open_)
+            if n is None:
+                n = self._chunk(open_)
+            if n is None:
+                self.exposed_s += self.flying_until_s - self.now_s
+                self.now_s = self.flying_until_s
+                continue
             open_.discard(n)
-            self._start_collectives(open_)
-        makespan = max(self.compute_s, self.comm_s)
-        exposed = self.exposed_s + makespan - self.compute_s
+            self.placed.append((n, self.now_s))
+            self.ends[n] = self.now_s + self.nodes[n].seconds
+            if self.nodes[n].is_collective:
+                self.flying_until_s = self.ends[n]
+            else:
+                self.now_s = self.ends[n]
+                self.last_part = self.nodes[n].part
+        makespan = max(self.now_s, self.flying_until_s)
+        exposed = self.exposed_s + makespan - self.now_s
         return Order(tuple(n for n, _ in self.placed), tuple(s for _, s in self.placed), makespan, exposed)
 
-    def _ready(self, n: int) -> bool:
-        return not self.nodes[n].is_collective and all(d in self.ends for d in self.nodes[n].deps)
+    def _done(self, n: int) -> bool:
+        """Whether everything that node ``n`` reads is there."""
+        return all(self.ends.get(d, float("inf")) <= self.now_s for d in self.nodes[n].deps)
 
-    def _inputs_s(self, n: int) -> float:
-        return max((self.ends[d] for d in self.nodes[n].deps), default=0.0)
+    def _collective(self, open_: set[int]) -> int | None:
+        """The collective that starts now: one flies at a time."""
+        if self.flying_until_s > self.now_s:
+            return None
+        ready = [n for n in sorted(open_) if self.nodes[n].is_collective and self._done(n)]
+        return max(ready, key=self.after.__getitem__, default=None)
 
-    def _choose(self, ready: Sequence[int]) -> int:
-        now = [n for n in ready if self._inputs_s(n) <= self.compute_s + 1e-9]
-        main = [n for n in now if not self.nodes[n].filler]
-        filler = [n for n in now if self.nodes[n].filler]
+    def _chunk(self, open_: set[int]) -> int | None:
+        """The chunk that runs now."""
+        ready = [n for n in sorted(open_) if not self.nodes[n].is_collective and self._done(n)]
+        main = [n for n in ready if not self.nodes[n].filler]
+        filler = [n for n in ready if self.nodes[n].filler]
         if filler and self.nodes[filler[0]].seconds <= self.early_s:
             self.early_s -= self.nodes[filler[0]].seconds
             return filler[0]
         if main:
             return min(main, key=lambda n: self.rule(n, self))
-        if filler:
-            return filler[0]
-        return min(ready, key=lambda n: (self._inputs_s(n), self.nodes[n].filler, self.rule(n, self)))
-
-    def _start_collectives(self, open_: set[int]) -> None:
-        """Every collective whose operands are made joins its lane."""
-        for n in sorted(open_):
-            if self.nodes[n].is_collective and all(d in self.ends for d in self.nodes[n].deps):
-                start = max(self.comm_s, self._inputs_s(n))
-                self.comm_s = self.ends[n] = start + self.nodes[n].seconds
-                self.placed.append((n, start))
-                open_.discard(n)
+        return filler[0] if filler else None
 
 
 def _longest(n: int, lanes: _Lanes) -> tuple[float, ...]:

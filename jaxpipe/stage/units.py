@@ -226,29 +226,42 @@ def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
-    """``members`` cut into chunks: each product right after what only it waits for, and followed by what it makes possible."""
+    """``members`` cut into chunks: each product behind what it still needs, and followed by what it makes possible. Equations
+    that touch no product make chunks of their own, one for each connected piece."""
     mine = set(members)
     heavies = [i for i in members if is_heavy(graph.eqns[i])]
     before: set[int] = set()
-    stack = list(heavies)
-    while stack:
-        for i in graph.inputs(stack.pop()):
-            if i in mine and i not in before:
-                before.add(i)
-                stack.append(i)
-    tails = [i for i in members if i not in before and i not in set(heavies)]
+    for h in heavies:
+        before.update(_missing(graph, h, mine, before))
+    tails = [i for i in members if i not in before]
     placed: set[int] = set()
     chunks: list[Chunk] = []
     for h in heavies:
         group = _missing(graph, h, mine, placed)
         placed.update(group)
+        reached = {h}
         for i in tails:
-            if i not in placed and all(j in placed for j in graph.inputs(i) if j in mine):
-                group.append(i)
-                placed.add(i)
+            if i not in placed and not reached.isdisjoint(graph.inputs(i)):
+                missing = _missing(graph, i, mine, placed)
+                if all(j == i or j not in before for j in missing):
+                    group += missing
+                    placed.update(missing)
+                    reached.add(i)
         chunks.append(graph.chunk(group))
     rest = [i for i in members if i not in placed]
-    return (*chunks, graph.chunk(rest)) if rest else tuple(chunks)
+    return (*chunks, *(graph.chunk(piece) for piece in _pieces(graph, rest)))
+
+
+def _pieces(graph: PartGraph, members: Sequence[int]) -> list[list[int]]:
+    """The connected pieces of ``members``, each in program order."""
+    piece: dict[int, list[int]] = {}
+    for i in members:
+        joined = [i]
+        for other in {id(piece[j]): piece[j] for j in graph.inputs(i) if j in piece}.values():
+            joined = [*other, *joined]
+        for j in joined:
+            piece[j] = joined
+    return list({id(p): sorted(p) for p in piece.values()}.values())
 
 
 def _missing(graph: PartGraph, root: int, mine: set[int], placed: set[int]) -> list[int]:

@@ -87,8 +87,8 @@ class CoveredCollective:
 class Woven:
     """Several functions in one jaxpr: inputs and outputs of the parts one after another.
 
-    ``inputs``: which input of which part each input is (those declared shared appear once). ``collectives``: by part, in program
-    order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which compute waits for a collective.
+    ``inputs``: which input of which part each input is (those declared shared appear once). ``collectives``: by part, in
+    program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which compute waits for a collective.
     """
 
     jaxpr: ClosedJaxpr
@@ -215,61 +215,91 @@ class _Emission:
         self.nodes = nodes
         self.names: dict[Var, Var] = {}
         self.out: list[JaxprEqn] = []
-        self.gathered = {v for n in nodes if isinstance(n.work, Collective) for v in self._outvars(n)}
+        self.last: Node | None = None
+        self.flying: Node | None = None
 
     def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-        waiting: list[Node] = []
-        last: Node | None = None
+        starting: list[Node] = []
         for number in order.nodes:
             node = self.nodes[number]
             if node.is_collective:
-                waiting.append(node)  # until a barrier, if any, has renamed its operands
+                starting.append(node)
                 continue
-            if set(self._reads(node)).intersection(v for c in waiting for v in self._outvars(c)):
-                self._start(waiting)  # nothing is under it: it can't wait for a barrier that waits for it
-            if last is not None:
-                self._tie(last, node, waiting)
-            self._start(waiting)
+            for collective in starting[:-1]:
+                self._start(collective, None)  # nothing is under it
+            if starting:
+                self._start(starting[-1], node)
+            elif self.last is not None and not self._follows(node, self.last):
+                self._tie(self._token(self.last, []), [*self._landing(node), *self._gates(node)])
+            else:
+                self._tie(None, self._landing(node))
+            starting.clear()
+            if self.flying is not None and self._follows(node, self.flying):
+                self.flying = None
             self._emit(node)
-            last = node
-        self._start(waiting)
+            self.last = node
+        for collective in starting:
+            self._start(collective, None)
         return self.out, self.names
 
-    def _start(self, waiting: list[Node]) -> None:
-        for collective in waiting:
-            self._emit(collective)
-        waiting.clear()
+    def _start(self, collective: Node, under: Node | None) -> None:
+        """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
+        operands = self._reads(collective)
+        behind = [*operands]
+        if under is not None and not self._follows(under, collective):
+            behind += [*self._landing(under), *self._gates(under)]
+        landed = self._outvars(self.flying) if self.flying is not None else []
+        token = self._token(self.last, operands) if self.last is not None else None
+        made = set(self._outvars(self.last)) if self.last is not None else set()
+        if landed or not made.issuperset(operands) or (under is not None and not made.intersection(self._reads(under))):
+            self._tie(token, [*landed, *behind])
+        self._emit(collective)
+        self.flying = collective
 
-    def _tie(self, last: Node, node: Node, starting: Sequence[Node]) -> None:
-        """Makes ``node`` run after ``last``, unless it reads what that made."""
-        made = set(self._outvars(last))
-        read = self._reads(node)
-        if made.intersection(read):
+    def _follows(self, node: Node, other: Node) -> bool:
+        """Whether ``node`` reads what ``other`` makes."""
+        return not set(self._outvars(other)).isdisjoint(self._reads(node))
+
+    def _landing(self, node: Node) -> list[Var]:
+        """The results of the collective in flight, if the chunk reads them."""
+        return self._outvars(self.flying) if self.flying is not None and self._follows(node, self.flying) else []
+
+    def _tie(self, token: Var | None, values: Sequence[Var]) -> None:
+        """From here on these values are there no earlier than ``token`` and each other."""
+        tied = list(dict.fromkeys(v for v in (token, *values) if v is not None))
+        if len(tied) < 2:
             return
-        token = self._token(last, starting)
-        gates = [v for v in read if v in self.gathered]
-        if not any(self._leads_to_product(node, v) for v in gates):
-            gates += [v for v in [self._gate(node)] if v is not None and v not in gates]
-        if token is None or not gates:
-            return
-        operands = [self.names.get(v, v) for v in (token, *gates)]
+        operands = [self.names.get(v, v) for v in tied]
         results = [fresh_var(v.aval) for v in operands]
         self.out.append(barrier(operands, results))
-        self.names.update(zip((token, *gates), results, strict=True))
+        self.names.update(zip(tied, results, strict=True))
 
-    def _token(self, last: Node, starting: Sequence[Node]) -> Var | None:
+    def _token(self, last: Node, operands: Sequence[Var]) -> Var | None:
         """A result of the last chunk that something still reads (XLA drops others from a barrier): the operand of a collective
-        that starts now, else the smallest."""
+        that starts now, else the smallest that depends on the product."""
         graph = self.graphs[last.part]
         assert isinstance(last.work, Chunk)
         mine = set(last.work.eqns)
         left = [v for v in self._outvars(last) if v in graph.results or not mine.issuperset(graph.readers.get(v, ()))]
-        operands = {v for c in starting for v in self._reads(c)}
         first = [v for v in left if v in operands]
-        return min(first or left, key=lambda v: aval_bytes(v.aval), default=None)
+        late = self._from_product(last)
+        return min(first or [v for v in left if v in late] or left, key=lambda v: aval_bytes(v.aval), default=None)
 
-    def _gate(self, node: Node) -> Var | None:
-        """What the chunk's product waits for: the operand that was computed rather than passed in, else any."""
+    def _from_product(self, node: Node) -> set[Var]:
+        """Values of the chunk that depend on its product, if it has one."""
+        assert isinstance(node.work, Chunk)
+        eqns = self.graphs[node.part].eqns
+        reached: set[Var] = set()
+        for i in node.work.eqns:
+            if i == node.work.heavy or not reached.isdisjoint(variables(eqns[i].invars)):
+                reached.update(eqns[i].outvars)
+        return reached
+
+    def _gates(self, node: Node) -> list[Var]:
+        """What makes the chunk's product wait: its operand that was computed rather than passed in, else any; none where the
+        product reads the collective in flight."""
+        if any(self._leads_to_product(node, v) for v in self._landing(node)):
+            return []
         assert isinstance(node.work, Chunk)
         graph = self.graphs[node.part]
         mine = set(node.work.eqns)
@@ -286,7 +316,7 @@ class _Emission:
                         stack.append(i)
                 else:
                     found.append(v)
-        return next((v for v in found if v in graph.maker), found[0] if found else None)
+        return [v for v in found if v in graph.maker][:1] or found[:1]
 
     def _leads_to_product(self, node: Node, v: Var) -> bool:
         """Whether the chunk's product depends on ``v``."""

@@ -1,0 +1,114 @@
+"""Read the schedule of a compiled GPU program: which products run between the start and the done of each collective.
+
+Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a cuBLAS call or a fusion around a ``dot``
+(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter`` or ``all-to-all``. One that XLA
+marked ``is_sync``, since nothing runs beside it, counts as not covered, and so does one that is not asynchronous at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+_DTYPE_AND_SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A collective in schedule order: ``products`` and ``others`` (fusions, other kernels) that run under it."""
+
+    name: str
+    kind: str
+    result_bytes: int
+    products: int
+    others: int
+    is_sync: bool
+
+    @property
+    def covered(self) -> bool:
+        return self.products > 0 and not self.is_sync
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    name: str
+    result: str
+    op: str
+    rest: str
+
+
+def overlaps(text: str) -> list[Overlap]:
+    """The collectives of the entry computation, in the order in which they end."""
+    products = _product_computations(text)
+    flying: dict[str, list[int]] = {}
+    started: dict[str, _Instruction] = {}
+    found: list[Overlap] = []
+    for line in _entry(text):
+        kind = _collective_kind(line)
+        if kind and line.op.endswith("-start"):
+            flying[line.name], started[line.name] = [0, 0], line
+        elif kind and line.op.endswith("-done"):
+            (start,) = [name for name in flying if re.search(rf"%?{re.escape(name)}[,)]", line.rest)]
+            sync = '"is_sync":true' in started[start].rest
+            found.append(Overlap(start, kind, _result_bytes(line.result), *flying.pop(start), is_sync=sync))
+        elif kind and line.op in _KINDS:
+            found.append(Overlap(line.name, kind, _result_bytes(line.result), 0, 0, is_sync=True))
+        elif line.op in ("fusion", "custom-call", "dot"):
+            at = 0 if _is_product(line, products) else 1
+            for counts in flying.values():
+                counts[at] += 1
+    return found
+
+
+def count_products(text: str) -> int:
+    """Products of the entry computation."""
+    products = _product_computations(text)
+    return sum(_is_product(line, products) for line in _entry(text))
+
+
+def _entry(text: str) -> Iterator[_Instruction]:
+    for line in text[text.index("\nENTRY") :].splitlines():
+        match = _INSTRUCTION.match(line)
+        if match:
+            yield _Instruction(*match.groups())
+
+
+def _collective_kind(line: _Instruction) -> str:
+    """The collective that a line starts, ends or is; "" for others. Some are wrapped: ``async-start(...) calls=%wrapped``."""
+    where = line.op if not line.op.startswith("async-") else f"{line.name} {line.rest}"
+    return next((kind for kind in _KINDS if kind in where), "")
+
+
+def _product_computations(text: str) -> frozenset[str]:
+    """Names of the computations (of fusions) that hold a product."""
+    found: set[str] = set()
+    name = ""
+    for line in text.splitlines():
+        head = re.match(r"%?([\w.\-]+) .*\{$", line)
+        if head:
+            name = head.group(1)
+        elif re.search(r" (?:dot|scaled-dot)\(", line):
+            found.add(name)
+    return frozenset(found)
+
+
+def _is_product(line: _Instruction, products: frozenset[str]) -> bool:
+    if line.op == "custom-call":
+        return "cublas" in line.rest or "cudnn$fmha" in line.rest
+    called = re.search(r"calls=%?([\w.\-]+)", line.rest)
+    return line.op == "dot" or (called is not None and (called.group(1) in products or "__triton_gemm" in line.rest))
+
+
+def _result_bytes(result: str) -> int:
+    """Bytes of the largest array of a result type."""
+    sizes = [0]
+    for dtype, shape in _DTYPE_AND_SHAPE.findall(result):
+        count = 1
+        for n in filter(None, shape.split(",")):
+            count *= int(n)
+        sizes.append(count * _BYTES.get(dtype, 4))
+    return max(sizes)

@@ -165,7 +165,7 @@ class Pipeline:
             functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
-        braids = build_braids(braided_slots(schedule), functions, cache) if braid else {}
+        braids = build_braids(braided_slots(schedule, first), functions, cache) if braid else {}
         programs = lower(schedule, first, braids)
         dump.dump("schedule", schedule.name, str(schedule))
         check_host_memory(programs, offload, _platform(submeshes))
@@ -224,7 +224,7 @@ class Pipeline:
             )
         braids = dict(self.braids)
         if self.braid:
-            wanted = [slot for slot in braided_slots(schedule) if slot not in braids]
+            wanted = [slot for slot in braided_slots(schedule, self.stages) if slot not in braids]
             braids |= build_braids(wanted, self.functions, self.cache)
         programs = lower(schedule, self.stages, braids)
         check_host_memory(programs, self.offload, _platform(self.submeshes))

@@ -1,14 +1,14 @@
 """How many tensor-parallel collectives have products under them, in programs that XLA compiled for GPUs that need not be there.
 
-A middle stage of two transformer blocks is built by the real pipeline code (``stage/``, ``models/``), divided over ``--tp``
-shards, and compiled for as many H100s: F alone, the fused backward BW alone and woven with itself, F of one microbatch and BW
-of another in one program as they are, and the same woven (``stage/weave.py``); also F with B and F with W. For each program the
-scheduled HLO says, for each collective, how many products stand between its start and its done. Nothing runs: these are
+A middle stage of two transformer blocks is built by the pipeline's own code, divided over ``--tp`` shards, and compiled for as
+many H100s: F, B and the fused backward BW alone; F of one microbatch and BW of another side by side in one program; and what
+the runtime runs: BW woven with itself, F+BW, F+B and F+W woven (``jaxpipe/stage/weave.py``). The scheduled HLO of each program
+says how many products stand between the start and the done of each collective (``hlo_schedule.py``). Nothing runs: these are
 schedules, not times. Autotuning is off, since it would have to run kernels; ``cublas`` programs call cuBLAS for products where
 the others use XLA's own kernels, and a run on GPUs chooses between the two.
 
-Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 (no driver): see FACTS in the README of
-``planning/``. ``--tiny`` runs everything at toy sizes for this machine's CPU, whose collectives are never asynchronous.
+Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, no GPU and no driver. ``--tiny`` runs it all at
+toy sizes for this machine's CPU, whose collectives are never asynchronous.
 
     python scripts/bench_overlap.py --out scripts/results/overlap-h100.json
 """
@@ -23,14 +23,15 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from jaxpipe.stage.functions import StageFunction, StageFunctions
+    from jaxpipe.stage.functions import StageFunctions
+    from jaxpipe.stage.weave import CoveredCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +46,33 @@ class Size:
     dtype: str = "bfloat16"
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model and how its stage is made."""
+
+    model: str
+    sequence: bool = False
+    fused_residual: bool = False
+    recompute: str = "none"
+
+
 TINY = Size(2, 16, 16, 4, 2, "float32")
-VARIANTS: Mapping[str, tuple[str, bool, bool, str]] = {
-    # name: model, sequence parallelism, residual fused into the all-reduce, recompute policy
-    "gpt": ("models.gpt:GPT", False, False, "none"),
-    "gpt-full": ("models.gpt:GPT", False, False, "full"),
-    "gpt-fused-residual": ("models.gpt:GPT", False, True, "none"),
-    "gpt-sequence": ("models.gpt:GPT", True, False, "none"),
-    "gpt-sequence-full": ("models.gpt:GPT", True, False, "full"),
-    "llama": ("models.llama:Llama", False, False, "none"),
-    "llama-full": ("models.llama:Llama", False, False, "full"),
-    "llama-fused-residual": ("models.llama:Llama", False, True, "none"),
-    "llama-sequence": ("models.llama:Llama", True, False, "none"),
+_GPT, _LLAMA = "models.gpt:GPT", "models.llama:Llama"
+VARIANTS: Mapping[str, Variant] = {
+    "gpt": Variant(_GPT),
+    "gpt-full": Variant(_GPT, recompute="full"),
+    "gpt-fused-residual": Variant(_GPT, fused_residual=True),
+    "gpt-sequence": Variant(_GPT, sequence=True),
+    "gpt-sequence-full": Variant(_GPT, sequence=True, recompute="full"),
+    "llama": Variant(_LLAMA),
+    "llama-full": Variant(_LLAMA, recompute="full"),
+    "llama-fused-residual": Variant(_LLAMA, fused_residual=True),
+    "llama-sequence": Variant(_LLAMA, sequence=True),
 }
 PROGRAMS: Mapping[str, tuple[tuple[str, ...], bool]] = {
+    # name: operations, woven
     "F": (("F",), False),
+    "B": (("B",), False),
     "BW": (("BW",), False),
     "BW woven": (("BW",), True),
     "F+BW": (("F", "BW"), False),
@@ -67,141 +80,139 @@ PROGRAMS: Mapping[str, tuple[tuple[str, ...], bool]] = {
     "F+B woven": (("F", "B"), True),
     "F+W woven": (("F", "W"), True),
 }
+_LEAST_SHARE = 1 / 8  # of the largest collective; smaller ones move statistics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(description="collectives with products under them, in programs compiled for GPUs")
     parser.add_argument("--tp", type=int, default=4, help="shards (default 4)")
-    parser.add_argument("--target", default="h100", help="GPU to compile for, a name or .json of `jaxpipe plan` (default h100)")
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="run only this one; may be repeated")
-    parser.add_argument("--program", action="append", choices=PROGRAMS, help="compile only this one; may be repeated")
-    parser.add_argument("--cublas", action="store_true", help="compile everything for cuBLAS as well, not only F+BW woven")
+    parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one; may be repeated")
+    parser.add_argument("--program", action="append", choices=PROGRAMS, help="only this one; may be repeated")
+    parser.add_argument("--cublas", action="store_true", help="everything for cuBLAS as well, not only F+BW woven")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
     _environment(args.tp)
-    mesh = _mesh(args.target, args.tp, tiny=args.tiny)
+    mesh = submesh(args.target, args.tp, tiny=args.tiny)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
     cases = []
     for variant in args.variant or VARIANTS:
-        stage = middle_stage(variant, size, mesh, args.tp)
+        stage = middle_stage(VARIANTS[variant], size, mesh, args.tp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
-                case = {"variant": variant, "program": program, "cublas": cublas}
-                case.update(measure(stage, *PROGRAMS[program], mesh, args.tp, cublas=cublas, gpu=not args.tiny))
-                cases.append(case)
-                print(_line(case), file=sys.stderr, flush=True)
-    report = json.dumps({**_provenance(args.target, size, args.tp, tiny=args.tiny), "cases": cases}, indent=1)
+                case = measure(stage, *PROGRAMS[program], mesh, cublas=cublas, gpu=not args.tiny)
+                cases.append({"variant": variant, "program": program, "cublas": cublas, **case})
+                print(_line(cases[-1]), file=sys.stderr, flush=True)
+    report = json.dumps({**_provenance(args.target, size, args.tp, given, tiny=args.tiny), "cases": cases}, indent=1)
     if args.out:
         args.out.write_text(report + "\n", encoding="utf-8")
     print(report)
     return 0
 
 
-def middle_stage(variant: str, size: Size, mesh: Any, shards: int) -> StageFunctions:
+def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageFunctions:
     """A stage of ``size.L`` blocks between two others."""
     import jax
 
     from jaxpipe.mesh import TensorParallel
-    from jaxpipe.stage.compile import build_stage_functions
+    from jaxpipe.stage.compile import build_all
     from jaxpipe.stage.reference import resolve_model
 
-    name, sequence, fused, recompute = VARIANTS[variant]
-    options = {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "vocab_size": 16 * shards}
-    model = resolve_model(name, {**options, "dtype": size.dtype})
+    options = {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
+    model = resolve_model(variant.model, {**options, "vocab_size": 16 * shards})
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    x = jax.ShapeDtypeStruct((size.B, size.T, size.D), size.dtype)
-    tp = TensorParallel(shards, sequence=sequence, fused_residual=fused)
-    blocks = model.layers[1:-2]
-    return build_stage_functions(blocks, 1, avals, x, model.batch_spec(size.B), mesh, 1, False, recompute, tp=tp)
+    tp = TensorParallel(shards, sequence=variant.sequence, fused_residual=variant.fused_residual)
+    cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
+    return build_all(cut, avals, model.batch_spec(size.B), [mesh] * 3, variant.recompute, tp=tp)[1]
 
 
 def measure(
-    stage: StageFunctions, ops: Sequence[str], woven: bool, mesh: Any, shards: int, *, cublas: bool, gpu: bool
+    stage: StageFunctions, ops: Sequence[str], woven: bool, mesh: Any, *, cublas: bool, gpu: bool
 ) -> dict[str, Any]:
-    """Compiles these operations of the stage, on microbatches of their own, as one program."""
-    import jax
-
-    from jaxpipe._jax_compat import eval_jaxpr
-    from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
+    """Compiles these operations of the stage, on microbatches of their own, as one program, and reads its schedule."""
     from scripts.hlo_schedule import count_products, overlaps
 
-    functions = [stage.functions[op] for op in ops]
-    result: dict[str, Any] = {}
-    if woven:
-        plan = weave([f.jaxpr for f in functions], shards=shards, shared=shared_parameters(functions))
-        programs, inputs = [plan.jaxpr], [functions[p].avals_in[k] for p, k in plan.inputs]
-        result["planned"] = {
-            "covered": sum(c.covered for c in plan.collectives),
-            "collectives": [str(c) for c in plan.collectives],
-            "exposed_us": round(plan.exposed_s * 1e6, 1),
-            "makespan_us": round(plan.makespan_s * 1e6, 1),
-        }
-        donated = [i for i, (p, k) in enumerate(plan.inputs) if k in functions[p].donated]
-    else:
-        programs, inputs = [f.jaxpr for f in functions], [a for f in functions for a in f.avals_in]
-        starts = [sum(len(f.avals_in) for f in functions[:p]) for p in range(len(functions))]
-        donated = [start + k for start, f in zip(starts, functions, strict=True) for k in f.donated]
-
-    def run(*arrays: Any) -> tuple[Any, ...]:
-        rest, out = list(arrays), []
-        for closed in programs:
-            mine = [rest.pop(0).reshape(v.aval.shape) for v in closed.jaxpr.invars]
-            out += eval_jaxpr(closed.jaxpr, closed.consts, *mine)
-        results = [a for f in functions for a in f.avals_out]
-        return tuple(jax.numpy.reshape(v, (1,)) if a.shape and not v.shape else v for v, a in zip(out, results, strict=True))
-
-    specs = [tuple(a.sharding.spec for a in avals) for avals in (inputs, [a for f in functions for a in f.avals_out])]
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    options: dict[str, Any] = {}
-    if gpu:
-        options = {**GPU_OVERLAP_OPTIONS, "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": not cublas}
+    jitted, inputs, planned = _woven(stage, ops, mesh) if woven else _side_by_side(stage, ops, mesh)
+    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": not cublas} if gpu else {}
     start = time.monotonic()
-    compiled = jax.jit(mapped, donate_argnums=donated).lower(*inputs).compile(compiler_options=options)
+    compiled = jitted.lower(*inputs).compile(compiler_options=options)
     took = time.monotonic() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    found = [o for o in overlaps(text) if o.result_bytes * shards * 8 >= max(x.result_bytes for x in overlaps(text))]
+    every = overlaps(text)
+    found = [o for o in every if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in every)]
+    plan = {} if planned is None else {"planned": [asdict(c) for c in planned]}
     return {
-        **result,
         "collectives": len(found),
         "covered": sum(o.covered for o in found),
-        "products_under_each": [o.products if not o.is_sync else 0 for o in found],
-        "others_under_each": [o.others if not o.is_sync else 0 for o in found],
+        "products_under_each": [o.products for o in found],
+        "others_under_each": [o.others for o in found],
         "kinds": [o.kind for o in found],
         "products": count_products(text),
         "temp_bytes": memory.temp_size_in_bytes,
         "compile_s": round(took, 2),
+        **plan,
     }
 
 
-def shared_parameters(functions: Sequence[StageFunction]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Parameters that a function reads like one before it: the same buffers, as all are of one stage."""
-    first: dict[Any, tuple[int, int]] = {}
-    shared: dict[tuple[int, int], tuple[int, int]] = {}
-    for p, function in enumerate(functions):
-        for k, port in enumerate(function.inputs):
-            if port.kind == "param":
-                if port in first:
-                    shared[p, k] = first[port]
-                else:
-                    first[port] = (p, k)
-    return shared
+def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, Sequence[CoveredCollective]]:
+    """What the runtime runs: a braid of several functions, or a function woven with itself; with what was planned."""
+    from jaxpipe.mesh import TP
+    from jaxpipe.stage.braid import braid
+    from jaxpipe.stage.compile import BuildCache
+    from jaxpipe.stage.weave import weave
+
+    functions = [stage.functions[op] for op in ops]
+    if len(functions) > 1:
+        braided = braid([(stage.stage, f) for f in functions], BuildCache())
+        return braided.jitted, braided.avals_in, braided.collectives
+    plan = weave([functions[0].jaxpr], shards=mesh.shape[TP])
+    return functions[0].jitted, functions[0].avals_in, plan.collectives
 
 
-def _environment(shards: int) -> None:
-    """What XLA and JAX read when they are loaded."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    flag = "--xla_force_host_platform_device_count"
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={shards}".strip()
+def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, None]:
+    """The functions one after another in one program, the parameters passed once."""
+    import jax
+
+    from jaxpipe._jax_compat import eval_jaxpr
+    from jaxpipe.stage.compile import gpu_options
+
+    functions = [stage.functions[op] for op in ops]
+    inputs: dict[Any, Any] = {}
+    for p, f in enumerate(functions):
+        for port, aval in zip(f.inputs, f.avals_in, strict=True):
+            inputs.setdefault(_argument(p, port), aval)
+    outputs = [a for f in functions for a in f.avals_out]
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        given, out = dict(zip(inputs, arrays, strict=True)), []
+        for p, f in enumerate(functions):
+            mine = [given[_argument(p, port)] for port in f.inputs]
+            local = [a.reshape(v.aval.shape) for a, v in zip(mine, f.jaxpr.jaxpr.invars, strict=True)]
+            out += eval_jaxpr(f.jaxpr.jaxpr, f.jaxpr.consts, *local)
+        return tuple(
+            jax.numpy.reshape(v, (1,) * len(a.shape)) if jax.numpy.ndim(v) == 0 else v
+            for v, a in zip(out, outputs, strict=True)
+        )
+
+    specs = [tuple(a.sharding.spec for a in avals) for avals in (inputs.values(), outputs)]
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    donated = [k for k, (_, port) in enumerate(inputs) if port.kind == "acc"]
+    jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=dict(gpu_options(mesh)) or None)
+    return jitted, list(inputs.values()), None
 
 
-def _mesh(target: str, shards: int, *, tiny: bool) -> Any:
-    """A submesh of one rank, or the reason why there is none."""
+def _argument(part: int, port: Any) -> tuple[int, Any]:
+    """What names an argument: parameters are those of the stage, the rest is the part's."""
+    return (-1 if port.kind == "param" else part, port)
+
+
+def submesh(target: str, shards: int, *, tiny: bool) -> Any:
+    """The devices of one rank, or the reason why there are none."""
     import jax
     import numpy as np
 
@@ -218,7 +229,16 @@ def _mesh(target: str, shards: int, *, tiny: bool) -> Any:
     return jax.sharding.Mesh(grid, AXES)
 
 
-def _provenance(target: str, size: Size, shards: int, *, tiny: bool) -> dict[str, Any]:
+def _environment(shards: int) -> None:
+    """What XLA and JAX read when they are loaded."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={shards}".strip()
+
+
+def _provenance(target: str, size: Size, shards: int, given: Sequence[str], *, tiny: bool) -> dict[str, Any]:
     import jax
     import jaxlib
 
@@ -228,20 +248,20 @@ def _provenance(target: str, size: Size, shards: int, *, tiny: bool) -> dict[str
 
     return {
         "device": "cpu" if tiny else f"{shards} x {find_target(target).description}, compiled for without one",
-        "size": {name: getattr(size, name) for name in size.__slots__},
+        "size": asdict(size),
         "tp": shards,
-        "options": {**GPU_OVERLAP_OPTIONS, "xla_gpu_autotune_level": 0},
+        "options": {} if tiny else {**GPU_OVERLAP_OPTIONS, "xla_gpu_autotune_level": 0},
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "commit": commit_id(),
-        "command": shlex.join(["python", "scripts/bench_overlap.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "scripts/bench_overlap.py", *given]),
     }
 
 
 def _line(case: Mapping[str, Any]) -> str:
-    planned = f", planned {case['planned']['covered']}" if "planned" in case else ""
-    kind = " cuBLAS" if case["cublas"] else ""
+    name = case["program"] + (" cuBLAS" if case["cublas"] else "")
+    planned = f", planned {sum(c['products'] > 0 for c in case['planned'])}" if "planned" in case else ""
     return (
-        f"{case['variant']:22s} {case['program'] + kind:20s} {case['covered']:2d} of {case['collectives']:2d} covered{planned}, "
+        f"{case['variant']:22s} {name:20s} {case['covered']:2d} of {case['collectives']:2d} covered{planned}, "
         f"{case['temp_bytes'] / 1e6:.0f} MB workspace, {case['compile_s']} s"
     )
 

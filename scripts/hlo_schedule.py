@@ -19,11 +19,12 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A collective in schedule order: ``products`` and ``others`` (fusions, other kernels) that run under it."""
+    """A collective: ``products`` and ``others`` (fusions, other kernels) that run under it. ``whole_bytes``: of the largest
+    array that it reads or makes."""
 
     name: str
     kind: str
-    result_bytes: int
+    whole_bytes: int
     products: int
     others: int
     is_sync: bool
@@ -54,9 +55,10 @@ def overlaps(text: str) -> list[Overlap]:
         elif kind and line.op.endswith("-done"):
             (start,) = [name for name in flying if re.search(rf"%?{re.escape(name)}[,)]", line.rest)]
             sync = '"is_sync":true' in started[start].rest
-            found.append(Overlap(start, kind, _result_bytes(line.result), *flying.pop(start), is_sync=sync))
+            size = _largest(started[start].result + started[start].rest + line.result)
+            found.append(Overlap(start, kind, size, *flying.pop(start), is_sync=sync))
         elif kind and line.op in _KINDS:
-            found.append(Overlap(line.name, kind, _result_bytes(line.result), 0, 0, is_sync=True))
+            found.append(Overlap(line.name, kind, _largest(line.result), 0, 0, is_sync=True))
         elif line.op in ("fusion", "custom-call", "dot"):
             at = 0 if _is_product(line, products) else 1
             for counts in flying.values():
@@ -103,10 +105,10 @@ def _is_product(line: _Instruction, products: frozenset[str]) -> bool:
     return line.op == "dot" or (called is not None and (called.group(1) in products or "__triton_gemm" in line.rest))
 
 
-def _result_bytes(result: str) -> int:
-    """Bytes of the largest array of a result type."""
+def _largest(types: str) -> int:
+    """Bytes of the largest array whose type is written here."""
     sizes = [0]
-    for dtype, shape in _DTYPE_AND_SHAPE.findall(result):
+    for dtype, shape in _DTYPE_AND_SHAPE.findall(types):
         count = 1
         for n in filter(None, shape.split(",")):
             count *= int(n)

@@ -11,19 +11,19 @@ geometric mean of 1F1B-I's throughput over table 6 is the paper's. Nothing is fi
 One constant part of the peak can't hold for TP 4 and TP 8: absolute throughput comes out too low at the one and too high at the
 other (narrower GEMMs are slower). Gains, the ratio of two schedules on the same costs, hardly depend on it.
 
-Schedules. 1F1B-I as Megatron's. ZB-V is the better of ours and of ours with each W right behind its B, in both a B whose W follows at
-once runs as one backward, as the code of its authors has it; with every B split, as table 1 counts (4 m T_AR exposed), ZB-V would be
-20% slower than STP at TP 8, where the paper measured 9 to 13%. All chunks count as equal in memory when ZB-V is made, as in its
-paper; simulated bytes are real.
+Schedules. 1F1B-I as Megatron's. ZB-V is the better of ours and of ours with each W right behind its B, in both a B whose W
+follows at once runs as one backward, as the code of its authors has it; with every B split, as table 1 counts (4 m T_AR
+exposed), STP would gain 21 to 23% over ZB-V at TP 8, where the paper measured 9 to 13%. All chunks count as equal in memory
+when ZB-V is made, as in its paper; simulated bytes are real.
 
-Transfers between ranks are Megatron's: each GPU sends its 1/TP of an activation at 25 GB/s (200 Gb/s a GPU, not in the paper), which
-is then gathered over NVLink. They overlap compute here; the paper's STP waits for them (section 5.2). That makes less difference
-than it seems: neighbours wait for each other in turn (``families/stp_rows.py``), so a transfer adds to every slot of STP either
-way. ``gain_without_transfers`` says how much that is.
+Transfers between ranks are Megatron's: each GPU sends its 1/TP of an activation at 25 GB/s (200 Gb/s a GPU, not in the paper),
+which is then gathered over NVLink. They overlap compute here; the paper's STP waits for them (section 5.2). That makes less
+difference than it seems: neighbours wait for each other in turn (``families/stp_rows.py``), so a transfer adds to every slot of
+STP either way. ``gain_without_transfers`` says how much that is.
 
-Bytes: 18 a parameter (bfloat16 with float32 gradients, masters and Adam, nothing sharded over dp); activations as saved with flash
-attention and without sequence parallelism: per token and layer 8 h bytes on every rank, and (4 h + 4 kv + 6 ffn) / TP; W keeps as
-much. Appendix C measured 3.6 and 4.3 GB where this gives 2.9.
+Bytes: 18 a parameter (bfloat16 with float32 gradients, masters and Adam, nothing sharded over dp); activations as saved with
+flash attention and without sequence parallelism: per token and layer 8 h bytes on every rank, and (4 h + 4 kv + 6 ffn) / TP; W
+keeps as much. Appendix C measured 3.6 and 4.3 GB where this gives 2.9.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def costs_of(setting: Setting, efficiency: float, *, transfers: bool = True) -> 
     heads = [0.0] * (stages - 1) + [head_flops]
 
     def seconds(layer_flops: float) -> tuple[float, ...]:
-        return tuple((n * layer_flops + head) / (efficiency * PEAK_FLOPS) for n, head in zip(layers, heads, strict=True))
+        return tuple(
+            (n * layer_flops + head) / (efficiency * PEAK_FLOPS) for n, head in zip(layers, heads, strict=True)
+        )
 
     f_s, b_s, w_s = map(seconds, setting.layer_flops())
     collective_s = setting.all_reduce_bytes() / link_bytes_per_s(efficiency)
@@ -202,7 +204,9 @@ def _cell(setting: Setting, m: int, paper: tuple[float, float, float], efficienc
         "tp_exposed": [round(100 * timelines[name].tp_exposed_rate, 2) for name in SCHEDULES],
         "memory_gb": [
             _beside(gb, max(timelines[name].peak_bytes) / 1e9)
-            for gb, name in zip(STP_MEMORY_GB[setting.name, setting.sequence, setting.tp, setting.pp], SCHEDULES, strict=True)
+            for gb, name in zip(
+                STP_MEMORY_GB[setting.name, setting.sequence, setting.tp, setting.pp], SCHEDULES, strict=True
+            )
         ],
     }
 

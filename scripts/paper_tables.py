@@ -249,7 +249,9 @@ def make_report(quick: bool, only: str = "") -> Row:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     origin = {
-        "command": "python scripts/paper_tables.py" + (f" --only {only}" if only else "") + (" --quick" if quick else ""),
+        "command": "python scripts/paper_tables.py"
+        + (f" --only {only}" if only else "")
+        + (" --quick" if quick else ""),
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

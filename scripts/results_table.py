@@ -251,8 +251,9 @@ def _stp_6(rows: list[dict[str, Any]]) -> list[str]:
     """STP's gain over 1F1B-I and ZB-V, and peak memory, the paper's beside the simulator's."""
     off = [abs(x["difference"]) for row in rows if row["tp"] == 8 for x in row["gain"]]
     lines = [
-        "`stp.txt` tables 5 and 6: STP's throughput gain in % and peak GB, paper → simulated, with one GEMM efficiency and one link "
-        f"rate for all cells (`scripts/paper_stp.py` lists the assumptions). At TP 8 no gain is off by more than {max(off):.1f} points.",
+        "`stp.txt` tables 5 and 6: STP's throughput gain in % and peak GB, paper → simulated, with one GEMM efficiency and one "
+        "link rate for all cells (`scripts/paper_stp.py` lists the assumptions). "
+        f"At TP 8 no gain is off by more than {max(off):.1f} points.",
         "",
         "| model, sequence | TP, PP | m | over 1F1B-I | over ZB-V | GB of 1F1B-I, ZB-V, STP |",
         "|---|---|---|---|---|---|",

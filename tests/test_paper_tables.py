@@ -63,7 +63,7 @@ def test_offloading_half_leaves_about_a_quarter(tables: ModuleType) -> None:
 def test_stp_table_1(tables: ModuleType) -> None:
     """1F1B-I's bubbles are the formulas', ZB-V's no larger; STP's where the paper's form is approximate (stp_theory)."""
     for row in tables.paper_stp.table_1(True):
-        f, b, w, all_reduce = row["costs"]
+        f, _, _, all_reduce = row["costs"]
         name, p, pp, tp = row["family"], row["ranks"], row["bubble"]["difference"], row["tp_bubble"]["difference"]
         assert row["peak"]["difference"] <= 1, row  # a microbatch more in flight than counted, or F before B in a braid
         if name == "interleaved-1f1b":
@@ -72,7 +72,7 @@ def test_stp_table_1(tables: ModuleType) -> None:
             assert pp <= 1e-6, row
             assert tp == pytest.approx(0, abs=1e-6), row
         else:
-            assert pp <= (p - 2) * w + (p - 1) * max(f - w, all_reduce) + 1e-6, row
+            assert pp <= p * (f + all_reduce), row
             assert tp <= p * all_reduce, row
 
 

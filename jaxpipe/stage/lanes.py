@@ -1,7 +1,7 @@
 """An order for the chunks of several functions on two lanes, compute and collectives, that leaves compute waiting least.
 
 The compute lane runs one chunk at a time. One collective flies at a time, and starts between two chunks: XLA starts it where it
-stands in the program and keeps one in flight. A list scheduler places the chunks by several rules, each rule twice, and the
+stands in the program and keeps one in flight. A list scheduler places the chunks by several rules, filler in two ways, and the
 order with the shortest makespan wins (then the one with fewest collectives that have no product under them):
 
 * a chunk that a later collective needs goes before filler; filler fills the time in which nothing else can run;
@@ -58,15 +58,14 @@ def best_order(nodes: Sequence[Node]) -> Order:
     """The best of the rules' orders. ``nodes`` must list what a node depends on before it."""
     best: tuple[tuple[float, int], Order] | None = None
     for rule in _RULES:
-        first = _Lanes(nodes, rule).run()
-        candidates = [first]
-        spare = _left_over(nodes, first)
-        if spare > 0:
-            candidates.append(_Lanes(nodes, rule, early_s=spare).run())
-        for order in reversed(candidates):
-            score = (round(order.makespan_s, 7), len(uncovered(nodes, order)))
-            if best is None or score < best[0]:
-                best = (score, order)
+        for fitting in (False, True):
+            order = _Lanes(nodes, rule, fitting).run()
+            spare = _left_over(nodes, order)
+            orders = [_Lanes(nodes, rule, fitting, early_s=spare).run(), order] if spare > 0 else [order]
+            for order in orders:
+                score = (round(order.makespan_s, 7), len(uncovered(nodes, order)))
+                if best is None or score < best[0]:
+                    best = (score, order)
     assert best is not None
     return best[1]
 
@@ -109,10 +108,12 @@ def _left_over(nodes: Sequence[Node], order: Order) -> float:
 
 @dataclass(slots=True)
 class _Lanes:
-    """One run of the list scheduler. ``early_s``: seconds of filler that may run although other work is ready."""
+    """One run of the list scheduler. ``fitting``: under a collective goes the shortest filler that outlasts it, or the longest,
+    rather than the first. ``early_s``: seconds of filler that may run although other work is ready."""
 
     nodes: Sequence[Node]
     rule: Rule
+    fitting: bool = False
     early_s: float = 0.0
     now_s: float = 0.0
     exposed_s: float = 0.0
@@ -180,7 +181,17 @@ class _Lanes:
             return filler[0]
         if main:
             return min(main, key=lambda n: self.rule(n, self))
-        return filler[0] if filler else None
+        return self._filler(filler) if filler else None
+
+    def _filler(self, ready: Sequence[int]) -> int:
+        """The filler that runs now, since nothing else can."""
+        missing = self.flying_until_s - self.now_s
+        if not self.fitting or missing <= 0:
+            return ready[0]
+        long = [n for n in ready if self.nodes[n].seconds >= missing]
+        if long:
+            return min(long, key=lambda n: self.nodes[n].seconds)
+        return max(ready, key=lambda n: self.nodes[n].seconds)
 
 
 def _longest(n: int, lanes: _Lanes) -> tuple[float, ...]:

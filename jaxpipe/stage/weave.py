@@ -15,6 +15,7 @@ varying-axis types (:mod:`jaxpipe.stage.inline`); the result is evaluated with `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -219,28 +220,43 @@ class _Emission:
         self.flying: Node | None = None
 
     def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-        starting: list[Node] = []
-        for number in order.nodes:
+        to_start = sum(self.nodes[n].is_collective for n in order.nodes)
+        for k, number in enumerate(order.nodes):
             node = self.nodes[number]
             if node.is_collective:
-                starting.append(node)
+                to_start -= 1
+                self._start(node, self._first_under(order.nodes[k + 1 :]))
                 continue
-            for collective in starting[:-1]:
-                self._start(collective, None)  # nothing is under it
-            if starting:
-                self._start(starting[-1], node)
-            elif self.last is not None and not self._follows(node, self.last):
-                self._tie(self._token(self.last, []), [*self._landing(node), *self._gates(node)])
-            else:
-                self._tie(None, self._landing(node))
-            starting.clear()
+            if to_start or self.flying is not None:
+                self._order(node)
             if self.flying is not None and self._follows(node, self.flying):
                 self.flying = None
             self._emit(node)
-            self.last = node
-        for collective in starting:
-            self._start(collective, None)
+            if node.has_product:
+                self.last = node
         return self.out, self.names
+
+    def _first_under(self, following: Sequence[int]) -> Node | None:
+        """Of what follows a collective's start, what must wait for it: the first chunk with a product before the next
+        collective, or the first chunk that makes what that product reads."""
+        window = list(itertools.takewhile(lambda n: not self.nodes[n].is_collective, following))
+        product = next((n for n in window if self.nodes[n].has_product), None)
+        if product is None:
+            return None
+        leading = {product}
+        for n in reversed(window[: window.index(product)]):
+            if any(n in self.nodes[m].deps for m in leading):
+                leading.add(n)
+        return self.nodes[next(n for n in window if n in leading)]
+
+    def _order(self, node: Node) -> None:
+        """Puts a chunk's product behind the last one, where it does not need what that made, and the end of the collective in
+        flight behind the last product, where the chunk reads it."""
+        gates = self._landing(node)
+        if node.has_product and self.last is not None and not self._runs_behind_last(node):
+            gates += self._gates(node)
+        if gates:
+            self._tie(self._token(self.last, []) if self.last is not None else None, gates)
 
     def _start(self, collective: Node, under: Node | None) -> None:
         """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
@@ -250,8 +266,9 @@ class _Emission:
             behind += [*self._landing(under), *self._gates(under)]
         landed = self._outvars(self.flying) if self.flying is not None else []
         token = self._token(self.last, operands) if self.last is not None else None
-        made = set(self._outvars(self.last)) if self.last is not None else set()
-        if landed or not made.issuperset(operands) or (under is not None and not made.intersection(self._reads(under))):
+        after_last = self._from_product(self.last) if self.last is not None else set()
+        ordered = after_last.issuperset(operands) and (under is None or self._runs_behind_last(under))
+        if landed or not ordered:
             self._tie(token, [*landed, *behind])
         self._emit(collective)
         self.flying = collective
@@ -259,6 +276,12 @@ class _Emission:
     def _follows(self, node: Node, other: Node) -> bool:
         """Whether ``node`` reads what ``other`` makes."""
         return not set(self._outvars(other)).isdisjoint(self._reads(node))
+
+    def _runs_behind_last(self, node: Node) -> bool:
+        """Whether the chunk's product needs that of the last chunk."""
+        assert self.last is not None
+        made = self._from_product(self.last)
+        return any(v in made and self._leads_to_product(node, v) for v in self._reads(node))
 
     def _landing(self, node: Node) -> list[Var]:
         """The results of the collective in flight, if the chunk reads them."""
@@ -286,8 +309,10 @@ class _Emission:
         return min(first or [v for v in left if v in late] or left, key=lambda v: aval_bytes(v.aval), default=None)
 
     def _from_product(self, node: Node) -> set[Var]:
-        """Values of the chunk that depend on its product, if it has one."""
+        """Values of the chunk that depend on its product; all, if it has none."""
         assert isinstance(node.work, Chunk)
+        if node.work.heavy is None:
+            return set(self._outvars(node))
         eqns = self.graphs[node.part].eqns
         reached: set[Var] = set()
         for i in node.work.eqns:

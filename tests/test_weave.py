@@ -1,0 +1,293 @@
+"""Woven functions: the same bits as apart, collectives covered as planned, and an order that the dataflow enforces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe._jax_compat import ClosedJaxpr, Var, close_jaxpr, eval_jaxpr, variables
+from jaxpipe.mesh import TP, TensorParallel, pipeline_submeshes
+from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.lanes import Node, best_order, covers, uncovered
+from jaxpipe.stage.reference import resolve_model
+from jaxpipe.stage.units import Chunk, Collective, PartGraph, cut_units, is_heavy
+from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, Woven, weave
+
+GPT, LLAMA = "models.gpt:GPT", "models.llama:Llama"
+SMALL = {"d_model": 16, "num_heads": 4, "num_layers": 1, "seq_len": 8, "vocab_size": 16}
+LARGE = {"d_model": 4096, "num_heads": 32, "num_layers": 2, "seq_len": 2048, "vocab_size": 64, "dtype": "bfloat16"}
+"""The size of the acceptance check; only traced here."""
+
+
+@cache
+def stages(
+    name: str, tp: int, *, sequence: bool = False, fused: bool = False, recompute: str = "none", large: bool = False
+) -> tuple[StageFunctions, ...]:
+    """Embedding; blocks; head and loss."""
+    model = resolve_model(name, LARGE if large else SMALL)
+    avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
+    cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
+    meshes = [*pipeline_submeshes(1, tp=tp)] * 3
+    sharding = TensorParallel(tp, sequence=sequence, fused_residual=fused)
+    return build_all(cut, avals, model.batch_spec(1 if large else 2), meshes, recompute, tp=sharding)
+
+
+def jaxprs(stage: StageFunctions, ops: Sequence[str]) -> list[ClosedJaxpr]:
+    return [stage.functions[op].jaxpr for op in ops]
+
+
+def shard_arguments(closed: ClosedJaxpr, tp: int, seed: int) -> list[np.ndarray[Any, Any]]:
+    """Random arguments, other ones on each shard: [tp, ...]."""
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for v in closed.jaxpr.invars:
+        dtype = np.dtype(v.aval.dtype)
+        shape = (tp, *v.aval.shape)
+        if dtype.kind == "f":
+            arrays.append(rng.normal(size=shape).astype(dtype))
+        else:
+            arrays.append(rng.integers(0, 2 if dtype.kind == "b" else 8, size=shape).astype(dtype))
+    return arrays
+
+
+def evaluate(closed: ClosedJaxpr, tp: int, arguments: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+    """Results of a per-shard jaxpr on ``tp`` devices, [tp, ...]."""
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        out = eval_jaxpr(closed.jaxpr, closed.consts, *(a.reshape(a.shape[1:]) for a in arrays))
+        return tuple(jax.numpy.asarray(v)[None] for v in out)
+
+    (mesh,) = pipeline_submeshes(1, tp=tp)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(TP), out_specs=P(TP), check_vma=False)
+    return [np.asarray(v) for v in jax.jit(mapped)(*arguments)]
+
+
+def assert_same_bits(parts: Sequence[ClosedJaxpr], tp: int) -> None:
+    arguments = [shard_arguments(part, tp, seed) for seed, part in enumerate(parts)]
+    woven = weave(parts, shards=tp)
+    apart = [v for part, given in zip(parts, arguments, strict=True) for v in evaluate(part, tp, given)]
+    together = evaluate(woven.jaxpr, tp, [a for given in arguments for a in given])
+    assert len(apart) == len(together)
+    for one, other in zip(apart, together, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "options", "ops"),
+    [
+        (GPT, 2, {}, ("F", "BW")),
+        (GPT, 4, {"sequence": True}, ("F", "B")),
+        (LLAMA, 2, {"sequence": True, "recompute": "full"}, ("F", "BW")),
+        (LLAMA, 4, {"fused": True}, ("F", "W", "B")),
+    ],
+)
+def test_woven_is_bit_equal(name: str, tp: int, options: dict[str, Any], ops: tuple[str, ...]) -> None:
+    assert_same_bits(jaxprs(stages(name, tp, **options)[1], ops), tp)
+
+
+def test_different_stages_are_bit_equal() -> None:
+    first, _, last = stages(GPT, 2)
+    assert_same_bits([first.functions["F"].jaxpr, last.functions["BW"].jaxpr], 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ops", [("F", "BW"), ("F", "B"), ("F", "W"), ("BW",), ("F", "B", "W")], ids="+".join)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("sequence", "fused"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", [GPT, LLAMA])
+def test_woven_is_bit_equal_everywhere(
+    name: str, tp: int, sequence: bool, fused: bool, recompute: str, ops: tuple[str, ...]
+) -> None:
+    options: dict[str, Any] = {"sequence": sequence, "fused": fused, "recompute": recompute}
+    if set(ops) <= {"F", "BW"}:
+        assert_same_bits(jaxprs(stages(name, tp, **options)[0], ops), tp)
+        assert_same_bits(jaxprs(stages(name, tp, **options)[2], ops), tp)
+    assert_same_bits(jaxprs(stages(name, tp, **options)[1], ops), tp)
+
+
+@pytest.mark.parametrize("name", [GPT, LLAMA])
+@pytest.mark.parametrize(
+    ("options", "collectives", "covered"),
+    [
+        ({}, 8, 8),
+        ({"recompute": "full"}, 10, 10),
+        ({"fused": True}, 8, 8),
+        # F and B both begin with a gather: the first of the two has nothing but norms to run beside
+        ({"sequence": True}, 16, 15),
+    ],
+    ids=["stored", "full", "fused", "sequence"],
+)
+def test_all_collectives_of_a_braid_are_covered(
+    name: str, options: dict[str, Any], collectives: int, covered: int
+) -> None:
+    woven = weave(jaxprs(stages(name, 4, large=True, **options)[1], ("F", "BW")), shards=4)
+    assert len(woven.collectives) == collectives
+    assert sum(c.covered for c in woven.collectives) == covered
+    assert woven.exposed_s < 0.02 * woven.makespan_s
+    assert str(woven).startswith(f"{covered} of {collectives} collectives covered")
+
+
+@pytest.mark.parametrize("ops", [("F", "BW"), ("BW",), ("F", "W")], ids="+".join)
+@pytest.mark.parametrize("options", [{}, {"sequence": True}, {"recompute": "full"}], ids=str)
+def test_dataflow_keeps_the_planned_products_under_their_collectives(
+    ops: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """A product under a collective can't run before the collective may start, nor after its result is read."""
+    woven = weave(jaxprs(stages(GPT, 4, large=True, **options)[1], ops), shards=4)
+    assert sorted(c.products for c in woven.collectives) == sorted(products_held_under(woven))
+
+
+def products_held_under(woven: Woven) -> list[int]:
+    """For each collective the products that the equations' dependencies keep between its start and its end."""
+    eqns = woven.jaxpr.jaxpr.eqns
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    above: list[set[int]] = []
+    for eqn in eqns:
+        direct = {maker[v] for v in variables(eqn.invars) if v in maker}
+        above.append(direct.union(*(above[i] for i in direct)))
+    products = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
+    held = []
+    for unit in (u for u in cut_units(woven.jaxpr) if u.collective):
+        assert unit.collective is not None
+        at = unit.collective.eqn
+        makers = {maker[v] for v in variables(eqns[at].invars) if v in maker}
+        readers = [i for i, eqn in enumerate(eqns) if set(variables(eqn.invars)) & set(eqns[at].outvars)]
+        held.append(
+            sum(
+                makers <= above[p] and at not in above[p] and all(p in above[r] for r in readers)
+                for p in products
+                if p not in above[at]
+            )
+        )
+    return held
+
+
+def test_without_collectives_there_are_no_barriers() -> None:
+    closed = stages(GPT, 2)[1].functions["W"].jaxpr
+    woven = weave([closed], shards=2)
+    assert barriers(woven.jaxpr) == barriers(closed)
+    assert woven.collectives == () and woven.exposed_s == 0
+
+
+def barriers(closed: ClosedJaxpr) -> int:
+    return sum(eqn.primitive.name == "optimization_barrier" for eqn in closed.jaxpr.eqns)
+
+
+def test_inputs_and_outputs_stand_one_after_another() -> None:
+    parts = jaxprs(stages(GPT, 2)[1], ("F", "BW"))
+    woven = weave(parts, shards=2)
+    assert woven.inputs == tuple((p, k) for p, part in enumerate(parts) for k in range(len(part.jaxpr.invars)))
+    assert [v.aval for v in woven.jaxpr.jaxpr.outvars] == [v.aval for part in parts for v in part.jaxpr.outvars]
+    equations = [eqn.primitive.name for eqn in woven.jaxpr.jaxpr.eqns if eqn.primitive.name != "optimization_barrier"]
+    apart = [eqn.primitive.name for part in parts for eqn in part.jaxpr.eqns]
+    assert sorted(equations) == sorted(name for name in apart if name != "optimization_barrier")
+
+
+def test_shared_inputs_appear_once() -> None:
+    stage = stages(GPT, 2)[1]
+    ports = [stage.functions[op].inputs for op in ("F", "BW")]
+    shared = {
+        (1, k): (0, ports[0].index(port))
+        for k, port in enumerate(ports[1])
+        if port.kind == "param" and port in ports[0]
+    }
+    assert shared
+    woven = weave(jaxprs(stage, ("F", "BW")), shards=2, shared=shared)
+    assert len(woven.jaxpr.jaxpr.invars) == len(ports[0]) + len(ports[1]) - len(shared)
+    assert not set(woven.inputs) & set(shared)
+
+
+def test_weaving_is_deterministic() -> None:
+    parts = jaxprs(stages(LLAMA, 2, sequence=True)[1], ("F", "BW"))
+    assert str(weave(parts, shards=2).jaxpr) == str(weave(parts, shards=2).jaxpr)
+
+
+def test_options_switch_combining_off() -> None:
+    assert all(value == 0 for name, value in GPU_OVERLAP_OPTIONS.items() if "combine" in name)
+    assert GPU_OVERLAP_OPTIONS["xla_gpu_enable_latency_hiding_scheduler"] is True
+
+
+CHUNK = Chunk((0,), 0, 1, 0, 0)
+LIGHT = Chunk((0,), None, 0, 0, 0)
+COLLECTIVE = Collective(0, "psum", 1)
+
+
+@st.composite
+def programs(draw: Callable[..., Any]) -> list[Node]:
+    """Parts that are chains of chunks and collectives, with filler hanging on them."""
+    nodes: list[Node] = []
+    seconds = st.integers(1, 50).map(lambda x: x / 10)
+    for part in range(draw(st.integers(1, 3))):
+        chain: list[int] = []
+        filler: list[Node] = []
+        for k in range(draw(st.integers(0, 4))):
+            for _ in range(draw(st.integers(1, 3))):
+                work = draw(st.sampled_from([CHUNK, LIGHT]))
+                nodes.append(Node(part, "MLP", work, draw(seconds), tuple(chain[-1:])))
+                chain.append(len(nodes) - 1)
+                if draw(st.booleans()):
+                    filler.append(Node(part, "filler", CHUNK, draw(seconds), (chain[-1],), filler=True))
+            nodes.append(Node(part, "MLP", COLLECTIVE, draw(seconds), (chain[-1],)))
+            chain.append(len(nodes) - 1)
+            assert k >= 0
+        filler.append(Node(part, "filler", CHUNK, draw(seconds), tuple(chain[-1:]), filler=True))
+        nodes += filler
+    return nodes
+
+
+@given(programs())
+def test_orders_are_valid_and_their_times_add_up(nodes: list[Node]) -> None:
+    order = best_order(nodes)
+    at = {n: k for k, n in enumerate(order.nodes)}
+    assert sorted(order.nodes) == list(range(len(nodes)))
+    ends = {n: s + nodes[n].seconds for n, s in zip(order.nodes, order.starts, strict=True)}
+    starts = dict(zip(order.nodes, order.starts, strict=True))
+    for n, node in enumerate(nodes):
+        assert all(at[d] < at[n] and ends[d] <= starts[n] + 1e-9 for d in node.deps)
+    for lane in (True, False):
+        mine = [n for n in order.nodes if nodes[n].is_collective is lane]
+        assert all(ends[a] <= starts[b] + 1e-9 for a, b in itertools.pairwise(mine))
+    compute = sum(n.seconds for n in nodes if not n.is_collective)
+    assert order.makespan_s == pytest.approx(max(ends.values()))
+    assert order.exposed_s == pytest.approx(order.makespan_s - compute, abs=1e-9)
+    assert set(covers(nodes, order)) == {n for n in at if nodes[n].is_collective}
+    assert len(uncovered(nodes, order)) <= len(covers(nodes, order))
+
+
+def test_filler_left_over_runs_early_but_never_uncovers() -> None:
+    """Chunk, collective, chunk, with two fillers ready at once: one is needed under the collective, the other need not wait."""
+    nodes = [
+        Node(0, "MLP", CHUNK, 1.0, ()),
+        Node(0, "MLP", COLLECTIVE, 1.0, (0,)),
+        Node(0, "MLP", CHUNK, 1.0, (1,)),
+        Node(0, "MLP", COLLECTIVE, 1.0, (2,)),
+        *(Node(0, "filler", CHUNK, 1.0, (0,), filler=True) for _ in range(4)),
+    ]
+    order = best_order(nodes)
+    assert order.exposed_s == 0
+    assert order.makespan_s == 6
+    assert not uncovered(nodes, order)
+
+
+def test_barriers_do_not_hold_back_what_the_graph_reads() -> None:
+    """A part graph of the woven jaxpr has the collectives of the parts."""
+    parts = jaxprs(stages(GPT, 2)[1], ("F", "BW"))
+    woven = weave(parts, shards=2)
+    assert len(PartGraph(woven.jaxpr).collectives) == sum(len(PartGraph(p).collectives) for p in parts)
+    reads = {v for eqn in woven.jaxpr.jaxpr.eqns for v in variables(eqn.invars)}
+    made: set[Var] = {*woven.jaxpr.jaxpr.invars, *woven.jaxpr.jaxpr.constvars}
+    made.update(v for eqn in woven.jaxpr.jaxpr.eqns for v in eqn.outvars)
+    assert reads <= made
+    assert close_jaxpr([], [], [], []).jaxpr.eqns == []

@@ -31,9 +31,6 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.schedule import (
-    Action,
-    Braid,
-    Placement,
     Schedule,
     bidirectional,
     circular,
@@ -224,7 +221,7 @@ def test_all_pairs_of_operations_in_a_schedule_from_a_file() -> None:
         model, schedule, microbatch_size=MICROBATCH, boundaries=[(0, 1), (1, 3)], compute_dtype=jnp.float64
     )
     check_whole(pipe, init_params(model, 0), chain_batch(4))
-    assert set(pipe.braids) == set(braided_slots(schedule))
+    assert set(pipe.braids) == set(braided_slots(schedule, pipe.stages))
     assert len(pipe.braids) == 8
 
 
@@ -339,7 +336,7 @@ def test_stages_alike_share_compiled_braids() -> None:
 def test_lowering_without_braided_functions_makes_separate_calls() -> None:
     schedule = parse_schedule(ONE_RANK)
     pipe = pipeline_for("gpt", schedule)
-    assert len(braided_slots(schedule)) == 8
+    assert len(braided_slots(schedule, pipe.stages)) == 8
     (program,) = lower(schedule, pipe.stages)
     assert [i.action for i in program.instructions if isinstance(i, Run)] == list(schedule.actions(0))
 
@@ -348,20 +345,30 @@ def test_a_braid_with_a_sync_runs_as_separate_calls() -> None:
     row = "F0.0 O0.0 F0.1+S0.0 L0.0 BW0.0+F0.2 BW0.1+BW0.2"
     head = "# jaxpipe schedule 1\nname: x\nmicrobatches: 3\nplacement: circular ranks=1 chunks=1\nedges: chain\n"
     schedule = parse_schedule(f"{head}rank 0: {row}\n")
-    assert [parts for _, parts in braided_slots(schedule)] == [(("BW", 0), ("F", 0)), (("BW", 0), ("BW", 0))]
     model = chain_model(1)
     pipe = Pipeline.build(model, schedule, microbatch_size=MICROBATCH, boundaries=[(0, 2)], compute_dtype=jnp.float64)
+    assert [parts for _, parts in pipe.braids] == [(("BW", 0), ("F", 0)), (("BW", 0), ("BW", 0))]
     params, batch = init_params(model, 0), chain_batch(3)
     out = run(pipe, params, batch, record=True)
     assert " ".join(str(e.action) for e in out.events) == row.replace("F0.1+S0.0", "F0.1 S0.0")
     assert_bit_equal(out, run(separate(pipe), params, batch))
 
 
-def test_parts_that_wait_for_each_other_are_refused() -> None:
-    rows = ((Action("F", 0, 0), Braid((Action("B", 0, 0), Action("W", 0, 0)))),)
-    schedule = Schedule("bad", Placement("alone", 1, (((0,),),), ()), 1, rows)
-    with pytest.raises(ScheduleError, match=r"braid B0\.0\+W0\.0 on rank 0: one of its actions waits for another"):
-        lower(schedule, pipeline_for("gpt", generate("gpipe", 1, 1)).stages)
+HEAD = "# jaxpipe schedule 1\nname: bad\nmicrobatches: 2\nplacement: one-to-one ranks=2\nedges: chain\n"
+REFUSED = {
+    "F0.0+B0.0 F0.1 W0.0 BW0.1": r"braid F0\.0\+B0\.0 on rank 0: one of its actions waits for another",
+    "F0.0 F0.1+O0.0 L0.0 BW0.0 BW0.1": r"braid F0\.1\+O0\.0 on rank 0 holds O, which does not run on the compute lane",
+    "F0.0 F0.1+BW1.0 BW0.0 BW0.1": r"BW1\.0 is on rank 0, but the placement runs stage 1 .* on rank 1",
+    "F0.0 F0.1+F0.7 BW0.0 BW0.1": r"F0\.7 on rank 0 is out of range",
+    "F0.0 F0.1+BW0.0": "stage 0, microbatch 1 on rank 0 is missing",
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_bad_braids_are_refused(row: str) -> None:
+    schedule = parse_schedule(f"{HEAD}rank 0: {row}\nrank 1: F1.0 F1.1 BW1.0 BW1.1\n")
+    with pytest.raises(ScheduleError, match=REFUSED[row]):
+        both("one", schedule)
 
 
 @pytest.mark.parametrize("record", [False, True])

@@ -404,13 +404,19 @@ class _Walk:
             self.held[k].add(buffer.kind, -buffer.bytes)
 
 
-def batch_bytes(stage: StageFunctions, num_microbatches: int) -> int:
+def batch_bytes(stage: StageFunctions, num_microbatches: int, num_tokens: int | None = None) -> int:
     """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
-    and keys, losses, and a scalar per action (F, B and W; one less with BW)."""
+    and keys, losses, and a scalar per call (``num_tokens``; if not known: of F, B and W of every microbatch)."""
     data = total_device_bytes(list(_data_avals(stage))) + (_KEY_BYTES if stage.uses_key else 0)
     forward = stage.functions["F"]
     losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]
-    return num_microbatches * (data + total_device_bytes(losses) + 3 * _TOKEN_BYTES)
+    tokens = 3 * num_microbatches if num_tokens is None else num_tokens
+    return num_microbatches * (data + total_device_bytes(losses)) + tokens * _TOKEN_BYTES
+
+
+def calls_of(programs: Sequence[Program], stage: int) -> int:
+    """The most calls that one program makes for ``stage``; a braid is a call for the stage of its first action."""
+    return max(sum(isinstance(i, Run) and i.parts[0][1] == stage for i in p.instructions) for p in programs)
 
 
 def _placed(

@@ -52,14 +52,21 @@ def lower(
     return programs
 
 
-def braided_slots(schedule: Schedule) -> tuple[tuple[int, Parts], ...]:
-    """(rank, parts) of the braids that can run as one function: all but those that hold a sync."""
+def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[tuple[int, Parts], ...]:
+    """(rank, parts) of the braids that can run as one function: all but those that hold a sync.
+
+    Raises:
+        ScheduleError, ProgramError: there are braids, and the schedule is one that :func:`lower` refuses.
+    """
     found = {
         (rank, tuple((a.op, a.stage) for a in slot.actions)): None
         for rank, row in enumerate(schedule.rows)
         for slot in row
         if isinstance(slot, Braid) and not any(op_spec(a.op).is_sync for a in slot.actions)
     }
+    if found:
+        check_schedule(schedule)
+        _check_fit(schedule, stages)
     return tuple(found)
 
 

@@ -26,7 +26,7 @@ from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
-from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes
+from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -165,7 +165,7 @@ class Pipeline:
             functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
         first = [functions[(instances[s][0], s)] for s in range(len(layers))]
         costs = costs if costs is not None else analytic_profile(first)
-        braids = build_braids(braided_slots(schedule), functions, cache) if braid else {}
+        braids = build_braids(braided_slots(schedule, first), functions, cache) if braid else {}
         programs = lower(schedule, first, braids)
         dump.dump("schedule", schedule.name, str(schedule))
         check_host_memory(programs, offload, _platform(submeshes))
@@ -224,7 +224,7 @@ class Pipeline:
             )
         braids = dict(self.braids)
         if self.braid:
-            wanted = [slot for slot in braided_slots(schedule) if slot not in braids]
+            wanted = [slot for slot in braided_slots(schedule, self.stages) if slot not in braids]
             braids |= build_braids(wanted, self.functions, self.cache)
         programs = lower(schedule, self.stages, braids)
         check_host_memory(programs, self.offload, _platform(self.submeshes))
@@ -428,7 +428,8 @@ class Pipeline:
         action) counts as static bytes."""
         if not self.costs.boundary_buffers:
             return self.costs
-        batch = [float(batch_bytes(s, self.schedule.num_microbatches)) for s in self.stages]
+        m = self.schedule.num_microbatches
+        batch = [float(batch_bytes(s, m, calls_of(self.programs, s.stage))) for s in self.stages]
         static = tuple(a + b for a, b in zip(self.costs.optimizer_bytes, batch, strict=True))
         return replace(self.costs, optimizer_bytes=static)
 

@@ -14,9 +14,9 @@ Shapes are given whole: a layer divides them by ``tp.size`` itself. On one shard
 with the same equations. The linear layers are Flax's own ``DenseGeneral`` with another product in it, so names, shapes and
 initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
 
-Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, and
-not gathered a second time. Not modelled: vocabularies padded to a multiple of t, context parallelism, overlap of a collective
-with its own product (see :mod:`jaxpipe.stage` for the overlap with another microbatch).
+Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
+the recompute policy ``gather`` says otherwise. Not modelled: vocabularies padded to a multiple of t, context parallelism,
+pieces of one product overlapped with pieces of its own collective (a collective is hidden under another microbatch's work).
 """
 
 from __future__ import annotations
@@ -66,21 +66,27 @@ def check_shards(
     if seq_len is not None and tp.splits_time:
         divided["seq_len"] = seq_len
 
-    def groups(t: int) -> bool:
-        return kv_heads is None or kv_heads % t == 0 or t % kv_heads == 0
-
-    common = math.gcd(*divided.values())
-    work = ", ".join(str(t) for t in range(1, common + 1) if common % t == 0 and groups(t))
     for name, size in divided.items():
         if size % tp.size:
             raise ConfigError(
-                f"{what}: {name} is {size}, which does not divide over tp {tp.size}; use tp of {work}, or make {name} a "
-                f"multiple of {tp.size} such as {-(-size // tp.size) * tp.size}"
+                f"{what}: {name} is {size}, which does not divide over tp {tp.size}; use tp of "
+                f"{_sizes_that_divide(divided, kv_heads)}, or make {name} a multiple of {tp.size} such as "
+                f"{-(-size // tp.size) * tp.size}"
             )
-    if not groups(tp.size):
+    if not _groups_divide(kv_heads, tp.size):
         raise ConfigError(
-            f"{what}: num_kv_heads is {kv_heads}, neither a multiple nor a divisor of tp {tp.size}; use tp of {work}"
+            f"{what}: num_kv_heads is {kv_heads}, neither a multiple nor a divisor of tp {tp.size}; use tp of "
+            f"{_sizes_that_divide(divided, kv_heads)}"
         )
+
+
+def _groups_divide(kv_heads: int | None, t: int) -> bool:
+    return kv_heads is None or kv_heads % t == 0 or t % kv_heads == 0
+
+
+def _sizes_that_divide(sizes: Mapping[str, int], kv_heads: int | None) -> str:
+    common = math.gcd(*sizes.values())
+    return ", ".join(str(t) for t in range(1, common + 1) if common % t == 0 and _groups_divide(kv_heads, t))
 
 
 # --- between the residual stream and the parallel products ---------------------------------------------------------------
@@ -166,8 +172,10 @@ def column_parallel(
     Reads the residual stream, [B, T, D] or [B, T/t, D], and gives [B, T, …] with ``features[split] / t`` on that axis. Where
     several layers read one input, call :func:`whole_time` once and say ``input_is_whole``. The kernel lies split along axis
     ``number of contracted axes + split``, the bias along ``split``. ``dense``: further options of ``nn.DenseGeneral``.
+    Raises ConfigError where ``features[split]`` does not divide.
     """
     own = [features] if isinstance(features, int) else list(features)
+    check_shards(f"column-parallel layer {dense.get('name', '')}".rstrip(), tp, {"features": own[split]})
     own[split] //= tp.size
     if tp.size > 1 and not input_is_whole:
         dense["dot_general"] = partial(_column_product, tp)
@@ -204,11 +212,16 @@ def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
     ``leaf`` […, G, R + 2, K] (a kernel or bias), whole on each shard: for each key/value head its R query heads, its key, its
     value. t/G shards share a key/value head and divide its query heads: the result is […, 1, R·G/t + 2, K]. The leaf is
     ``"partial"``: each shard's gradient is zero where another shard reads. With G a multiple of t there is nothing to do: split
-    the leaf along G.
+    the leaf along G. Raises ConfigError where t is no multiple of G, or does not divide R·G.
     """
-    groups, heads = leaf.shape[-3:-1]
+    groups, heads = leaf.shape[-3], leaf.shape[-2] - 2
+    check_shards("grouped-query attention", tp, {"num_heads": groups * heads}, kv_heads=groups)
+    if tp.size < groups:
+        raise ConfigError(
+            f"{groups} key/value heads are not shared by {tp.size} shards; split the projection along them"
+        )
     sharing = tp.size // groups
-    own = (heads - 2) // sharing
+    own = heads // sharing
     shard = lax.axis_index(TP)
     group = lax.dynamic_slice_in_dim(leaf, shard // sharing, 1, leaf.ndim - 3)
     queries = lax.dynamic_slice_in_dim(group, shard % sharing * own, own, leaf.ndim - 2)
@@ -222,11 +235,13 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
     """``nn.Embed`` with the rows of its table divided: ``num_embeddings`` is the whole vocabulary, and t divides it.
 
     tokens [B, T] int32 → the residual stream, [B, T, D] or [B, T/t, D]. A token outside the vocabulary gives NaN.
+    Raises ConfigError where ``num_embeddings`` does not divide.
     """
 
     tp: TensorParallel = ONE_SHARD
 
     def setup(self) -> None:
+        check_shards("embedding", self.tp, {"num_embeddings": self.num_embeddings})
         rows = self.num_embeddings // self.tp.size
         self.embedding = self.param("embedding", self.embedding_init, (rows, self.features), self.param_dtype)
 
@@ -235,10 +250,11 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
             found: jax.Array = super().__call__(tokens)
             return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        row, own = _own_rows(tokens, table.shape[0])
-        missing = jnp.where((tokens >= 0) & (tokens < self.num_embeddings), 0.0, jnp.nan).astype(table.dtype)
-        words = jnp.where(own[..., None], jnp.take(table, row, axis=0), missing[..., None])
-        return sum_parts(words, self.tp)
+        local, own = _own_rows(tokens, table.shape[0])
+        row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+        words = jnp.take(table, row, axis=0, mode="fill", fill_value=0)
+        known = (tokens >= 0) & (tokens < self.num_embeddings)
+        return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
 
 
 def vocab_parallel_logits(x: jax.Array, kernel: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -263,9 +279,10 @@ def _cross_entropy_forward(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
     valid = (targets >= 0) & (targets < logits.shape[-1] * tp.size)
-    index, own = (jnp.where(valid, targets, 0), None) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    index = jnp.where(own, local, 0)
     picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
-    if own is not None:
+    if tp.size > 1:
         picked = lax.psum(jnp.where(own, picked, 0), TP)
     return jnp.where(valid, lse - picked, jnp.nan), (logits, targets, lse)
 
@@ -285,7 +302,7 @@ def _cross_entropy_backward(
     logits, targets, lse = residuals
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
     rows = logits.shape[-1]
-    local = targets if tp.size == 1 else targets - lax.axis_index(TP) * rows
+    local = targets if tp.size == 1 else _own_rows(targets, rows)[0]
     hit = local[:, :, None] == jnp.arange(rows)[None, None, :]
     return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
 
@@ -294,10 +311,9 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _own_rows(words: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where ``words`` lie in this shard's ``rows`` rows of the vocabulary (0 if elsewhere), and whether they do."""
+    """Where ``words`` lie from the first of this shard's ``rows`` rows of the vocabulary on, and whether they are its own."""
     local = words - lax.axis_index(TP) * rows
-    own = (local >= 0) & (local < rows)
-    return jnp.where(own, local, 0), own
+    return local, (local >= 0) & (local < rows)
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------------

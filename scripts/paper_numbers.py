@@ -73,5 +73,32 @@ STP_PEAK_GB: dict[tuple[int, int], dict[str, float]] = {
 }
 """`stp.txt` tables 5 and 8, peak memory in GB of the 12.1B model at sequence 6144 by (TP, PP)."""
 
+STP_THROUGHPUT: dict[tuple[str, int, int, int], dict[int, tuple[float, float, float]]] = {
+    ("12.1B", 3072, 4, 4): {64: (9.52, 9.12, 9.87), 128: (9.63, 9.26, 10.1), 192: (9.66, 9.31, 10.1)},
+    ("12.1B", 3072, 8, 2): {64: (6.57, 6.42, 7.28), 128: (6.60, 6.46, 7.32), 192: (6.60, 6.46, 7.33)},
+    ("12.1B", 6144, 4, 4): {64: (4.51, 4.45, 4.74), 128: (4.57, 4.48, 4.82), 192: (4.58, 4.49, 4.83)},
+    ("12.1B", 6144, 8, 2): {64: (3.11, 3.13, 3.46), 128: (3.13, 3.13, 3.47), 192: (3.11, 3.13, 3.49)},
+    ("26.3B", 2048, 4, 8): {96: (12.3, 12.4, 13.0), 176: (12.8, 12.7, 13.2), 256: (12.7, 12.8, 13.4)},
+    ("26.3B", 2048, 8, 4): {96: (8.60, 8.71, 9.48), 176: (8.67, 8.79, 9.56), 256: (8.68, 8.79, 9.61)},
+    ("26.3B", 4096, 4, 8): {96: (6.16, 6.17, 6.33), 176: (6.17, 6.28, 6.49), 256: (6.28, 6.31, 6.51)},
+    ("26.3B", 4096, 8, 4): {96: (4.23, 4.26, 4.66), 176: (4.24, 4.28, 4.70), 256: (4.25, 4.29, 4.72)},
+}
+"""`stp.txt` table 6: samples a second of 1F1B-I, ZB-V and STP by (model, sequence, TP, PP) and number of microbatches."""
+
+STP_MEMORY_GB: dict[tuple[str, int, int, int], tuple[float, float, float]] = {
+    ("12.1B", 3072, 4, 4): (41, 30, 53),
+    ("12.1B", 3072, 8, 2): (31, 24, 43),
+    ("12.1B", 6144, 4, 4): (41, 30, 54),
+    ("12.1B", 6144, 8, 2): (31, 24, 43),
+    ("26.3B", 2048, 4, 8): (55, 38, 72),
+    ("26.3B", 2048, 8, 4): (43, 32, 59),
+    ("26.3B", 4096, 4, 8): (55, 38, 72),
+    ("26.3B", 4096, 8, 4): (43, 32, 59),
+}
+"""`stp.txt` table 5: peak memory in GB of 1F1B-I, ZB-V and STP."""
+
+STP_EXPOSED = (8, 6144, 0.275)
+"""`stp.txt` figure 1 and section 1: at this TP and sequence this part of a layer's forward is TP communication."""
+
 STP_CHUNK_GB = 3.6
 """`stp.txt` appendix C: activations of one microbatch in one virtual stage of ZB-V at TP 8."""

@@ -4,6 +4,7 @@ python scripts/paper_tables.py                  # markdown on stdout, progress o
 python scripts/paper_tables.py --quick          # the small columns only
 python scripts/paper_tables.py --json           # the numbers, one JSON document
 python scripts/paper_tables.py --write          # into scripts/results/paper-tables.json, which the README shows
+python scripts/paper_tables.py --only stp --write       # the tables whose title has this in it; the others stay as they are
 
 Bubbles are the papers': longest rank span minus work, over the span (by makespan V-ZB's are up to 5 points higher, which
 ``jaxpipe compare`` shows). Figures are printed without numbers, so there the columns are ours and the formula's.
@@ -25,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import paper_stp  # noqa: E402
 from paper_numbers import MODELS, TABLE_1_MEMORY, TABLE_4, Model  # noqa: E402
 
 from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate, simulate  # noqa: E402
@@ -167,35 +169,6 @@ def figure_3(quick: bool) -> list[Row]:
     return rows
 
 
-def table_1_stp(quick: bool) -> list[Row]:
-    """`stp.txt` table 1, column PP bubble (longest span minus work) and peak, in chunk units.
-
-    T_AR is part of F, and of a split B; the formulas leave out the transfers between ranks, and so do the costs.
-    """
-    rows = []
-    for p in (4, 8) if quick else (4, 8, 16):
-        for f, b, w, all_reduce in ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 0.75, 0.0), (1.0, 1.0, 0.75, 0.2)):
-            m = 4 * p
-            for name, bubble, peak, split_b in (
-                ("interleaved-1f1b", (p - 1) * (f + all_reduce + b + w), 3 * p - 2, b),
-                ("v-zb", (p - 1) * max(0.0, f + 2 * all_reduce + b - 2 * w), 2 * p, b + all_reduce),
-            ):
-                costs = chunk_costs(name, p, (f + all_reduce, split_b, w), 0)
-                timeline = timeline_of(name, p, m, costs)
-                work = 2 * m * (f + all_reduce + split_b + w)
-                rows.append(
-                    {
-                        "family": name,
-                        "ranks": p,
-                        "microbatches": m,
-                        "costs": [f, b, w, all_reduce],
-                        "bubble": _beside(bubble, timeline.max_span - work),
-                        "peak": _beside(peak, 2 * max(timeline.peak_activations)),
-                    }
-                )
-    return rows
-
-
 def table_1_optpipe(quick: bool) -> list[Row]:
     """`optpipe.txt` table 1 on simulated costs: makespan ÷ work of each method, by memory limit; None where it does not fit.
 
@@ -247,7 +220,8 @@ TABLES: dict[str, Callable[[bool], list[Row]]] = {
     "controllable-memory figure 9": figure_9,
     "pipeoffload table 1": table_1_offload,
     "pipeoffload figure 3": figure_3,
-    "stp table 1": table_1_stp,
+    "stp table 1": paper_stp.table_1,
+    "stp tables 5 and 6": paper_stp.table_6,
     "optpipe table 1": table_1_optpipe,
 }
 
@@ -262,31 +236,42 @@ def missed(report: Row) -> list[str]:
     ]
 
 
-def make_report(quick: bool) -> Row:
-    """All tables as plain values."""
+def make_report(quick: bool, only: str = "") -> Row:
+    """The tables whose title contains ``only`` (all by default) as plain values; the others as they were saved."""
     tables = {}
     for title, make in TABLES.items():
+        if only not in title:
+            continue
         start = time.perf_counter()
         tables[title] = make(quick)
         print(f"{title}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return {
-        "command": "python scripts/paper_tables.py" + (" --quick" if quick else ""),
+    origin = {
+        "command": "python scripts/paper_tables.py"
+        + (f" --only {only}" if only else "")
+        + (" --quick" if quick else ""),
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "tables": tables,
     }
+    if not only:
+        return {**origin, "tables": tables}
+    saved: Row = json.loads(RESULT.read_text(encoding="utf-8"))
+    again = {title: old for title, old in saved.get("again", {}).items() if title not in tables}
+    in_order = {title: tables.get(title, saved["tables"].get(title)) for title in TABLES}
+    kept = {title: rows for title, rows in in_order.items() if rows is not None}
+    return {**saved, "tables": kept, "again": again | dict.fromkeys(tables, origin)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small columns only")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the tables whose title contains this")
     parser.add_argument("--json", action="store_true", help="print JSON instead of markdown")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     arguments = parser.parse_args()
-    report = make_report(arguments.quick)
+    report = make_report(arguments.quick, arguments.only)
     if arguments.write:
         RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if arguments.json:

@@ -73,14 +73,14 @@ def model_for(case: Case) -> Model:
 
 
 @cache
-def pipeline(case: Case) -> Pipeline:
-    """The compiled pipeline of a case."""
+def pipeline(case: Case, rows: int = ROWS) -> Pipeline:
+    """The pipeline of a case, microbatches of ``rows`` sequences."""
     schedule = generate(case.family, case.pp, MICROBATCHES)
     model = model_for(case)
     return Pipeline.build(
         model,
         schedule,
-        microbatch_size=ROWS,
+        microbatch_size=rows,
         boundaries=[(s.start, s.stop) for s in plan_stages(model, schedule.num_stages).stages],
         compute_dtype=jnp.dtype(case.dtype),
         dp=case.dp,

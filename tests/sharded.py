@@ -7,6 +7,7 @@ for ``"partial"`` ones), is done at the end here too, so that results compare wi
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,11 +118,10 @@ def apply_shard(
     tp: TensorParallel,
     key: jax.Array | None,
     train: bool,
-    layers: int | None = None,
 ) -> Any:
-    """The model's layers (or the first few) on one shard, inside ``shard_map``."""
+    """The whole model on one shard, inside ``shard_map``."""
     x: Any = None
-    for index, layer in enumerate(model.layers[:layers]):
+    for index, layer in enumerate(model.layers):
         own = jax.random.fold_in(key, index) if key is not None and layer.uses_key and train else None
         context = LayerContext({name: batch[name] for name in layer.reads}, own, train, tp)
         x = layer.apply(with_tied_leaves(layer, params), x, context)
@@ -139,27 +139,30 @@ class LayerTrace:
     backward: Jaxpr
 
 
-def trace_layer(
-    model: Model, index: int, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel
-) -> LayerTrace:
-    """Layer ``index`` of the model traced on one shard, without dropout; the layers before it make what it reads."""
+def trace_layers(
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel
+) -> dict[str, LayerTrace]:
+    """Every layer of the model traced on one shard, without dropout, by name."""
     kinds = shard_trees(model, params, tp)
-    layer, made = model.layers[index], []
+    made: dict[str, LayerTrace] = {}
 
     def per_shard(params: Any, batch: Any) -> jax.Array:
         params = jax.tree.map(entered, params, kinds)
-        x = apply_shard(model, params, batch, tp, None, False, layers=index)
-        context = LayerContext({name: batch[name] for name in layer.reads}, None, False, tp)
-        own = with_tied_leaves(layer, params)
-        forward = jax.make_jaxpr(lambda p, x: layer.apply(p, x, context))(own, x)
-        y, pull = jax.vjp(lambda p, x: layer.apply(p, x, context), own, x)
-        made.append(LayerTrace(forward.jaxpr, jax.make_jaxpr(pull)(y).jaxpr))
+        x: Any = None
+        for layer in model.layers:
+            context = LayerContext({name: batch[name] for name in layer.reads}, None, False, tp)
+            run = functools.partial(lambda layer, context, p, x: layer.apply(p, x, context), layer, context)
+            own = with_tied_leaves(layer, params)
+            forward = jax.make_jaxpr(run)(own, x)
+            y, pull = jax.vjp(run, own, x)
+            made[layer.name] = LayerTrace(forward.jaxpr, jax.make_jaxpr(pull)(y).jaxpr)
+            x = y
         return jnp.zeros(())
 
     specs = jax.tree.map(spec_of, kinds)
     traced = jax.shard_map(per_shard, mesh=mesh_of(tp), in_specs=(specs, P(DP)), out_specs=P())
     jax.eval_shape(traced, dict(params), dict(batch))
-    return made[0]
+    return made
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:

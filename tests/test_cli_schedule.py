@@ -46,6 +46,7 @@ KEYS = [
     "memory_limit",
     "group",
     "family_limit",
+    "tp_exposed_s",
 ]
 
 

@@ -80,6 +80,9 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
     "chimera": ([{}], lambda p, m, o: min(p, m)),
     "hanayo": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "dualpipe-v": ([{}], lambda p, m, o: min(p + 0.5, m)),
+    "stp": ([{}], lambda p, m, o: min((3 * p + 1) / 2, m)),
+    "stp-memory": ([{}], lambda p, m, o: min(p + 1, m)),
+    "stp-offload": ([{}], lambda p, m, o: min((3 * p + 1) / 2, m)),
 }
 PROFILES = [
     {"f": 1.0, "b": 1.0, "w": 1.0},
@@ -293,6 +296,8 @@ def test_import_needs_neither_jax_nor_numpy() -> None:
 
 def test_rows_hold_actions_only() -> None:
     for name in FAMILIES:
+        if FAMILIES[name].sees_collectives:
+            continue  # these make braids
         assert all(isinstance(slot, Action) for row in generate(name, 3, 4).rows for slot in row)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
@@ -27,7 +28,7 @@ from jaxpipe.stage.reference import apply_model, init_params, with_tied_leaves
 from models.attention import causal_attention
 from models.gpt import GPT
 from models.llama import Llama, rotate
-from tests.sharded import QUICK, collectives, loss_and_grads, shapes_in, shard_trees, step, trace_layer
+from tests.sharded import QUICK, collectives, loss_and_grads, mesh_of, shapes_in, shard_trees, step, trace_layers
 
 FACTORIES = {"gpt": GPT, "llama": Llama}
 SMALL = {"vocab_size": 32, "d_model": 16, "num_layers": 1, "num_heads": 8, "seq_len": 8, "dtype": "float64"}
@@ -137,7 +138,7 @@ def test_loss_and_gradients_of_every_combination(kind: str, given: Options, tp: 
 )
 def test_float32(kind: str, given: Options, tp: TensorParallel) -> None:
     model = make(kind, given)
-    params, batch = init_params(model, 0), random_batch(model)
+    params, batch = jax.jit(lambda: init_params(model, 0))(), random_batch(model)
     close(loss_and_grads(model, params, batch, tp), on_one_device(model, params, batch), 1e-5)
 
 
@@ -185,13 +186,18 @@ def test_many_sizes_that_divide(case: tuple[Model, TensorParallel, int]) -> None
     check_sized(case)
 
 
-@pytest.mark.usefixtures("x64")
-def test_a_shorter_sequence() -> None:
-    """Learned positions count from the first token, on every part of the time axis."""
-    tp, model = TensorParallel(2, sequence=True), make("gpt")
-    params = random_params(model)
-    batch = {name: a[:, :6] for name, a in random_batch(model).items()}
-    close(loss_and_grads(model, params, batch, tp), on_one_device(model, params, batch), 1e-9)
+def test_positions_count_from_the_first_token_on_every_part_of_time() -> None:
+    """Also where the sequence is shorter than the model's."""
+    tp = TensorParallel(2, sequence=True)
+    embed = make("gpt", options(dtype="float32")).layers[0]
+    params, tokens = embed.init(jax.random.key(0)), jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+
+    def run(params: Any, tokens: Any, own: TensorParallel = tp) -> Any:
+        return embed.apply(params, None, LayerContext({"tokens": tokens}, None, False, own))
+
+    specs = ({"tokens": {"embedding": P(TP)}, "positions": P()}, P())
+    ours = jax.jit(jax.shard_map(run, mesh=mesh_of(tp), in_specs=specs, out_specs=P(None, TP)))(params, tokens)
+    np.testing.assert_allclose(ours, run(params, tokens, ONE_SHARD), rtol=1e-6)
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------------
@@ -210,11 +216,8 @@ def test_two_collectives_a_block_each_way(kind: str, given: Options, fused: bool
     for tp in (TensorParallel(4, fused_residual=fused), TensorParallel(4, sequence=True, fused_residual=fused)):
         kinds = ("all-gather", "reduce-scatter") if tp.splits_time else ("all-reduce", "all-reduce")
         branches = {(name, TP): 2 for name in kinds}
-        counts = {
-            layer.name: [collectives(j) for j in (trace.forward, trace.backward)]
-            for layer in model.layers
-            for trace in [trace_layer(model, model.layers.index(layer), params, batch, tp)]
-        }
+        traces = trace_layers(model, params, batch, tp)
+        counts = {name: [collectives(trace.forward), collectives(trace.backward)] for name, trace in traces.items()}
         assert counts == {
             "embed": [{(kinds[1], TP): 1}, {(kinds[0], TP): 1} if tp.splits_time else {}],
             "block_00": [branches, branches],
@@ -228,10 +231,9 @@ def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
     model = make(kind, COUNTED)
     params, batch = init_params(model, 0), random_batch(model)
     for tp in (TensorParallel(4), TensorParallel(4, sequence=True)):
-        made: set[int] = set()
-        for index in range(len(model.layers)):
-            trace = trace_layer(model, index, params, batch, tp)
-            made |= {n for shape in shapes_in(trace.forward) | shapes_in(trace.backward) for n in shape}
+        traces = trace_layers(model, params, batch, tp).values()
+        shapes = [shape for trace in traces for shape in shapes_in(trace.forward) | shapes_in(trace.backward)]
+        made = {n for shape in shapes for n in shape}
         assert 29 in made and 4 * 29 not in made
 
 
@@ -240,8 +242,9 @@ def test_sequence_parallelism_leaves_a_part_of_time_on_the_residual_stream(kind:
     model = make(kind, COUNTED)
     tp = TensorParallel(4, sequence=True)
     params, batch = init_params(model, 0), random_batch(model)
-    for index in (0, 1):
-        (out,) = trace_layer(model, index, params, batch, tp).forward.outvars
+    traces = trace_layers(model, params, batch, tp)
+    for name in ("embed", "block_00"):
+        (out,) = traces[name].forward.outvars
         assert out.aval.shape == (2, 5, 32)
 
 

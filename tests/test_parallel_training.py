@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 
@@ -27,9 +28,7 @@ ACTIVE, INACTIVE = 0.05, 1e9
 """Bounds on the norm that clip every step, and none."""
 
 DEFAULT = [
-    Case("gpt-tied", 2, 2, 2, "v-zb", sequence=True, zero1=True),
-    Case("llama", 1, 4, 2, "1f1b", fused=True),
-    Case("llama-tied", 4, 1, 2, "1f1b", zero1=True),
+    Case("gpt-tied", 2, 2, 2, "stp", sequence=True, zero1=True),
 ]
 
 
@@ -38,7 +37,7 @@ def _grid() -> list[Case]:
     residuals on every third."""
     found: list[Case] = []
     for n, ((pp, tp, dp), name, family) in enumerate(
-        itertools.product(FACTORINGS, ("gpt", "llama"), ("1f1b", "v-zb", *_braided()))
+        itertools.product(FACTORINGS, ("gpt", "llama"), ("1f1b", "v-zb", "stp"))
     ):
         tied = name + "-tied" * (n % 3 == 0)
         fused = tp > 1 and n % 3 == 1
@@ -46,12 +45,6 @@ def _grid() -> list[Case]:
             Case(tied, pp, tp, dp, family, sequence, zero1=n % 2 == 0, fused=fused) for sequence in {False, tp > 1}
         ]
     return found
-
-
-def _braided() -> tuple[str, ...]:
-    from jaxpipe.schedule import FAMILIES
-
-    return ("stp",) if "stp" in FAMILIES else ()
 
 
 GRID = [*DEFAULT, *(pytest.param(c, marks=pytest.mark.soak, id=str(c)) for c in _grid() if c not in DEFAULT)]
@@ -62,7 +55,7 @@ def _forget() -> Iterator[None]:
     """Cases share nothing, and the whole grid's compiled programs would fill the memory."""
     yield
     pipeline.cache_clear()
-    jax.clear_caches()
+    gc.collect()
 
 
 def _step(case: Case, clip_norm: float = ACTIVE) -> TrainStep:
@@ -105,7 +98,7 @@ def _assert_replicas_agree(state: TrainState) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt-tied", 2, 2, 2, "1f1b", sequence=True, dtype="float32"),
+        Case("llama", 1, 4, 2, "1f1b", fused=True, dtype="float32"),
         *(
             pytest.param(Case(name, pp, tp, dp, "v-zb", tp > 1, True, dtype="float32"), marks=pytest.mark.soak)
             for name in ("gpt", "llama-tied")

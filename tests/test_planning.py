@@ -27,7 +27,8 @@ from jaxpipe.planning.stages import PlannedStage, Sharding, Workbench, workbench
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import generate, read_costs, read_schedule, simulate
+from jaxpipe.schedule import Braid, generate, read_costs, read_schedule, simulate
+from jaxpipe.schedule.passes import unbraid
 from jaxpipe.train.config import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,6 +271,19 @@ def test_collectives_take_what_a_ring_takes() -> None:
     assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
     assert p.costs.tp_collectives[0] == 5
     assert max(p.timeline.tp_exposed_s) > 0
+
+
+def test_adjacent_actions_are_braided_where_it_pays() -> None:
+    plain, braided = (
+        prediction_of(config, bench_of(config, sharding=Sharding.of(config)))
+        for config in (small(tp=4, schedule="zb-h1"), small(tp=4, schedule="zb-h1", braid_adjacent=True))
+    )
+    slots = [slot for row in braided.schedule.rows for slot in row]
+    assert any(isinstance(slot, Braid) for slot in slots)
+    assert not any(isinstance(slot, Braid) for row in plain.schedule.rows for slot in row)
+    assert unbraid(braided.schedule) == plain.schedule
+    assert braided.timeline.makespan < plain.timeline.makespan
+    assert sum(braided.timeline.tp_exposed_s) < sum(plain.timeline.tp_exposed_s)
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------

@@ -447,5 +447,5 @@ def test_no_such_rank_and_several_devices() -> None:
         with pytest.raises(ConfigError, match=f"no rank {rank}.*0 to 1"):
             Rehearsal(pipeline(schedule), rank)
     spread = Pipeline.build(_model(2), schedule, microbatch_size=MICROBATCH, boundaries=[(0, 1), (1, 2)])
-    with pytest.raises(ConfigError, match="one device"):
+    with pytest.raises(ConfigError, match="devices of one rank"):
         Rehearsal(spread, 0)

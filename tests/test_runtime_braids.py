@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import RunError, ScheduleError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
-from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.runtime.executor import StepOutputs, message_homes, message_numbers
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import reduction
@@ -276,6 +277,9 @@ def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
     batch["weights"] = (rng.random((4, 4, 8)) < 0.6).astype(np.float32)
     params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
     check_whole(pipe, params, batch)
+    homes = message_homes(pipe.programs, pipe.functions, pipe.submeshes, message_numbers(pipe.programs))
+    assert {home.spec for where in homes.values() for home in where} == {P(("dp", "tp") if tp.splits_time else "dp")}
+    assert {home.mesh for where in homes.values() for home in where} == set(pipe.submeshes)
     if tp.size > 1:
         assert any(c.covered for b in pipe.braids.values() for c in b.collectives), (
             "something computes under a collective"

@@ -382,3 +382,14 @@ def test_what_shards_must_divide() -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             check_shards("M", tp, sizes, **options)
         assert "\n" not in str(caught.value)
+
+
+def test_layers_refuse_what_does_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"column-parallel layer up: features is 6, .* use tp of 1, 2, 3, 6, or"):
+        column_parallel((3, 6), PLAIN, split=1, name="up")
+    with pytest.raises(ConfigError, match=r"embedding: num_embeddings is 10, .* use tp of 1, 2, 5, 10, or"):
+        VocabParallelEmbed(10, D, tp=PLAIN).init(jax.random.key(0), words(B, T))
+    with pytest.raises(ConfigError, match=r"grouped-query attention: num_heads is 6, .* use tp of 1, 2, 6, or"):
+        own_query_heads(jnp.ones((D, 2, 5, 4)), PLAIN)
+    with pytest.raises(ConfigError, match="8 key/value heads are not shared by 4 shards; split the projection"):
+        own_query_heads(jnp.ones((D, 8, 3, 4)), PLAIN)

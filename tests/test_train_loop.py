@@ -211,8 +211,9 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
         ["pipeline.ranks=1"],
         ["pipeline.schedule=zb-h1", "pipeline.microbatches=2"],
         ["pipeline.schedule=interleaved-1f1b", "pipeline.chunks=2"],
+        ["pipeline.tp=2", "pipeline.dp=2", "pipeline.sequence_parallel=true", "pipeline.zero1=true"],
     ],
-    ids=["one rank", "another schedule and microbatch count", "two chunks a rank"],
+    ids=["one rank", "another schedule and microbatch count", "two chunks a rank", "eight devices with ZeRO-1"],
 )
 def test_another_pipeline_goes_on_with_the_same_data(
     overrides: list[str],

@@ -147,8 +147,10 @@ def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
         ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
     ]
     if record.tp_exposed_s:
-        most = time.show(max(record.tp_exposed_s))
-        rows.append(("TP exposed", f"{record.tp_exposed:.1%} of all time, part of the bubble (at most {most} on a rank)"))
+        longest = time.show(max(record.tp_exposed_s))
+        rows.append(
+            ("TP exposed", f"{record.tp_exposed:.1%} of all time, part of the bubble (at most {longest} on a rank)")
+        )
     if record.offloaded_share:
         rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations"))
     if units == "si":

@@ -24,6 +24,7 @@ from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import FAMILIES, CostProfile, MemoryCurve, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
+from jaxpipe.train.braiding import order_for
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_schedule, relative_costs
 
@@ -130,6 +131,7 @@ def predict(
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
     stages = bench.compiled(stages, ops)
     costs = costs_of(stages)
+    schedule = order_for(config, schedule, costs)
     timeline = simulate(schedule, costs)
     limit = pipe.memory_limit
     if limit is not None and max(timeline.peak_activations) > limit * (1 + 1e-9) and pipe.schedule in FAMILIES:

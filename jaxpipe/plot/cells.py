@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Timeline
 
 LANES = ("compute", "tp", "d2h", "h2d", "send")
-LANE_TITLES = {"compute": "compute", "tp": "TP collectives", "d2h": "device → host", "h2d": "host → device", "send": "send to another rank"}
+LANE_TITLES = {
+    "compute": "compute",
+    "tp": "TP collectives",
+    "d2h": "device → host",
+    "h2d": "host → device",
+    "send": "send to another rank",
+}
 _LANE_COLOURS = {"send": "#8a8f98", "tp": "#7b5ea7"}
 
 
@@ -34,7 +40,7 @@ class Cell:
 
 
 def cells_of(timeline: Timeline) -> tuple[Cell, ...]:
-    """The cells of a timeline by start time; a braid has one cell on the TP lane. Times count from the timeline's first start."""
+    """The cells of a timeline by start time; a braid has one cell on the TP lane. Times count from the first start."""
     chunks = chunk_numbers(timeline)
     begin = origin(timeline)
     cells = [

@@ -27,7 +27,10 @@ _LEFT_IN, _RIGHT_IN, _HEAD_IN = 0.75, 1.2, 0.55
 _ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
 _RASTER_CELLS = 20_000  # above this an SVG holds its cells as an image
 _GRID, _IDLE = "#d7dbe0", "#eef0f3"
-_NAMED = {"tp": "TP collectives", "send": "transfer to another rank"}  # lanes whose cells have one colour whatever the op
+_NAMED = {
+    "tp": "TP collectives",
+    "send": "transfer to another rank",
+}  # lanes whose cells have one colour whatever the op
 
 
 @dataclass(frozen=True, slots=True)

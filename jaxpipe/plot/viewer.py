@@ -42,7 +42,8 @@ def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict
     num_chunks = 1 + max((c.chunk for c in everything), default=0)
     order = {op: k for k, op in enumerate(dict.fromkeys(c.op for c in everything))}
     kinds = sorted(
-        {(c.op, c.lane, c.chunk) for c in everything}, key=lambda kind: (kind[1] in ("tp", "send"), order[kind[0]], *kind)
+        {(c.op, c.lane, c.chunk) for c in everything},
+        key=lambda kind: (kind[1] in ("tp", "send"), order[kind[0]], *kind),
     )
     numbers = {kind: k for k, kind in enumerate(kinds)}
     colours = [colour_of(op, lane, chunk, num_chunks) for op, lane, chunk in kinds]

@@ -208,7 +208,8 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
-    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run."""
+    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run: collectives are in them."""
+    costs = costs.with_collectives_exposed()
     fields = {"F": "f_s", "B": "b_s", "W": "w_s", "BW": "bw_s"}
     changed: dict[str, Any] = {}
     for op, name in fields.items():

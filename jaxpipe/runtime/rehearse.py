@@ -1,4 +1,4 @@
-"""One rank's real program alone on one device: does it fit, and how long does each action take?
+"""One rank's real program alone on its device (or dp × tp devices): does it fit, and how long does each action take?
 
 A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
 gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.runtime.stand_ins`).
@@ -12,8 +12,9 @@ best rehearsed from the smallest to the largest, and a peak that an earlier one 
 instructions, and marked as inexact.
 
 *Time.* Steps without the recorder give the step time and the host's cost, steps with it the time of each action: medians over
-all microbatches and steps, the first step discarded. Not modelled: contention of several ranks for one host link, and
-collectives inside a rank (one device a rank).
+all microbatches and steps, the first step discarded. With several devices a rank (dp × tp) memory is that of the device that
+holds most, and collectives over ``tp`` are real. Not modelled: contention of several ranks for one host link, and the reduction
+of gradients after the pipeline.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rehearsal:
     """One rank, ready to run.
 
     Args:
-        pipeline: built with the same device for every rank.
+        pipeline: built with the same devices for every rank: one, or dp × tp.
         rank: the one to rehearse.
         vocab_size: integers of the stand-in batch are below it.
         resident: arrays that a training step keeps on the rank beside what its functions use (master parameters, optimizer
@@ -61,7 +62,7 @@ class Rehearsal:
         host: the link to the host as measured. The runtime holds back what waits for an offload's memory, by these times.
 
     Raises:
-        ConfigError: no such rank, or ranks on several devices.
+        ConfigError: no such rank, or ranks on different devices.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class Rehearsal:
             raise ConfigError(
                 f"there is no rank {rank}: schedule {pipeline.schedule.name!r} has ranks 0 to {ranks - 1}"
             )
-        devices = {d for mesh in pipeline.submeshes for d in mesh.devices.flat}
-        if len(devices) != 1:
+        places = {tuple(mesh.devices.flat) for mesh in pipeline.submeshes}
+        if len(places) != 1:
             raise ConfigError(
-                f"a rehearsal runs on one device, and this pipeline's ranks are on {len(devices)}: build it with the same "
-                "device for every rank, and one device a rank (dp · tp = 1)"
+                f"a rehearsal runs on the devices of one rank, and this pipeline's ranks are on {len(places)} groups of them: "
+                "build it with the same devices for every rank"
             )
-        (self.device,) = devices
+        (self.devices,) = places
+        self.device = self.devices[0]  # whose allocator is asked
         self.program: Program = pipeline.programs[rank]
         self.functions = {at: f for at, f in pipeline.functions.items() if at[0] == rank}
         self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
@@ -149,7 +151,7 @@ class Rehearsal:
         try:
             watch.begin(self._placed_bytes())
             inputs, kept = self._placed()
-            probed = probe_step(executor, inputs, [[self.device]], resident=kept, look=watch)
+            probed = probe_step(executor, inputs, [self.devices], resident=kept, look=watch)
             out = _finished(probed.outputs)
             for n in range(2 * steps):
                 inputs = replace(inputs, acc=out.acc)
@@ -174,7 +176,9 @@ class Rehearsal:
             schedule=self.pipeline.schedule.name,
             stages=tuple(sorted(s for _, s in self.functions)),
             num_instructions=len(executor.sequence),
-            device=self.device.device_kind,
+            device=self.device.device_kind
+            if len(self.devices) == 1
+            else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
             alone=alone,
             step=Timing.of(walls),

@@ -172,7 +172,9 @@ class CostProfile:
         def alone(op: str) -> tuple[float, ...]:
             return tuple(slot_lanes(self, [(op, s)]).seconds for s in range(self.num_stages))
 
-        return replace(self, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=())
+        return replace(
+            self, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=()
+        )
 
     def values(self, name: str) -> Sequence[float]:
         """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.

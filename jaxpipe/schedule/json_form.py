@@ -26,7 +26,9 @@ TIMELINE_FORMAT = "jaxpipe timeline 1"
 
 _LANES = ("compute", "tp", "d2h", "h2d", "send")
 _PER_STAGE = tuple(
-    f.name for f in fields(CostProfile) if f.type == "tuple[float, ...]" and f.name not in ("memory_limit_bytes", "tp_comm_s")
+    f.name
+    for f in fields(CostProfile)
+    if f.type == "tuple[float, ...]" and f.name not in ("memory_limit_bytes", "tp_comm_s")
 )
 _REQUIRED_COSTS = tuple(f.name for f in fields(CostProfile) if f.default is MISSING and f.default_factory is MISSING)
 
@@ -123,7 +125,9 @@ def from_costs(data: object) -> CostProfile:
     """Only the keys of :class:`CostProfile` without a default are needed. Raises ScheduleParseError, naming the key."""
     optional = tuple(f.name for f in fields(CostProfile) if f.name not in _REQUIRED_COSTS)
     value = _object(data, "cost profile", _REQUIRED_COSTS, COSTS_FORMAT, optional, need_format=False)
-    given: dict[str, Any] = {k: _floats(value[k], k) for k in (*_PER_STAGE, "tp_comm_s", "memory_limit_bytes") if k in value}
+    given: dict[str, Any] = {
+        k: _floats(value[k], k) for k in (*_PER_STAGE, "tp_comm_s", "memory_limit_bytes") if k in value
+    }
     if "tp_collectives" in value:
         given["tp_collectives"] = _wholes(value["tp_collectives"], "tp_collectives")
     for name in ("temp_bytes", "extra"):

@@ -69,8 +69,8 @@ class Woven:
 def strand(costs: CostProfile, op: str, stage: int) -> Strand:
     """The action ``op`` of ``stage`` as a strand.
 
-    An op whose spec names a ``collective`` cost is a chain. One with several parts (BW) has the chain of the part that does; the
-    rest of its compute is filler.
+    An op whose spec names a ``collective`` cost is a chain. One with several parts (BW) has the chain of the part that does;
+    the rest of its compute is filler.
     """
     spec = op_spec(op)
     seconds = costs.seconds(spec.cost, stage)
@@ -102,7 +102,7 @@ def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
 
 
 def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> Woven:
-    """The strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, where known exactly."""
+    """The strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, if known exactly."""
     compute_s = sum(seconds if seconds is not None else (x.compute_s for x in strands))
     if not any(x.collective_s for x in strands):
         return Woven(compute_s, compute_s)

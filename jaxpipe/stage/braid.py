@@ -215,7 +215,8 @@ def _without_additions(function: StageFunction) -> _Head:
         else:
             head.append(eqn)
     crossing = tuple(dict.fromkeys(a for eqn in additions for a in eqn.invars if isinstance(a, Var) and a not in after))
-    kept = [(p, a) for p, a in results if p.kind != "acc"]
+    late = {p for p, a in results if isinstance(a, Var) and a in after}
+    kept = [(p, a) for p, a in results if p not in late]
     closed = close_jaxpr(
         list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True)),
         [v for p, v in given if p.kind != "acc"],
@@ -229,5 +230,5 @@ def _without_additions(function: StageFunction) -> _Head:
         crossing,
         sums,
         tuple(additions),
-        tuple((p, a) for p, a in results if p.kind == "acc"),
+        tuple((p, a) for p, a in results if isinstance(a, Var) and p in late),
     )

@@ -52,8 +52,8 @@ from jaxpipe.stage.trace import (
 from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
 
 _WOVEN_ALONE = ("BW", "W")
-"""Functions whose weight gradients go under their own tensor-parallel collectives. Only what is compiled is woven: a braid
-weaves the parts' own jaxprs."""
+"""Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
+jaxpr stays plain, for braids to weave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +370,9 @@ def _function(
     jitted = cache.jitted.get(key) if shareable else None
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        shards = homes.mesh.shape[TP]
-        runs = weave([closed], shards=shards).jaxpr if shards > 1 and op in _WOVEN_ALONE else closed
-        jitted = jit_per_shard(
-            runs, avals_in, [avals_out[k] for k in rest], rest, homes.mesh, donated, name, gpu_options(homes.mesh)
-        )
+        results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
+        program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
+        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         if shareable:
             cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))

@@ -56,7 +56,8 @@ class PipelineConfig:
     ``sequence_parallel``: between the parallel products each of the tp devices holds a part of the time axis.
     ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
     are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
-    of a schedule run as one function each; false runs their actions one after another, with the same bits.
+    of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
+    braid a forward and a backward that stand side by side, too, where the cost model says that it pays.
     """
 
     ranks: int = 4
@@ -72,6 +73,7 @@ class PipelineConfig:
     fused_residual: bool = False
     zero1: bool = False
     braid: bool = True
+    braid_adjacent: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -178,7 +178,7 @@ def _rank_text(r: RankReport) -> str:
     )
     lines = [
         f"rank {r.rank} of {r.num_ranks} (stage{'s' * (len(r.stages) > 1)} {stages}), schedule {r.schedule}, "
-        f"{r.num_instructions} instructions on one {r.device}",
+        f"{r.num_instructions} instructions on {'' if '×' in r.device else 'one '}{r.device}",
         f"  memory  predicted {format_bytes(m.predicted_bytes)}, measured {'' if m.exact else 'at least '}"
         f"{format_bytes(m.measured_bytes)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
         f"          with workspace {format_bytes(m.predicted.peak_bytes)}, at {m.predicted.at}: {kinds}",

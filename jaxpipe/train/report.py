@@ -103,8 +103,8 @@ def cost_table(costs: CostProfile) -> str:
 
 
 def measurement_table(measured: StageMeasurements) -> str:
-    """Per stage and function: median milliseconds with their spread, XLA's workspace, arguments and results; then bytes per
-    stage and the host link."""
+    """Per stage and function: median milliseconds with their spread, XLA's workspace, arguments and results; collectives over
+    tp, where there are any; then bytes per stage and the host link."""
     rows = ["stage  op        ms  spread   workspace  arguments    results"]
     for (op, s), timing in sorted(measured.timings.items(), key=lambda item: item[0][1]):
         cells = f"{s:>5}  {op:<2}  {1e3 * timing.median_s:8.3f}  {timing.spread:>5.0%}"
@@ -113,6 +113,9 @@ def measurement_table(measured: StageMeasurements) -> str:
             sizes = (f.temp_bytes, f.argument_bytes, f.output_bytes)
             cells += "  " + "".join(f"{format_bytes(x):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True))
         rows.append(cells)
+    for s, alone in sorted(measured.collectives.items()):
+        took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"
+        rows.append(f"{s:>5}  collectives over tp in F, and as many in B: {took}")
     rows += ["", cost_table(measured.costs())]
     rows.append(str(measured.host) if measured.host is not None else "host link: not measured")
     return "\n".join(rows)
@@ -131,5 +134,6 @@ def measurement_json(measured: StageMeasurements) -> dict[str, Any]:
             }
             for (op, s), timing in measured.timings.items()
         ],
+        "tp_collectives": [{"stage": s, "timing": asdict(alone)} for s, alone in sorted(measured.collectives.items())],
         "host_link": asdict(measured.host) if measured.host is not None else None,
     }

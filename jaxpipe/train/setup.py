@@ -22,6 +22,7 @@ from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, ge
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.reference import init_params, resolve_model
+from jaxpipe.train.braiding import with_collectives
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
@@ -217,7 +218,9 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             offload=offload_options(config),
             dp=config.pipeline.dp,
             tp=tensor_parallel(config),
+            braid=config.pipeline.braid,
         )
+        pipeline = with_collectives(config, pipeline)
         pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         return with_replannable_start(config, pipeline)
 

@@ -131,7 +131,8 @@ class TrainStep:
         states: dict[int, dict[str, Any]] = {}
         for s, rank in self._primary.items():
             if optimizer is None:
-                states[s] = self._fresh[s](master[(rank, s)])
+                homes = jax.tree.map(lambda a: a.sharding, self._states[s].optimizer)
+                states[s] = jax.device_put(self._fresh[s](master[(rank, s)]), homes)  # zeros know no device
                 continue
             layers = pipe.layout(s).layers
             if missing := [name for name in layers if name not in optimizer]:
@@ -300,13 +301,16 @@ class TrainStep:
             return placed
 
         def put(leaf: Any, slot: LeafSlot) -> Any:
+            if tuple(leaf.shape) != slot.whole_shape(shards.tp):
+                raise ValueError(f"{slot} has shape {tuple(leaf.shape)}, the model wants {slot.whole_shape(shards.tp)}")
             aval = shards.leaf_aval(leaf, slot)
             return jax.device_put(shards.host_chunk(leaf, slot) if shards.chunked else leaf, aval.sharding)
 
         try:
             return shards.on_states(self._tx, given, put, partial(jax.device_put, device=replicated(shards.mesh)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"the optimizer state of stage {stage} does not fit: {error}") from error
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"the optimizer state of stage {stage} does not fit: {reason}") from error
 
     def _compile_update(self, stage: int) -> Any:
         cast_to = self.pipeline.compute_dtype if self.pipeline.casts else None

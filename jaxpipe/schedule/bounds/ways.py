@@ -1,9 +1,9 @@
 """The ways of a microbatch: what one microbatch alone needs, per stage and flow, and the traffic it puts on links.
 
 Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots take
-at least the sum of their actions' compute, as in the simulator. TP collectives take no rank's time, since a braid may hide them,
-but a microbatch waits for its own, in a braid or not: heads, first backwards and tails count them. User ops count where they perform F, B or W; an op that
-performs a forward and a backward at once would void the bounds.
+at least the sum of their actions' compute, as in the simulator. TP collectives take no rank's time, since a braid may hide
+them, but a microbatch waits for its own, in a braid or not: heads, first backwards and tails count them. User ops count where
+they perform F, B or W; an op that performs a forward and a backward at once would void the bounds.
 """
 
 from __future__ import annotations

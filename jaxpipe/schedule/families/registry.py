@@ -100,8 +100,9 @@ def generate(
     """The schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
-    order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per rank in units of one rank's share of a microbatch, for
-    families that take it. ``group``: microbatches that run in turn through one chunk, for families that take it.
+    order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per
+    rank in units of one rank's share of a microbatch, for families that take it. ``group``: microbatches that run in turn
+    through one chunk, for families that take it.
 
     Raises:
         ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, or costs for another number

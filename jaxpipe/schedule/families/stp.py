@@ -2,15 +2,16 @@
 
 Source: `stp.txt` sections 3 and 4, appendices A and B. ``stp`` begins with the throughput-efficient warm-up, ``stp-memory``
 with the memory-efficient one, ``stp-offload`` offloads chunk 0 (section 4.4). The rows are made in
-:mod:`~jaxpipe.schedule.families.stp_rows`, closed forms are in :mod:`~jaxpipe.schedule.families.stp_theory`. What the paper fixes
-by hand is tried here and simulated with the given costs: how many forwards go ahead, how many weight gradients are put off, how
-many last backwards are split, whether forwards of the warm-up run in pairs; one choice after the other.
+:mod:`~jaxpipe.schedule.families.stp_rows`, closed forms are in :mod:`~jaxpipe.schedule.families.stp_theory`. What the paper
+fixes by hand is tried here and simulated with the given costs: how many forwards go ahead, how many weight gradients are put
+off, how many last backwards are split, whether forwards of the warm-up run in pairs; one choice after the other.
 
 Not modelled: transfers between ranks that compute waits for, as in the authors' runtime (section 5.2); here they overlap it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from jaxpipe.errors import ScheduleError
@@ -64,8 +65,8 @@ def stp_offload(ranks: int, microbatches: int, costs: CostProfile | None = None)
         rank 1 |    F0- F0b F1- F1b F2-     F2b+BW0b--- F3+BW0----- F3b+B1b BW1---- B2b+W1b BW2---- B3b+W2b B3- W3- W3b
 
     (``b`` marks the second chunk of a rank.) Chunk 1 lives too short to leave. The paper moves a part α of every activation, so
-    small in the warm-up that the copy takes less than F (T_o < T_F); here whole activations leave, as many as the host lane
-    has time for without delaying any action, the longest lived first. ``costs``: as :func:`stp`, with ``offload_s``, ``load_s``.
+    small in the warm-up that the copy takes less than F (T_o < T_F); here whole activations leave, as many as the host lane has
+    time for without delaying any action, the longest lived first. ``costs``: as :func:`stp`, with ``offload_s``, ``load_s``.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
@@ -93,19 +94,23 @@ def _best(
     costs = _costs(name, ranks, microbatches, costs)
     trial = _Trial(name, ranks, microbatches, costs, chunks / 2)
     best = Shape(ahead[0], split=0, paired=any(costs.tp_comm_s))
-    few = (False, True) if microbatches < 2 * ranks - 1 + ahead[0] else ()
-    splits = sorted({0, 1, ranks // 2, ranks - 1})
-    for what, choices in (
-        ("first", few),
-        ("split", splits),
-        ("ahead", ahead),
-        ("first", few),
-        ("hasty", (0, ranks // 2)),
-        ("paired", (False,)),
-        ("split", splits),
-    ):
-        best = min([best, *(replace(best, **{what: x}) for x in choices)], key=trial.key)
+    for others in _steps(ranks, ahead, few=microbatches < 2 * ranks - 1 + ahead[0]):
+        best = min([best, *others(best)], key=trial.key)
     return trial.schedule(best)
+
+
+def _steps(ranks: int, ahead: list[int], *, few: bool) -> list[Callable[[Shape], list[Shape]]]:
+    """One after the other, what is tried beside the best shape so far. ``few``: microbatches have to be left out."""
+    splits = sorted({0, 1, ranks // 2, ranks - 1})
+    return [
+        lambda best: [replace(best, first=True)] if few else [],
+        lambda best: [replace(best, split=n) for n in splits],
+        lambda best: [replace(best, ahead=n) for n in ahead],
+        lambda best: [replace(best, first=first) for first in (False, True)] if few else [],
+        lambda best: [replace(best, hasty=ranks // 2)],
+        lambda best: [replace(best, paired=False)],
+        lambda best: [replace(best, split=n) for n in splits],
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,9 @@ class _Trial:
     known: dict[Shape, tuple[float, ...]] = field(default_factory=dict)
 
     def schedule(self, shape: Shape) -> Schedule:
-        return Schedule(self.name, v_shape(self.ranks), self.microbatches, stp_rows(self.ranks, self.microbatches, shape))
+        return Schedule(
+            self.name, v_shape(self.ranks), self.microbatches, stp_rows(self.ranks, self.microbatches, shape)
+        )
 
     def key(self, shape: Shape) -> tuple[float, ...]:
         """What is minimised: the peak above the limit, makespan, longest span, peak."""

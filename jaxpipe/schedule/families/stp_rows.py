@@ -1,7 +1,8 @@
 """The rows of an STP schedule, phase by phase.
 
-Source: `stp.txt` section 4.2, Figure 5 and appendix A (Figure 11), and the counts of the authors' published code. On rank r of p,
-chunk 0 is stage r and chunk 1 stage 2p − 1 − r; F0 is a forward of chunk 0, B1 a backward of chunk 1. With ``below`` = p − 1 − r:
+Source: `stp.txt` section 4.2, Figure 5 and appendix A (Figure 11), and the counts of the authors' published code. On rank r of
+p, chunk 0 is stage r and chunk 1 stage 2p − 1 − r; F0 is a forward of chunk 0, B1 a backward of chunk 1. With
+``below`` = p − 1 − r:
 
 1. 2·below F0; r + 1 times F0, F1
 2. F0 ahead of time, in pairs F0+F0 whose collectives hide each other
@@ -9,17 +10,18 @@ chunk 0 is stage r and chunk 1 stage 2p − 1 − r; F0 is a forward of chunk 0,
 4. F1+BW1, then F0+BW0 and F1+BW1 in turn while F0's are left: nothing is split, all collectives are hidden
 5. BW0, F1+B1 in turn while F1's are left; BW0, BW1 in turn while B1's are; BW0, W W in turn; the W's left over
 
-The F0's of phases 2 and 3 that are not needed to begin are ``ahead``: p of them are the throughput-efficient warm-up (Figure 11c),
-1 the memory-efficient one (11b: "an additional forward pass"), anything between is possible. Every forward ahead holds one
-chunk more, and keeps a rank busy while the first backwards are on their way.
+The F0's of phases 2 and 3 that are not needed to begin are ``ahead``: p of them are the throughput-efficient warm-up (Figure
+11c), 1 the memory-efficient one (11b: "an additional forward pass"), anything between is possible. Every forward ahead holds
+one chunk more, and keeps a rank busy while the first backwards are on their way.
 
 Two things differ from the paper. W's of a stage run in order of microbatch, so that gradients add up in one order: where some
-were put off, BW is B braided with the W that is next in turn, which takes as long. And any m works: a smaller one takes the rows
-for more microbatches and leaves some out.
+were put off, BW is B braided with the W that is next in turn, which takes as long. And any m works: a smaller one takes the
+rows for more microbatches and leaves some out.
 
-In phase 4 neighbours wait for each other in turn: a rank's F1 for the F1 below it, and that rank's next B1 for the B1 braided with
-it. Both results leave when the slot ends, so a slot and its transfer repeat: transfers add to the period although they overlap
-compute. The paper says the same of its runtime (section 5.2). It would take 4p − 2 chunks to hide them.
+In phase 4 neighbours wait for each other in turn: a rank's F1 for the F1 below it, and that rank's next B1 for the B1 braided
+with it. Both results leave when the slot ends, so a slot and its transfer repeat: transfers add to the period although they
+overlap compute. The paper says the same of its runtime (section 5.2). To hide them, neighbours would have to be two
+microbatches apart instead of one: 4p − 2 chunks by this count (not tried).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from jaxpipe.schedule.ir import Action, Braid, Row, Slot
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What can be chosen. ``ahead``: forwards ahead, 1 to p. ``split``: of rank r's last slots of phase 4, min(r, this) put W off.
+    """What can be chosen. ``ahead``: forwards ahead, 1 to p. ``split``: so many of a rank's last slots of phase 4, at most r on
+    rank r, put W off.
 
     ``hasty``: the last so many BW0 are B0 alone, whose cotangents leave sooner. ``paired``: whether forwards of phase 2 run in
     pairs. ``first``: of the microbatches left out, whether the first ones are.
@@ -60,9 +63,7 @@ def _without(row: Collection[Slot], skipped: range) -> Row:
     first = len(skipped) if skipped.start == 0 else 0
     slots: list[Slot] = []
     for slot in row:
-        left = tuple(
-            Action(a.op, a.stage, a.microbatch - first) for a in slot.actions if a.microbatch not in skipped
-        )
+        left = tuple(Action(a.op, a.stage, a.microbatch - first) for a in slot.actions if a.microbatch not in skipped)
         if left:
             slots.append(left[0] if len(left) == 1 else Braid(left))
     return tuple(slots)

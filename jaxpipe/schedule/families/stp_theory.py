@@ -3,13 +3,14 @@
 Source: `stp.txt` section 4.3, for p ranks, p ≪ m microbatches, two equal chunks per rank. T_F, T_B, T_W: compute of one chunk;
 T_AR: its TP collectives, the same for F and B. Where the formulas and the simulator part (tests hold them to this):
 
-* 1F1B-I: bubbles are exact for m a multiple of p and T_AR <= T_W. A rank holds one chunk more than 3p − 2, as in Megatron's warm-up.
+* 1F1B-I: bubbles are exact for m a multiple of p and T_AR <= T_W. A rank holds one chunk more than 3p − 2, as in Megatron's
+  warm-up.
 * ZB-V: the TP bubble is exact where every B is split. The PP bubble is an upper bound by longest rank span: ours is found by
   search, and near 0; by makespan the ranks still wait (p − 1)(T_F + T_AR) for the first microbatch.
 * STP: between slots the peak is exact, while a braid runs it is one chunk more. With F = B = W and no collectives the PP bubble
-  is exact if W's may be put off beyond 3p chunks. Otherwise ours is larger, since the rank that goes last keeps W's within the
-  peak, and a slot F+B of the cool-down takes T_F − T_W longer than the BW beside it. The TP bubble leaves out the last collective
-  of each braid without a W, one of n, and forwards of the warm-up that are not paired.
+  is exact if rank r may put r W's off, which holds up to r chunks more. Ours is larger, since it keeps W's within the
+  peak, and a slot F+B of the cool-down takes T_F − T_W longer than the BW beside it. The TP bubble leaves out the last
+  collective of each braid without a W, one of n, and forwards of the warm-up that are not paired.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Braiding as a pass: F and a backward of another microbatch that stand side by side become one slot, where that pays.
 
 Source: `stp.txt` section 3. In a braided slot the TP collectives of each action have the other's compute under them
-(:mod:`~jaxpipe.schedule.lanes`); in return the slot waits for what both wait for, and both results come when it ends. So a pair is
-braided only if
+(:mod:`~jaxpipe.schedule.lanes`); in return the slot waits for what both wait for, and both results come when it ends. So a pair
+is braided only if
 
 * it has less to wait for as one slot than as two: the local gain is positive;
 * what its second action waits for is there when the first starts, in the schedule's simulated timeline. Then every dependency
   still leads from an earlier start to a later one, and no braid can deadlock;
-* the whole schedule gets shorter, or takes as long and holds no more. All pairs are tried at once, and by halves where that fails.
+* the whole schedule gets shorter, or takes as long and holds no more. All pairs are tried at once, and by halves where that
+  fails.
 
 The order of actions never changes. The second action's memory is taken with the first's: a B before an F holds one chunk more.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
@@ -127,7 +129,7 @@ def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> l
     found: list[list[_Pair]] = []
     for rank, row in enumerate(schedule.rows):
         found.append([])
-        for at, (one, two) in enumerate(zip(row, row[1:], strict=False)):
+        for at, (one, two) in enumerate(pairwise(row)):
             if not _may(one, two):
                 continue
             key = tuple((a.op, a.stage) for slot in (one, two) for a in slot.actions)

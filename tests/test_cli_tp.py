@@ -1,0 +1,78 @@
+"""``--tp-comm``, ``--tp-collectives`` and ``--braid`` of the schedule verbs: what they report is the simulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.schedule import CostProfile, generate, read_schedule, simulate, write_costs
+from jaxpipe.schedule.passes import braid
+
+SIZES = ("--ranks", "2", "--microbatches", "6")
+TP = ("--cost", "1,1.2,0.8", "--tp-comm", "0.4", "--tp-collectives", "4")
+COSTS = CostProfile.uniform(4, chunks=2, f=1, b=1.2, w=0.8, tp_comm=0.4, tp_collectives=4)
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    code = main([*argv, "--json"])
+    out, _ = capsys.readouterr()
+    assert code == 0
+    return json.loads(out)
+
+
+def test_schedule_reports_exposed_collectives(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("v-zb", "stp"):
+        record = told(capsys, "schedule", name, *SIZES, *TP)
+        timeline = simulate(generate(name, 2, 6, costs=COSTS), COSTS)
+        assert record["makespan"] == timeline.makespan
+        assert record["tp_exposed_s"] == list(timeline.tp_exposed_s)
+        assert record["bubble_rate"] == timeline.bubble_rate
+    assert told(capsys, "schedule", "v-zb", *SIZES)["tp_exposed_s"] == []
+    assert main(["schedule", "stp", *SIZES, *TP]) == 0
+    assert "TP exposed" in capsys.readouterr().out
+
+
+def test_braid_of_every_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schedule = generate("v-zb", 2, 6, costs=COSTS)
+    expected = simulate(braid(schedule, COSTS), COSTS).makespan
+    assert expected < simulate(schedule, COSTS).makespan
+    file = tmp_path / "plain.sched"
+    assert (
+        told(capsys, "schedule", "v-zb", *SIZES, *TP, "--braid", "-o", str(tmp_path / "braided.sched"))["makespan"]
+        == expected
+    )
+    file.write_text(str(schedule), encoding="utf-8")
+    assert told(capsys, "simulate", str(file), *TP, "--braid")["makespan"] == expected
+    assert told(capsys, "simulate", str(tmp_path / "braided.sched"), *TP)["makespan"] == expected
+    assert read_schedule(tmp_path / "braided.sched") == braid(schedule, COSTS)
+    rows = {row["name"]: row for row in told(capsys, "compare", *SIZES, *TP, "--braid")["schedules"]}
+    assert rows["v-zb"]["makespan"] == expected
+    best = told(capsys, "best", *SIZES, *TP, "--braid", "--chunks", "2")
+    assert best["makespan"] <= min(row["makespan"] for row in rows.values() if row.get("chunks") == 2) + 1e-9
+
+
+def test_solve_braids_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("solve", *SIZES, *TP, "--placement", "v", "--time-limit", "1", "--no-cache", "--workers", "1")
+    plain, braided = told(capsys, *argv), told(capsys, *argv, "--braid")
+    assert plain["value"] == pytest.approx(plain["makespan"])
+    assert len(plain["tp_exposed_s"]) == 2
+    assert braided["makespan"] <= braided["value"] * (1 + 1e-9)
+
+
+def test_pictures_show_collectives(tmp_path: Path) -> None:
+    path = tmp_path / "stp.svg"
+    assert main(["schedule", "stp", *SIZES, *TP, "-o", str(path), "-o", str(tmp_path / "stp.html")]) == 0
+    assert "TP collectives" in path.read_text(encoding="utf-8")
+    assert "TP collectives" in (tmp_path / "stp.html").read_text(encoding="utf-8")
+
+
+def test_flags_contradict_a_cost_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_costs(COSTS, tmp_path / "costs.json")
+    argv = ["schedule", "stp", *SIZES, "--costs", str(tmp_path / "costs.json")]
+    assert told(capsys, *argv)["tp_exposed_s"] == list(simulate(generate("stp", 2, 6, costs=COSTS), COSTS).tp_exposed_s)
+    assert main([*argv, "--tp-comm", "1"]) == 2
+    assert "--costs FILE and --tp-comm contradict each other" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--program", action="append", choices=PROGRAMS, help="only this one; may be repeated")
     parser.add_argument("--cublas", action="store_true", help="everything for cuBLAS as well, not only F+BW woven")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
-    parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
     args = parser.parse_args(given)
     _environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
@@ -100,18 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
-    cases = []
+    report = {**_provenance(args.target, size, args.tp, given, tiny=args.tiny), "cases": []}
     for variant in args.variant or VARIANTS:
         stage = middle_stage(VARIANTS[variant], size, mesh, args.tp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
                 case = measure(stage, *PROGRAMS[program], mesh, cublas=cublas, gpu=not args.tiny)
-                cases.append({"variant": variant, "program": program, "cublas": cublas, **case})
-                print(_line(cases[-1]), file=sys.stderr, flush=True)
-    report = json.dumps({**_provenance(args.target, size, args.tp, given, tiny=args.tiny), "cases": cases}, indent=1)
-    if args.out:
-        args.out.write_text(report + "\n", encoding="utf-8")
-    print(report)
+                report["cases"].append({"variant": variant, "program": program, "cublas": cublas, **case})
+                print(_line(report["cases"][-1]), file=sys.stderr, flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
     return 0
 
 

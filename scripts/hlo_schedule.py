@@ -55,7 +55,7 @@ def overlaps(text: str) -> list[Overlap]:
         elif kind and line.op.endswith("-done"):
             (start,) = [name for name in flying if re.search(rf"%?{re.escape(name)}[,)]", line.rest)]
             sync = '"is_sync":true' in started[start].rest
-            size = _largest(started[start].result + started[start].rest + line.result)
+            size = _largest(f"{started[start].result} {started[start].rest} {line.result}")
             found.append(Overlap(start, kind, size, *flying.pop(start), is_sync=sync))
         elif kind and line.op in _KINDS:
             found.append(Overlap(line.name, kind, _largest(line.result), 0, 0, is_sync=True))

@@ -16,6 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.rehearse import pipeline_on_one_rank, rehearsals
 from jaxpipe.train.setup import prepare
@@ -60,11 +61,15 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     assert spread == 4
 
 
-def test_costs_of_a_run_have_the_collectives_in_them() -> None:
-    costs = replace(CostProfile.uniform(2), tp_comm_s=(0.5, 0.25))
-    measured = with_measured_times(costs, {("F", 0): 2.0})
-    assert measured.f_s == (2.0, costs.f_s[1] + 0.25)
-    assert not any(measured.tp_comm_s)
+def test_costs_of_a_run_are_compute_beside_the_collectives() -> None:
+    """An action that ran alone waited for its collectives; simulated alone it takes what was measured."""
+    costs = replace(CostProfile.uniform(2, b=2.0), tp_comm_s=(0.5, 0.25))
+    seconds = {("F", 0): 2.0, ("B", 1): 3.0, ("W", 0): 1.5, ("BW", 0): 4.0}
+    measured = with_measured_times(costs, seconds)
+    assert measured.tp_comm_s == costs.tp_comm_s
+    assert (measured.f_s, measured.b_s) == ((1.5, 1.0), (2.0, 2.75))
+    for (op, stage), expected in seconds.items():
+        assert slot_lanes(measured, [(op, stage)]).seconds == pytest.approx(expected)
 
 
 # -- flags ----------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from jaxpipe.profile.host_link import HostLinkMeasurement
 from jaxpipe.profile.memory import OPS
 from jaxpipe.profile.timing import Timing
 from jaxpipe.schedule import CostProfile, Link
+from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.footprint import Footprint, footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, LayerContext, Model
@@ -208,11 +209,15 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
-    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run: collectives are in them."""
-    costs = costs.with_collectives_exposed()
+    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run of these actions alone: what
+    ``costs`` say that one waits for tensor-parallel collectives is taken off."""
     fields = {"F": "f_s", "B": "b_s", "W": "w_s", "BW": "bw_s"}
+
+    def compute_s(op: str, stage: int, now_s: float) -> float:
+        measured = seconds.get((op, stage))
+        return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
+
     changed: dict[str, Any] = {}
     for op, name in fields.items():
-        old = getattr(costs, name)
-        changed[name] = tuple(seconds.get((op, s), x) for s, x in enumerate(old))
+        changed[name] = tuple(compute_s(op, s, x) for s, x in enumerate(getattr(costs, name)))
     return replace(costs, source="measured in the run", **changed)

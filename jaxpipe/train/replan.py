@@ -90,18 +90,20 @@ class _Running:
 
 @dataclass(slots=True)
 class _Solve:
-    """A search under way. ``began``: by the clock. ``complained``: whether the user was told of a schedule refused.
-    ``makespans``: by name, of schedules that have run, under the costs of the search."""
+    """A search under way. ``costs``: as measured; the task has tensor-parallel collectives as part of the actions, which a
+    schedule with braids does not wait for. ``began``: by the clock. ``complained``: whether the user was told of a schedule
+    refused. ``makespans``: by name, of schedules that have run, under ``costs``."""
 
     process: SolveProcess
     task: SolveTask
+    costs: CostProfile
     began: float
     complained: bool = False
     makespans: dict[str, float] = field(default_factory=dict)
 
     def makespan(self, schedule: Schedule) -> float:
         if schedule.name not in self.makespans:
-            self.makespans[schedule.name] = simulate(schedule, self.task.costs).makespan
+            self.makespans[schedule.name] = simulate(schedule, self.costs).makespan
         return self.makespans[schedule.name]
 
 
@@ -191,7 +193,7 @@ class Replanner:
         self._note(
             f"step {step}: re-planning: {why} (up to {format_seconds(limit_s)}, {task.memory_limit:.3g} activations)"
         )
-        self._solve, self._solved = _Solve(process, task, self._clock()), seconds
+        self._solve, self._solved = _Solve(process, task, costs, self._clock()), seconds
 
     def _costs(self, seconds: Seconds, timeline: Timeline) -> CostProfile:
         """Seconds as the run measured them; where it offloads, the rates of the link to the host too."""
@@ -261,7 +263,7 @@ class Replanner:
             timeline = simulate(schedule, solve.task.costs)
             if why := _misfit(found, timeline, solve.task):
                 raise ScheduleError(why)
-            pipeline = running.with_schedule(schedule, solve.task.costs)
+            pipeline = running.with_schedule(schedule, solve.costs)
         except JaxpipeError as error:
             self._complain(solve, str(error))
             return None

@@ -32,7 +32,31 @@ def table() -> str:
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
-    return "\n".join(lines)
+    overlaps = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("overlap-*.json"))]
+    return "\n".join([*lines, *(line for report in overlaps for line in ("", *overlap_table(report)))])
+
+
+def overlap_table(report: dict[str, Any]) -> list[str]:
+    """What ``bench_overlap.py`` read from compiled programs: a row per model, a column per program."""
+    programs = list(dict.fromkeys((c["program"], c["cublas"]) for c in report["cases"]))
+    cells = {(c["variant"], c["program"], c["cublas"]): c for c in report["cases"]}
+    size = report["size"]
+    lines = [
+        "Tensor-parallel collectives with a matrix product between start and done, in code that XLA scheduled for "
+        f"{report['device']} (TP {report['tp']}, hidden {size['D']}, {size['L']} layers, sequence {size['T']}, "
+        f"{size['dtype']}); MB of workspace.",
+        "",
+        "| stage | " + " | ".join(program + ", cuBLAS" * cublas for program, cublas in programs) + " |",
+        "|---" * (len(programs) + 1) + "|",
+    ]
+    for variant in dict.fromkeys(c["variant"] for c in report["cases"]):
+        row = [cells.get((variant, *program)) for program in programs]
+        shown = (
+            "–" if c is None else f"{c['covered']} of {c['collectives']}, {c['temp_bytes'] / 1e6:.0f} MB" for c in row
+        )
+        lines.append(f"| {variant} | " + " | ".join(shown) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return [*lines, "", f"- `{report['command']}`, commit {report['commit']}, {versions}."]
 
 
 def gpu_table(reports: list[dict[str, Any]]) -> str:

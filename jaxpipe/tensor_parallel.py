@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,12 +56,19 @@ __all__ = [
 
 
 def check_shards(
-    what: str, tp: TensorParallel, sizes: Mapping[str, int], *, kv_heads: int | None = None, seq_len: int | None = None
+    what: str,
+    tp: TensorParallel,
+    sizes: Mapping[str, int],
+    *,
+    kv_heads: int | None = None,
+    seq_len: int | None = None,
+    allowed: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
     """Refuse a number of shards that does not divide ``sizes`` (option of the model → its value).
 
     ``kv_heads`` must be a multiple or a divisor of the shards (see :func:`own_query_heads`); ``seq_len`` counts with sequence
-    parallelism only. ``what`` names the model. Raises ConfigError with the numbers of shards that divide all of it.
+    parallelism only. ``what`` names the model. ``allowed``: by option, the only values that the model could have instead.
+    Raises ConfigError with the numbers of shards that divide all of it.
     """
     divided = dict(sizes)
     if seq_len is not None and tp.splits_time:
@@ -70,14 +78,21 @@ def check_shards(
         if size % tp.size:
             raise ConfigError(
                 f"{what}: {name} is {size}, which does not divide over tp {tp.size}; use tp of "
-                f"{_sizes_that_divide(divided, kv_heads)}, or make {name} a multiple of {tp.size} such as "
-                f"{-(-size // tp.size) * tp.size}"
+                f"{_sizes_that_divide(divided, kv_heads)}{_value_that_divides(name, size, tp.size, allowed.get(name))}"
             )
     if not _groups_divide(kv_heads, tp.size):
         raise ConfigError(
             f"{what}: num_kv_heads is {kv_heads}, neither a multiple nor a divisor of tp {tp.size}; use tp of "
             f"{_sizes_that_divide(divided, kv_heads)}"
         )
+
+
+def _value_that_divides(name: str, size: int, shards: int, allowed: Sequence[int] | None) -> str:
+    """The end of a message: another value of an option that the shards would divide, if there is one."""
+    if allowed is None:
+        return f", or make {name} a multiple of {shards} such as {-(-size // shards) * shards}"
+    fits = [value for value in allowed if value % shards == 0]
+    return f", or make {name} {min(fits, key=lambda value: abs(value - size))}" if fits else ""
 
 
 def _groups_divide(kv_heads: int | None, t: int) -> bool:

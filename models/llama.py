@@ -268,7 +268,8 @@ def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
 
 def _check(c: LlamaConfig, tp: TensorParallel) -> None:
     sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width, "vocab_size": c.vocab_size}
-    check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len)
+    heads = [h for h in range(1, c.d_model + 1) if c.d_model % (2 * h) == 0 and h % c.kv_heads == 0]
+    check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len, allowed={"num_heads": heads})
 
 
 def _normal(std: float) -> Any:

@@ -399,7 +399,8 @@ def test_how_parameters_lie() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "tp", "message"),
     [
-        ("gpt", {"num_heads": 2}, TensorParallel(4), r"^GPT: num_heads is 2, .* over tp 4; use tp of 1, 2, or .* such as 4$"),
+        ("gpt", {"num_heads": 2}, TensorParallel(4), r"^GPT: num_heads is 2, .* tp of 1, 2, or make num_heads 4$"),
+        ("gpt", {"num_heads": 2, "d_model": 16}, TensorParallel(3), r"^GPT: num_heads is 2, .* over tp 3; use tp of 1, 2$"),
         ("gpt", {"vocab_size": 50257, "d_model": 32}, TensorParallel(2), r"vocab_size is 50257, .* such as 50258$"),
         ("gpt", {"seq_len": 10}, TensorParallel(4, sequence=True), r"seq_len is 10, .* use tp of 1, 2, or"),
         ("llama", {"mlp_size": 36}, TensorParallel(8), r"^Llama: mlp_size is 36, .* use tp of 1, 2, 4, or"),

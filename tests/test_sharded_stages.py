@@ -124,7 +124,9 @@ def _wanted(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tuple
     return jax.value_and_grad(mean)(params)
 
 
-def _pipeline(model: Model, pp: int, dp: int, tp: TensorParallel, size: int = 4, recompute: str = "none") -> Pipeline:
+def _pipeline(
+    model: Model, pp: int, dp: int, tp: TensorParallel | int, size: int = 4, recompute: str = "none"
+) -> Pipeline:
     cut = {1: [(0, 5)], 2: [(0, 2), (2, 5)], 4: [(0, 1), (1, 2), (2, 3), (3, 5)]}[pp]
     schedule = generate("zb-h1", ranks=pp, microbatches=4)
     return Pipeline.build(
@@ -179,6 +181,7 @@ def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
     model = toy_model()
     params = init_params(model, 0)
     pipe = _pipeline(model, 2, 2, TensorParallel(2, True))
+    assert _pipeline(model, 2, 1, 2).tp == TensorParallel(2)
     placed = pipe.place(params)
     back: dict[str, Any] = {}
     for s in pipe.instances:

@@ -112,7 +112,7 @@ class Pipeline:
         costs: CostProfile | None = None,
         offload: OffloadOptions = OFFLOAD_ALL,
         dp: int = 1,
-        tp: TensorParallel = ONE_SHARD,
+        tp: TensorParallel | int = ONE_SHARD,
         braid: bool = True,
     ) -> Pipeline:
         """Trace, split and compile the stages, and lower the schedule.
@@ -128,7 +128,7 @@ class Pipeline:
             costs: for the dispatch order and the prediction; FLOP counts by default.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
             dp: shards of a microbatch on each rank.
-            tp: tensor-parallel shards of each rank, and how they divide the layers' work.
+            tp: tensor-parallel shards of each rank, and how they divide the layers' work (an int: without options).
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
 
         Raises:
@@ -142,6 +142,7 @@ class Pipeline:
                 f"into {placement.num_stages}"
             )
         _check_microbatch(microbatch_size, dp)
+        tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(schedule)

@@ -34,13 +34,13 @@ DEFAULT = [
 
 def _grid() -> list[Case]:
     """Every factoring × model × family, with and without sequence parallelism and ZeRO-1 in turn; tied models and fused
-    residuals on every third."""
+    residuals on every third, with each family in turn."""
+    families = ("1f1b", "v-zb", "stp")
     found: list[Case] = []
-    for n, ((pp, tp, dp), name, family) in enumerate(
-        itertools.product(FACTORINGS, ("gpt", "llama"), ("1f1b", "v-zb", "stp"))
-    ):
-        tied = name + "-tied" * (n % 3 == 0)
-        fused = tp > 1 and n % 3 == 1
+    for n, ((pp, tp, dp), name, family) in enumerate(itertools.product(FACTORINGS, ("gpt", "llama"), families)):
+        turn = (n + n // len(families)) % 3
+        tied = name + "-tied" * (turn == 0)
+        fused = tp > 1 and turn == 1
         found += [
             Case(tied, pp, tp, dp, family, sequence, zero1=n % 2 == 0, fused=fused) for sequence in {False, tp > 1}
         ]

@@ -16,7 +16,8 @@ from pipelines import MICROBATCH, SEQ, VOCAB, assert_same_arrays, parameters, pi
 from pipelines import some_schedule as forwards_then_backwards
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.runtime.pipeline import Pipeline, get_leaf
+from jaxpipe.runtime.leaves import get_leaf
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, bidirectional, generate
 from jaxpipe.stage.layer import Layer, LayerContext, Model
 from jaxpipe.stage.reference import apply_model, init_params

@@ -20,8 +20,9 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.batches import Batch, Instance
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
-from jaxpipe.runtime.pipeline import Batch, Buffers, Instance, Pipeline
+from jaxpipe.runtime.pipeline import Buffers, Pipeline
 
 Look = Callable[[int, Sequence[int]], None]
 Statistics = Callable[[jax.Device], tuple[int, int]]

@@ -24,14 +24,16 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, TensorParallel, batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
 from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
+from jaxpipe.runtime.batches import Batch, Instance, check_batch, check_microbatch, place_data, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
+from jaxpipe.runtime.leaves import get_leaf, overlaid, replace_leaf, without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
@@ -42,13 +44,10 @@ from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.options import divisors
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
 
-Batch = Mapping[str, np.ndarray | jax.Array]
-Instance = tuple[int, int]
 Buffers = list[jax.Array]
 
 _ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
@@ -141,7 +140,7 @@ class Pipeline:
                 f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
                 f"into {placement.num_stages}"
             )
-        _check_microbatch(microbatch_size, dp)
+        check_microbatch(microbatch_size, dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
@@ -290,11 +289,11 @@ class Pipeline:
     def owned(self, stage: int, tree: Mapping[str, Params]) -> dict[str, Params]:
         """``tree`` (a stage's parameters or gradients) without the copies of leaves that other stages own."""
         copies = {(name, *path) for name, path in self.layout(stage).shared}
-        return {name: _without(leaves, (name,), copies) for name, leaves in tree.items()}
+        return {name: without_leaves(leaves, (name,), copies) for name, leaves in tree.items()}
 
     def with_owned(self, tree: Mapping[str, Params], owned: Mapping[str, Params]) -> dict[str, Params]:
         """``tree`` with the leaves of ``owned`` in place of its own; others (tied copies) stay."""
-        return {name: _overlay(leaves, owned[name]) for name, leaves in tree.items()}
+        return {name: overlaid(leaves, owned[name]) for name, leaves in tree.items()}
 
     def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
         """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained
@@ -364,7 +363,10 @@ class Pipeline:
         key: jax.Array | None = None,
     ) -> StepInputs:
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
-        return StepInputs(params, acc, self._place_data(batch), self._place_keys(key))
+        microbatches = self.schedule.num_microbatches
+        check_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
+        data = place_data(batch, self.functions, self.submeshes)
+        return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
 
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
@@ -384,7 +386,7 @@ class Pipeline:
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
         """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
-        data = self._place_data(batch, check=False)
+        data = place_data(batch, self.functions, self.submeshes)
         sums = []
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()
@@ -494,39 +496,6 @@ class Pipeline:
         outputs = self.run(params, acc, batch, jax.random.key(0))
         jax.block_until_ready((outputs.acc, outputs.losses))
 
-    # -- placing data -------------------------------------------------------------------------------------------------
-
-    def _place_data(self, batch: Batch, *, check: bool = True) -> dict[Instance, list[list[jax.Array]]]:
-        if check:
-            self._check_batch(batch)
-        count = len(next(iter(batch.values())))
-        names = {at: f.data_names for at, f in self.functions.items() if f.data_names}
-        slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
-        homes = [batch_sharded(self.submeshes[r]) for r, s in names for _ in range(count) for _ in names[(r, s)]]
-        arrays = iter(jax.device_put(slices, homes))
-        return {at: [[next(arrays) for _ in names[at]] for _ in range(count)] for at in names}
-
-    def _place_keys(self, key: jax.Array | None) -> dict[int, Sequence[jax.Array]]:
-        users = sorted({r for (r, _), f in self.functions.items() if f.uses_key})
-        if not users:
-            return {}
-        if key is None:
-            raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
-        keys = microbatch_keys(key, self.schedule.num_microbatches)
-        homes = [replicated(self.submeshes[r]) for r in users]
-        flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
-        return {r: [next(flat) for _ in keys] for r in users}
-
-    def _check_batch(self, batch: Batch) -> None:
-        m = self.schedule.num_microbatches
-        spec = self.model.batch_spec(self.microbatch_size)
-        for name, aval in spec.items():
-            if name not in batch:
-                raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
-            want = (m, *aval.shape)
-            if tuple(batch[name].shape) != want:
-                raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
-
 
 def _executor(
     programs: Sequence[Program],
@@ -559,24 +528,8 @@ def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
     return sharding
 
 
-def _check_microbatch(microbatch_size: int, dp: int) -> None:
-    if dp > 1 and microbatch_size % dp:
-        below, above = microbatch_size // dp * dp, -(-microbatch_size // dp) * dp
-        sizes = f"{below} or {above}" if below else f"{above}"
-        raise ProgramError(
-            f"a microbatch of {microbatch_size} sequences does not divide over dp {dp}; use a microbatch size of {sizes}, or "
-            f"dp {divisors(microbatch_size).replace(', ', ' or ')}"
-        )
-
-
 def _platform(submeshes: Sequence[jax.sharding.Mesh]) -> str:
     return str(submeshes[0].devices.flat[0].platform)
-
-
-@partial(jax.jit, static_argnames="count")
-def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
-    """Microbatch i's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
-    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(count)]
 
 
 def _instances(schedule: Schedule) -> dict[int, tuple[int, ...]]:
@@ -606,29 +559,3 @@ def _param_avals(layers: Sequence[Layer], dtype: Any) -> dict[str, Any]:
 def _cast(leaf: Any, dtype: Any) -> np.ndarray:
     array = np.asarray(leaf)
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
-
-
-def get_leaf(tree: Any, path: Path) -> Any:
-    """The leaf of a nested dict at ``path``."""
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
-    """A copy of a nested dict with the leaf at ``path`` replaced."""
-    if not path:
-        return leaf
-    return {k: replace_leaf(v, path[1:], leaf) if k == path[0] else v for k, v in tree.items()}
-
-
-def _without(tree: Any, prefix: Path, drop: set[Path]) -> Any:
-    if not isinstance(tree, Mapping):
-        return tree
-    return {k: _without(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
-
-
-def _overlay(tree: Any, new: Any) -> Any:
-    if not isinstance(tree, Mapping):
-        return new
-    return {k: _overlay(v, new[k]) if k in new else v for k, v in tree.items()}

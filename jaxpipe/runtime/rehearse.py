@@ -35,10 +35,11 @@ from jaxpipe.profile.memory import OPS
 from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import holds, issue_order
+from jaxpipe.runtime.batches import microbatch_keys
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
-from jaxpipe.runtime.pipeline import Pipeline, microbatch_keys
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.schedule import Event, HostLink, Timeline, simulate

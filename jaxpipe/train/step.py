@@ -23,8 +23,9 @@ import optax
 from jaxpipe.errors import CheckpointError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.accounting import MemoryReport
+from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
-from jaxpipe.runtime.pipeline import Batch, Pipeline
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.layer import Params

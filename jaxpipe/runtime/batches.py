@@ -1,0 +1,79 @@
+"""A step's data and random keys on the ranks that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpipe.errors import ProgramError
+from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.options import divisors
+
+Batch = Mapping[str, np.ndarray | jax.Array]
+"""Arrays ``[microbatches, microbatch size, …]`` by name."""
+
+Instance = tuple[int, int]
+"""(rank, stage)."""
+
+
+def check_microbatch(microbatch_size: int, dp: int) -> None:
+    """Raises ProgramError, with sizes that would work, where a microbatch does not divide over ``dp``."""
+    if dp > 1 and microbatch_size % dp:
+        below, above = microbatch_size // dp * dp, -(-microbatch_size // dp) * dp
+        sizes = f"{below} or {above}" if below else f"{above}"
+        raise ProgramError(
+            f"a microbatch of {microbatch_size} sequences does not divide over dp {dp}; use a microbatch size of {sizes}, or "
+            f"dp {divisors(microbatch_size).replace(', ', ' or ')}"
+        )
+
+
+def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> None:
+    """Raises ProgramError where ``batch`` lacks an array of ``spec`` (those of a microbatch), or one has another shape."""
+    for name, aval in spec.items():
+        if name not in batch:
+            raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
+        want = (microbatches, *aval.shape)
+        if tuple(batch[name].shape) != want:
+            raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
+
+
+def place_data(
+    batch: Batch, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
+) -> dict[Instance, list[list[jax.Array]]]:
+    """By (rank, stage) and microbatch, the arrays that the stage reads, split over ``dp``."""
+    count = len(next(iter(batch.values())))
+    names = {at: f.data_names for at, f in functions.items() if f.data_names}
+    slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
+    homes = [batch_sharded(submeshes[r]) for r, s in names for _ in range(count) for _ in names[(r, s)]]
+    arrays = iter(jax.device_put(slices, homes))
+    return {at: [[next(arrays) for _ in names[at]] for _ in range(count)] for at in names}
+
+
+def place_keys(
+    key: jax.Array | None, count: int, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
+) -> dict[int, Sequence[jax.Array]]:
+    """By rank that draws random numbers, a key for each of ``count`` microbatches.
+
+    Raises:
+        ProgramError: a rank draws, and there is no ``key``.
+    """
+    users = sorted({r for (r, _), f in functions.items() if f.uses_key})
+    if not users:
+        return {}
+    if key is None:
+        raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
+    keys = microbatch_keys(key, count)
+    homes = [replicated(submeshes[r]) for r in users]
+    flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
+    return {r: [next(flat) for _ in keys] for r in users}
+
+
+@partial(jax.jit, static_argnames="count")
+def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
+    """Microbatch i's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
+    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(count)]

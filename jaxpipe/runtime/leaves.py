@@ -1,0 +1,36 @@
+"""Leaves of nested dicts of parameters, by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpipe.stage.layer import Path
+
+
+def get_leaf(tree: Any, path: Path) -> Any:
+    """The leaf of a nested dict at ``path``."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
+    """A copy of a nested dict with the leaf at ``path`` replaced."""
+    if not path:
+        return leaf
+    return {k: replace_leaf(v, path[1:], leaf) if k == path[0] else v for k, v in tree.items()}
+
+
+def without_leaves(tree: Any, prefix: Path, drop: set[Path]) -> Any:
+    """A nested dict, itself at ``prefix``, without the leaves at the paths ``drop``."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {k: without_leaves(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
+
+
+def overlaid(tree: Any, new: Any) -> Any:
+    """A nested dict with the leaves of ``new`` in place of its own."""
+    if not isinstance(tree, Mapping):
+        return new
+    return {k: overlaid(v, new[k]) if k in new else v for k, v in tree.items()}

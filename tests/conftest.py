@@ -9,10 +9,12 @@ Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). `
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -56,3 +58,34 @@ def x64() -> Iterator[None]:
 
     with jax.enable_x64(True):
         yield
+
+
+MOST_MAPS = 30_000
+"""Memory maps of this process at which compiled programs are forgotten; Linux allows 65,530 (vm.max_map_count) by default."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_memory_maps() -> Iterator[None]:
+    """Every program that XLA compiles for a CPU takes some memory maps; a run of all tests would end in a segmentation fault
+    inside the compiler. So after a module that leaves too many, what tests share between modules goes."""
+    yield
+    if "jax" not in sys.modules or _memory_maps() < MOST_MAPS:
+        return
+    import jax
+
+    here = str(Path(__file__).parent)
+    for module in list(sys.modules.values()):
+        if str(getattr(module, "__file__", None) or "").startswith(here):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear):
+                    clear()
+    jax.clear_caches()
+    gc.collect()
+
+
+def _memory_maps() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0

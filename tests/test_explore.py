@@ -71,7 +71,7 @@ def authors(ranks: int, microbatches: int) -> list[tuple[float, float, float, fl
     return found
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 8)])
+@pytest.mark.parametrize(("p", "m"), [(4, 4), pytest.param(4, 8, marks=pytest.mark.soak)])
 def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int) -> None:
     rows = authors(p, m)
     for comm in sorted({row[3] for row in rows}):

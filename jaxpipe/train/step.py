@@ -141,7 +141,10 @@ class TrainStep:
                     f"no optimizer state for layer {min(missing)}; there is one for {', '.join(optimizer)}"
                 )
             states[s] = self._place_states(s, {name: optimizer[name] for name in layers})
-        return TrainState(step, master, compute, acc, states)
+        state = TrainState(step, master, compute, acc, states)
+        for s in self._primary:  # compiles it now, and not at the first checkpoint
+            self._unpack[s](self._whole_buffers(s, state))
+        return state
 
     def __call__(
         self, state: TrainState, batch: Batch, key: jax.Array | None = None, *, record: bool = False
@@ -187,14 +190,18 @@ class TrainStep:
         optimizer: dict[str, Any] = {}
         for s, r in self._primary.items():
             shards, at = self._shards[s], (r, s)
-            if self.pipeline.casts and shards.chunked:
-                whole = self.pipeline.owned(s, self._unpack[s](state.compute[at]))  # for what is not trained
-                params.update(self.pipeline.with_owned(whole, shards.host_tree(state.master[at])))
-            else:
-                params.update(self.pipeline.owned(s, self._unpack[s](state.master[at])))
+            whole = self.pipeline.owned(s, self._unpack[s](self._whole_buffers(s, state)))
+            if self.pipeline.casts and shards.chunked:  # whole has what is not trained
+                whole = self.pipeline.with_owned(whole, shards.host_tree(state.master[at]))
+            params.update(whole)
             gather = shards.host_whole if shards.chunked else _as_it_is
             optimizer.update(shards.on_states(self._tx, state.optimizer[s], gather, lambda other: other))
         return params, optimizer
+
+    def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
+        """A stage's master parameters; those that are computed with where masters are divided over dp."""
+        at = (self._primary[stage], stage)
+        return state.compute[at] if self.pipeline.casts and self._shards[stage].chunked else state.master[at]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

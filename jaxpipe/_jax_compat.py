@@ -54,6 +54,7 @@ __all__ = [
     "ScanParts",
     "Var",
     "aval_bytes",
+    "barrier",
     "called_jaxpr",
     "checkpoint_name_of",
     "close_jaxpr",
@@ -135,6 +136,14 @@ def is_identity(eqn: JaxprEqn) -> bool:
     """Whether the result is the operand, once varying-axis types no longer matter."""
     name = eqn.primitive.name
     return name in ("name", "pvary", "copy", "copy_p") or (name == "pcast" and eqn.params.get("to") == "varying")
+
+
+def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
+    """The equation ``results = optimization_barrier(operands)``."""
+    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
+    (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
+    placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
+    return placed
 
 
 def plain_collective(eqn: JaxprEqn) -> JaxprEqn:

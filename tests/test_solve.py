@@ -112,6 +112,7 @@ def test_never_worse_than_the_best_family(placement: Placement, m: int, limit: f
         assert solution.value <= best.makespan * (1 + 1e-9)
 
 
+@pytest.mark.soak
 def test_below_what_families_are_made_for_it_is_much_better() -> None:
     """p = 8 V at 3p/8: no family has a steady state there; cycles of one or two microbatches do."""
     solution = solve(task_of(v_shape(8), 32, 3.0, objective="span"), Options(time_limit_s=20))

@@ -8,13 +8,6 @@ from typing import Any
 from jaxpipe.stage.layer import Path
 
 
-def get_leaf(tree: Any, path: Path) -> Any:
-    """The leaf of a nested dict at ``path``."""
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
 def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
     """A copy of a nested dict with the leaf at ``path`` replaced."""
     if not path:

@@ -33,7 +33,7 @@ from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.batches import Batch, Instance, check_batch, check_microbatch, place_data, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.leaves import get_leaf, overlaid, replace_leaf, without_leaves
+from jaxpipe.runtime.leaves import overlaid, replace_leaf, without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
@@ -44,7 +44,7 @@ from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.params import ParamLayout, stage_params
+from jaxpipe.stage.params import ParamLayout, get_leaf, stage_params
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
 

@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import jax
-
-from jaxpipe._jax_compat import Atom, JaxprEqn, Var, dtype_of, fresh_var, is_key_dtype, shape_of, variables
+from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
 
 if TYPE_CHECKING:
     from jaxpipe.stage.split import Part
@@ -135,7 +133,7 @@ class _Reordering:
         gates = [self.names.get(v, v) for v in self.cotangents[g]]
         operands = [*reads, *gates]
         results = [fresh_var(v.aval) for v in operands]
-        self.out.append(_barrier(operands, results))
+        self.out.append(barrier(operands, results))
         behind = dict(zip(reads, results, strict=False))
         self.names.update(zip(self.cotangents[g], results[len(reads) :], strict=True))
         for eqn in eqns:
@@ -149,10 +147,3 @@ class _Reordering:
         invars = [names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
         self.out.append(eqn.replace(invars=invars))
         self.done.update(eqn.outvars)
-
-
-def _barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
-    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
-    (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
-    placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
-    return placed

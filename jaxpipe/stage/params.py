@@ -183,7 +183,7 @@ class ParamLayout:
             _insert(params[slot.layer], slot.path, leaf)
         if ties:
             for (layer, path), (owner, owner_path) in self.aliases.items():
-                _insert(params[layer], path, _lookup(params[owner], owner_path))
+                _insert(params[layer], path, get_leaf(params[owner], owner_path))
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -194,7 +194,7 @@ class ParamLayout:
 
     def _find(self, params: Mapping[str, Params], slot: LeafSlot) -> Any:
         try:
-            leaf = _lookup(params[slot.layer], slot.path)
+            leaf = get_leaf(params[slot.layer], slot.path)
         except (KeyError, TypeError):
             raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}") from None
         if tuple(leaf.shape) != slot.whole_shape(self.shards):
@@ -222,7 +222,7 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
             if owner in here or (owner not in params and _has(own, path)):
                 continue
             try:
-                leaf = _lookup(params[owner], owner_path)
+                leaf = get_leaf(params[owner], owner_path)
             except (KeyError, TypeError):
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
@@ -363,7 +363,8 @@ def _copy_dicts(tree: Any) -> Any:
     return {k: _copy_dicts(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _lookup(tree: Any, path: Path) -> Any:
+def get_leaf(tree: Any, path: Path) -> Any:
+    """The leaf of a nested dict at ``path``."""
     for key in path:
         tree = tree[key]
     return tree

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from jaxpipe._jax_compat import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
     Var,
     aval_bytes,
+    barrier,
     close_jaxpr,
     dtype_of,
     fresh_var,
@@ -376,14 +375,6 @@ class _Emission:
         for eqn in self._eqns(node):
             invars: list[Atom] = [self.names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
             self.out.append(eqn.replace(invars=invars))
-
-
-def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
-    """The equation ``results = optimization_barrier(operands)``."""
-    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
-    (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
-    placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
-    return placed
 
 
 def _report(nodes: Sequence[Node], order: Order) -> tuple[CoveredCollective, ...]:

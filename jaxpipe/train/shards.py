@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated
-from jaxpipe.stage.params import LeafSlot, ParamLayout
+from jaxpipe.stage.params import LeafSlot, ParamLayout, get_leaf
 
 Tree = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ class StageShards:
     def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
         """Leaves in slot order: those of ``tree``, and ``others`` where this stage updates none."""
         return [
-            _at(tree[slot.layer], slot.path) if self.updates(slot) else other
+            get_leaf(tree[slot.layer], slot.path) if self.updates(slot) else other
             for slot, other in zip(self.layout.slots, others, strict=True)
         ]
 
@@ -196,7 +196,7 @@ class StageShards:
     def buckets(self, tree: Tree) -> list[Any]:
         """The local buckets of a tree of chunks."""
         return [
-            jnp.concatenate([jnp.ravel(_at(tree[slot.layer], slot.path)) for slot in self.members(index)])
+            jnp.concatenate([jnp.ravel(get_leaf(tree[slot.layer], slot.path)) for slot in self.members(index)])
             for index in self.bucketed
         ]
 
@@ -244,7 +244,7 @@ class StageShards:
 
     def host_bucket(self, params: Tree, index: int) -> np.ndarray:
         """The rank's array of a bucket, all devices together, of whole parameters by layer."""
-        rows = [self.host_rows(_at(params[slot.layer], slot.path), slot) for slot in self.members(index)]
+        rows = [self.host_rows(get_leaf(params[slot.layer], slot.path), slot) for slot in self.members(index)]
         return np.concatenate(rows, axis=2).reshape(-1)
 
     def host_tree(self, buckets: Sequence[Any]) -> dict[str, Any]:
@@ -267,12 +267,6 @@ class StageShards:
 
 def _member(buffer: Any, slot: LeafSlot) -> Any:
     return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
-
-
-def _at(tree: Any, path: Sequence[str]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def _is_masked(value: Any) -> bool:

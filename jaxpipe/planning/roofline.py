@@ -26,6 +26,7 @@ from typing import Any
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.flops import eqn_flops
+from jaxpipe.stage.units import EXCHANGES
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _OWN = (*_PRODUCTS, "gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call",
@@ -34,7 +35,6 @@ _REDUCTIONS = ("reduce", "arg", "cum")
 _FREE = frozenset(
     {"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient", "optimization_barrier"}
 )
-_EXCHANGES = frozenset({"psum", "pmax", "all_gather", "reduce_scatter"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Walk:
             self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
             return
         sources = {self.base(v) for v in variables(eqn.invars)}
-        if eqn.primitive.name in _EXCHANGES:
+        if eqn.primitive.name in EXCHANGES:
             self._note(eqn, sources)
             return
         if eqn.primitive.name in ("gather", "dynamic_slice"):  # of what it reads, only what it picks
@@ -231,7 +231,7 @@ class _Walk:
 
 
 def _own(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _OWN or eqn.primitive.name in _EXCHANGES or any(True for _ in sub_jaxprs(eqn))
+    return eqn.primitive.name in _OWN or eqn.primitive.name in EXCHANGES or any(True for _ in sub_jaxprs(eqn))
 
 
 def _reduces(eqn: JaxprEqn) -> bool:

@@ -46,6 +46,7 @@ import numpy as np
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, sub_jaxprs, variables
 from jaxpipe.stage.policies import POLICIES, ingredients
 from jaxpipe.stage.split import Graph, Level, Saveable
+from jaxpipe.stage.units import EXCHANGES
 
 __all__ = ["ATTENTION_SCORES", "POLICIES", "policy"]
 
@@ -56,7 +57,6 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "rag
 _EXPENSIVE = frozenset(
     {"gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call"}
 )
-_COLLECTIVES = frozenset({"psum", "pmax", "all_gather", "reduce_scatter"})
 _EXPENSIVE_PREFIXES = ("cum", "psum", "all_", "reduce_scatter", "ppermute", "scatter")
 
 
@@ -74,7 +74,7 @@ def _dots(graph: Graph) -> Saveable:
 
     def saveable(v: Var) -> bool:
         name = _made_by(graph, v)
-        return v in keep or name in _PRODUCTS or name in _COLLECTIVES or _is_narrowed_product(graph, v)
+        return v in keep or name in _PRODUCTS or name in EXCHANGES or _is_narrowed_product(graph, v)
 
     return saveable
 
@@ -107,7 +107,7 @@ def _fused(graph: Graph) -> Saveable:
                 while seen is not None and seen not in keep:
                     keep.add(seen)
                     seen = graph.view_base(seen)
-    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) in _COLLECTIVES
+    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) in EXCHANGES
 
 
 def _flash(graph: Graph) -> Saveable:

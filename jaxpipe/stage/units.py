@@ -31,6 +31,9 @@ ALL_REDUCE = frozenset({"psum", "psum_invariant", "all_reduce"})
 COLLECTIVES = ALL_REDUCE | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_to_all"}
 """Primitives that move activations between shards; a maximum (``pmax``) only ever moves statistics."""
 
+EXCHANGES = COLLECTIVES | {"pmax"}
+"""Primitives that need other shards."""
+
 LEAST_SHARE = 1 / 8
 """A collective that moves less than this share of the largest one's bytes is not cut at."""
 

@@ -1,7 +1,9 @@
 """Test harness: eight emulated CPU devices, strict JAX, reproducible random tests.
 
 Everything JAX must know is set through environment variables before anything can import it, so a test that needs no JAX
-(``tests/test_schedule_*.py``) does not pay for importing it. Child processes started by tests inherit the same settings.
+(``tests/test_schedule_*.py``) does not pay for importing it. Child processes started by tests inherit the same settings, as do
+the worker processes of pytest-xdist. All of them share one cache of compiled programs, made for this run and deleted after it:
+many tests compile the same small stages.
 
 Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). ``pytest -m soak`` or
 ``HYPOTHESIS_PROFILE=soak`` selects ``soak``: fresh seeds and many examples.
@@ -12,7 +14,9 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +40,10 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # same as jax.config.update("jax_numpy_rank_promotion", "raise")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log: errors only
+_OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ  # else a worker's, or one that the caller keeps
+if _OWN_CACHE:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpipe-tests-")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.
@@ -49,6 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """``-m soak`` means many fresh examples, unless the environment names another profile."""
     if config.option.markexpr == "soak" and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("soak")
+
+
+def pytest_unconfigure() -> None:
+    if _OWN_CACHE:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture

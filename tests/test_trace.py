@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +92,19 @@ def test_evaluation_takes_no_key_and_saves_nothing() -> None:
     np.testing.assert_allclose(runner.evaluate(batch), toy.reference(layers, params, batch, train=False), rtol=1e-5)
 
 
-def test_stages_of_equal_kinds_are_traced_once() -> None:
+def test_stages_of_the_same_functions_are_traced_once() -> None:
     calls = []
+    inner = toy.mlp("a")
 
-    def counted(name: str) -> Layer:
-        inner = toy.mlp(name)
+    def apply(p: Any, x: Any, c: Any) -> Any:
+        calls.append(p)
+        return inner.apply(p, x, c)
 
-        def apply(p: Any, x: Any, c: Any) -> Any:
-            calls.append(name)
-            return inner.apply(p, x, c)
-
-        return Layer(name, inner.init, apply, kind="counted")
-
-    cut = [[toy.embedding(), toy.mlp("z")], [counted("a")], [counted("b")], [counted("c")], [toy.head(), toy.loss()]]
-    cache = BuildCache()
-    functions, params = build(cut, cache=cache)
-    assert set(calls) == {"a"}
+    counted = Layer("a", inner.init, apply)
+    b, c = replace(counted, name="b"), replace(counted, name="c", kind="another")
+    cut = [[toy.embedding(), toy.mlp("z")], [counted], [b], [c], [toy.head(), toy.loss()]]
+    functions, params = build(cut, cache=BuildCache())
+    assert len(calls) == 2, "for training and for evaluation"
     assert functions[1].functions["F"].jitted is functions[3].functions["F"].jitted
     assert functions[1].layout.slots[0].layer == "a"
     assert functions[3].layout.slots[0].layer == "c"
@@ -118,15 +116,38 @@ def test_stages_of_equal_kinds_are_traced_once() -> None:
     np.testing.assert_allclose(loss, toy.reference(list(itertools.chain(*cut)), params, batch)[0], rtol=1e-5)
 
 
-def test_layers_without_a_kind_are_told_apart() -> None:
-    def scale(name: str, by: float) -> Layer:
-        return Layer(name, lambda k: {}, lambda p, x, c: x * by)
+def closed_over(name: str, table: Any, by: float = 1.0, hook: Any = None) -> Layer:
+    """A layer whose constants are in its closure, and whose parameter is the same whatever they are."""
 
-    cut = [[toy.embedding()], [scale("a", 2.0)], [scale("b", 3.0)], [toy.head(), toy.loss()]]
-    functions, params = build(cut)
-    batch = toy.make_batch()
-    loss, _ = toy.Runner(functions, cut, params, compiled=False).microbatch(batch)
-    np.testing.assert_allclose(loss, toy.reference(list(itertools.chain(*cut)), params, batch)[0], rtol=1e-5)
+    def apply(p: Any, x: Any, c: Any) -> Any:
+        if hook is not None:
+            jax.debug.callback(hook, x)
+        return jnp.tanh(x * p["w"][None, None, :] * by) + table[None, None, :]
+
+    return Layer(name, lambda k: {"w": toy.normal(k, toy.D)}, apply, kind="block")
+
+
+TABLE = np.linspace(0.0, 1.0, toy.D, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("other", "shared"),
+    [
+        (closed_over("b", TABLE.copy()), True),
+        (closed_over("b", TABLE, by=-0.5), False),
+        (closed_over("b", np.where(TABLE == 0, np.float32(-0.0), TABLE)), False),
+        (closed_over("b", TABLE + np.float32(1e-7)), False),
+        (closed_over("b", TABLE, hook=lambda x: None), False),
+    ],
+    ids=["equal constant", "another factor", "minus zero", "a last bit", "a callback"],
+)
+def test_stages_share_what_computes_the_same_whatever_its_kind(other: Layer, shared: bool) -> None:
+    cut = [[toy.embedding()], [closed_over("a", TABLE)], [other], [toy.head(), toy.loss()]]
+    functions, params = build(cut, cache=BuildCache())
+    assert (functions[1].functions["F"].jitted is functions[2].functions["F"].jitted) == shared
+    loss, _ = toy.Runner(functions, cut, params, compiled=False).microbatch(toy.make_batch())
+    want = toy.reference(list(itertools.chain(*cut)), params, toy.make_batch())[0]
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
 def test_integer_parameters_get_no_accumulator() -> None:

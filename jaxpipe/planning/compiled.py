@@ -97,11 +97,11 @@ def _mesh_of(devices: Sequence[Any]) -> Mesh:
 
 
 def _shorter(layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], tuple[Layer, ...], int]:
-    """The layers with each long run of one kind cut to one and to two, and how many more the longest run has than one."""
+    """The layers with each long run of the same one cut to one and to two, and how many more the longest run has than one."""
     one: list[Layer] = []
     two: list[Layer] = []
     more = 0
-    for _, group in groupby(layers, key=lambda layer: layer.kind or layer.name):
+    for _, group in groupby(layers, key=lambda layer: layer.code):
         run = list(group)
         cut = len(run) > _MOST_EQUAL
         one += run[:1] if cut else run

@@ -1,6 +1,6 @@
 """The stages of a config, traced without data, parameters or devices, each distinct kind once.
 
-A :class:`Workbench` belongs to one model, dtype and sequence length. Stages whose layers are of the same kinds, get the same
+A :class:`Workbench` belongs to one model, dtype and sequence length. Stages whose layers are the same functions, get the same
 shapes and keep the same residuals are one :class:`PlannedStage`; a model of 60 equal layers on 32 ranks costs three traces.
 
 With tensor parallelism stages are traced as one of the rank's devices runs them, on devices that need not exist: bytes, work
@@ -114,7 +114,7 @@ class StageKey:
     @property
     def kind(self) -> Hashable:
         """Equal for stages that cost the same."""
-        layers = tuple((layer.kind or layer.name, tuple(sorted(layer.tied.items()))) for layer in self.layers)
+        layers = tuple(layer.code for layer in self.layers)
         return (layers, str(self.x), self.last, self.policy, self.size, self.offload_fraction)
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxpipe.schedule import CostProfile, Link
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.footprint import Footprint, footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Layer, LayerContext, Model
 from jaxpipe.stage.reference import init_params, with_tied_leaves
 
@@ -168,19 +169,24 @@ def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of forward and backward of each layer alone on the first device, median of ``repeats``; equal kinds run once."""
+    """Seconds of forward and backward of each layer alone on the first device, median of ``repeats``. Layers of the same
+    functions and shapes are timed once."""
     params = init_params(model, 0)
     batch = {n: jnp.zeros(a.shape, a.dtype) for n, a in model.batch_spec(microbatch_size).items()}
     x: Any = None
-    costs, seen = [], {}
+    costs: list[float] = []
+    seen: dict[Hashable, float] = {}
     for index, layer in enumerate(model.layers):
         own = with_tied_leaves(layer, params)
         context = LayerContext(
             {n: batch[n] for n in layer.reads}, jax.random.key(index) if layer.uses_key else None, layer.uses_key
         )
-        if layer.kind not in seen or not layer.kind:
-            seen[layer.kind] = _layer_seconds(layer, own, x, context, repeats)
-        costs.append(seen[layer.kind])
+        leaves, structure = jax.tree.flatten((own, x))
+        shapes = tuple((v.shape, str(v.dtype)) if hasattr(v, "shape") else value_key(v) for v in leaves)
+        same = (layer.code, structure, shapes)
+        if same not in seen:
+            seen[same] = _layer_seconds(layer, own, x, context, repeats)
+        costs.append(seen[same])
         x = layer.apply(own, x, context)
     return tuple(costs)
 

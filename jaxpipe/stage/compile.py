@@ -1,8 +1,9 @@
 """From layers to compiled functions: trace, split, jit on the rank's submesh.
 
 :func:`build_stage_functions` makes one stage, :func:`build_all` a chain, handing what leaves one stage to the next. Stages
-whose layers are of the same kinds and shapes are traced and split once per :class:`BuildCache`; on one submesh they also share
-compiled code (unless a layer draws random numbers: its index in the model is part of the program).
+that compute the same (:mod:`jaxpipe.stage.identity`) are split once per :class:`BuildCache`, and traced once where their layers
+are the same functions; on one submesh they also share compiled code (unless a layer draws random numbers: its index in the
+model is part of the program).
 
 Calls are positional over flat lists of arrays. How each lies on the submesh follows from its port (:class:`_Homes`): keys and
 parameters that are the same on all shards are replicated, split parameters stacked over ``tp``; batch arrays, losses and
@@ -31,6 +32,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
+from jaxpipe.stage.identity import Same, function_key, value_key
 from jaxpipe.stage.layer import Layer, Params
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
@@ -58,7 +60,7 @@ jaxpr stays plain, for braids to weave."""
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What stages of the same kinds and shapes share, whatever the recompute policy; ``splits`` by policy, made on demand."""
+    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand."""
 
     joint: StageTrace
     evaluation: StageTrace
@@ -67,7 +69,8 @@ class _Traced:
 
 @dataclass(slots=True)
 class BuildCache:
-    """Traces by signature and jitted functions by signature, policy and submesh. One per run; pass it to every build."""
+    """Traces by what decides them, and by what they compute; jitted functions by trace, policy and submesh. One per run; pass
+    it to every build."""
 
     traced: dict[Hashable, _Traced] = field(default_factory=dict)
     jitted: dict[Hashable, Any] = field(default_factory=dict)
@@ -115,18 +118,11 @@ def build_stage_functions(
     data = _data_read(layers, data_avals, stage)
     spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype, tp)
     saveable = policy(recompute)
-    signature = _signature(spec, mesh)
-    traced = cache.traced.get(signature) if signature is not None else None
-    if traced is None:
-        traced = _Traced(trace_joint(spec, mesh), trace_eval(spec, mesh))
-        if signature is not None:
-            cache.traced[signature] = traced
+    traced = _traced(spec, mesh, cache)
     name = "+".join(ingredients(recompute))
     if name not in traced.splits:
         traced.splits[name] = split(traced.joint, saveable)
-    return _assemble(
-        spec, traced, traced.splits[name], mesh, (signature, name) if signature is not None else None, cache
-    )
+    return _assemble(spec, traced, traced.splits[name], mesh, (Same(traced), name), cache)
 
 
 def build_all(
@@ -176,38 +172,36 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable | None:
-    """What decides a stage's trace, or None if it can't be compared. Layers of one kind compute the same function."""
+def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache) -> _Traced:
+    """The stage's traces. They are those of an earlier stage where the layers' functions are the same objects, or where what
+    was traced is the same program; what layers are called, or are said to be, does not count."""
+    signature = _signature(spec, mesh)
+    functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
+    if functions not in cache.traced:
+        made = _Traced(trace_joint(spec, mesh), trace_eval(spec, mesh))
+        program = (signature, made.joint.key(), made.evaluation.key())
+        cache.traced[functions] = cache.traced.setdefault(program, made)
+    return cache.traced[functions]
+
+
+def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
+    """All but the layers' functions that decides a stage's trace and how its arrays lie."""
     leaves, treedef = jax.tree.flatten(spec.x)
-    statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else (type(v), v) for v in leaves)
+    statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else value_key(v) for v in leaves)
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
-    layers = tuple(
-        (
-            layer.kind or layer.name,
-            layer.kind == "" and id(layer.apply),
-            layer.reads,
-            layer.uses_key,
-            tuple(sorted(layer.tied)),
-        )
-        for layer in spec.layers
-    )
-    slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset) for s in spec.layout.slots)
+    layers = tuple((layer.reads, layer.uses_key, tuple(sorted(layer.tied))) for layer in spec.layers)
+    slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset, s.axis) for s in spec.layout.slots)
     shards = (spec.layout.kinds, spec.tp)
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
-    signature = (
+    return (
         layers, slots, shards, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype),
         tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
     )  # fmt: skip
-    try:
-        hash(signature)
-    except TypeError:
-        return None
-    return signature
 
 
 def _assemble(
-    spec: TraceSpec, traced: _Traced, cut: Split, mesh: AnyMesh, signature: Hashable | None, cache: BuildCache
+    spec: TraceSpec, traced: _Traced, cut: Split, mesh: AnyMesh, program: Hashable, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
     consts = {v: _portable(c) for v, c in joint.consts.items()}
@@ -218,14 +212,12 @@ def _assemble(
     parts = {**cut.parts, "E": _eval_part(traced.evaluation)}
     x_varies = tuple(varies_over_tp(v) for v in array_leaves(spec.x))
     homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, _handed_on(parts))
-    key = (signature, mesh, spec.layer_offset if spec.uses_key else None)
+    key = (program, mesh, spec.layer_offset if spec.uses_key else None)
     functions: dict[str, StageFunction] = {}
     for op, part in parts.items():
         closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
-        functions[op] = _function(
-            op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), signature is not None, cache
-        )
+        functions[op] = _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
     y = joint.y
     leaving = [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(y))]
     y_global = fill(y, leaving) if y is not None else None
@@ -357,7 +349,6 @@ def _function(
     homes: _Homes,
     name: str,
     key: Hashable,
-    shareable: bool,
     cache: BuildCache,
 ) -> StageFunction:
     avals_in = tuple(homes.aval(p, v.aval) for p, v in zip(part.inputs, part.invars, strict=True))
@@ -367,14 +358,13 @@ def _function(
     forwarded = {
         k: at[a] for k, a in enumerate(part.outvars) if isinstance(a, Var) and a in at and at[a] not in donated
     }
-    jitted = cache.jitted.get(key) if shareable else None
+    jitted = cache.jitted.get(key)
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
         results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
         program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
         jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
-        if shareable:
-            cache.jitted[key] = jitted
+        cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
     return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
 

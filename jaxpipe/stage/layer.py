@@ -8,7 +8,7 @@ the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import jax
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
+from jaxpipe.stage.identity import function_key
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
@@ -48,7 +49,8 @@ class Layer:
     arrays, float32 master precision). ``apply(params, x, context) -> y``; the first layer gets ``x=None``. ``reads``: names of
     batch arrays it needs. ``uses_key``: it draws random numbers in training (dropout). ``tied``: ``{path in this layer's
     params: (owner layer, path there)}``; a tied leaf is not created by ``init`` but put into ``params`` before ``apply``; its
-    gradient is added to the owner's. ``kind``: layers of one kind with equal shapes share tracing and cost.
+    gradient is added to the owner's. ``kind``: what sort of layer it is, for people; nothing is computed, shared or timed
+    by it.
 
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
@@ -62,6 +64,12 @@ class Layer:
     tied: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
     kind: str = ""
     shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None
+
+    @property
+    def code(self) -> Hashable:
+        """Equal for layers that make, compute, read and tie the same: their functions are the same objects."""
+        functions = (function_key(self.init), function_key(self.apply))
+        return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ from jaxpipe._jax_compat import (
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over_tp
 from jaxpipe.stage.functions import Port
+from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
 from jaxpipe.stage.loops import hoist_fixed
@@ -98,6 +99,25 @@ class StageTrace:
     seed: Var | None
     y: Any
     y_varies: tuple[bool, ...] = ()
+
+    def key(self) -> Hashable:
+        """Equal for traces of the same program with the same ports, constants compared by value."""
+        keys = AtomKeys()
+        constants = tuple((keys.define(v), value_key(c)) for v, c in self.consts.items())
+        free = tuple(
+            (name, keys.define(v)) for name, v in (("offset", self.offset), ("seed", self.seed)) if v is not None
+        )
+        entering = tuple((port, keys.define(v)) for v, port in self.inputs.items())
+        body = equations_key(self.eqns, keys)
+        marks = (
+            tuple((port, keys.of(a)) for port, a in self.outputs),
+            *(tuple(map(keys.of, atoms)) for atoms in (self.roots, self.layer_inputs)),
+            *(tuple((k, keys.of(a)) for k, a in named) for named in (self.layer_cotangents, self.named)),
+        )
+        leaves, structure = jax.tree.flatten(self.y)
+        leaving = tuple((v.shape, str(v.dtype)) if is_array(v) else value_key(v) for v in leaves)
+        layers = tuple(map(layer_of, self.eqns))
+        return constants, free, entering, body, layers, self.recomputed, marks, structure, leaving, self.y_varies
 
 
 def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:

@@ -210,16 +210,41 @@ def test_too_little_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in store.directory.iterdir()] == ["00000001"]
 
 
-def test_error_of_a_save_comes_with_the_next_call(store: CheckpointStore) -> None:
+def test_a_failed_save_stops_no_other(store: CheckpointStore) -> None:
+    with full_disk():
+        store.save(100, BIG, {}, {})
+        store.save(200, BIG, {}, {})  # says nothing of step 100
+        failure = store.poll()
+        assert failure is not None
+        assert "can't save step 100" in str(failure)
+        with pytest.raises(CheckpointError, match="can't save step 200"):
+            store.wait()
+        assert store.poll() is None  # told once
+        store.save(300, BIG, {}, {})
+        store.save(300, {}, {}, {})  # the same step again
+    store.close()  # the last save went well; that one before it failed is left to be asked for
+    assert "can't save step 300" in str(store.poll())
+    assert store.steps() == (300,)
+
+
+def test_a_failure_that_was_asked_for_is_not_raised_again(store: CheckpointStore) -> None:
     with full_disk():
         store.save(1, BIG, {}, {})
-        with pytest.raises(CheckpointError, match="can't save step 1"):
-            store.save(2, {}, {}, {})
+        while (failure := store.poll()) is None:
+            time.sleep(0.01)
+    assert "can't save step 1" in str(failure)
+    store.wait()
+    store.close()
+    store.save(1, {}, {}, {}, wait=True)  # a closed store opens again
+    assert store.poll() is None
+    assert store.steps() == (1,)
+
+
+def test_closing_tells_of_a_failed_save(store: CheckpointStore) -> None:
+    with full_disk():
         store.save(3, BIG, {}, {})
         with pytest.raises(CheckpointError, match="can't save step 3"):
             store.close()
-    store.save(4, {}, {}, {}, wait=True)  # a closed store opens again
-    assert store.steps() == (4,)
 
 
 def test_error_of_a_save_does_not_hide_another(store: CheckpointStore) -> None:

@@ -387,7 +387,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint_format, "write", full)
-    with pytest.raises(CheckpointError, match=r"can't save step 15.*[Nn]o space left on device"):
+    with pytest.raises(CheckpointError, match=r"can't save step 20.*[Nn]o space left on device"):
         run(config(text, out_dir))
     assert CheckpointStore(out_dir / "checkpoints").latest_intact().step == HALF
 

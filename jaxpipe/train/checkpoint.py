@@ -37,8 +37,8 @@ _STEP_NAME = re.compile(r"\d{8,}")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded checkpoint. ``params`` and ``optimizer`` are ``{layer: pytree}``; ``meta`` is what ``save`` was given,
-    as JSON returns it (tuples are lists, keys are strings)."""
+    """A loaded checkpoint. ``params`` and ``optimizer`` are ``{layer: pytree}``; ``extra`` is ``{name: pytree}``, empty if
+    none was saved; ``meta`` is what ``save`` was given, as JSON returns it (tuples are lists, keys are strings)."""
 
     step: int
     params: dict[str, PyTree]
@@ -46,6 +46,7 @@ class Checkpoint:
     meta: dict[str, Any]
     eval_loss: float | None
     path: Path
+    extra: dict[str, PyTree]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,22 @@ class Intact:
 class CheckpointStore:
     """The checkpoints of one run in ``directory`` (made by the first save).
 
-    ``keep_last`` newest checkpoints are kept, and with ``keep_best`` also the one of lowest finite ``eval_loss``;
-    older ones are deleted after a save has succeeded. Use it as a context manager, or call ``close``: the end of a
-    ``with`` block waits for the last save. Raises CheckpointError.
+    The ``keep_last`` newest checkpoints are kept, and the ``keep_best`` of lowest finite ``eval_loss``; others are deleted
+    after a save has succeeded. Use it as a context manager, or call ``close``: the end of a ``with`` block waits for the
+    last save. Raises CheckpointError.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int = 3, keep_best: bool = True) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int = 3, keep_best: int = 1) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}; at least 1 checkpoint must be kept")
+        if keep_best < 0:
+            raise CheckpointError(f"keep_best is {keep_best}; want how many of the best to keep, from 0")
         self.directory = Path(directory).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._failure: CheckpointError | None = None  # of a save that is over; not told yet
 
     def __enter__(self) -> Self:
         return self
@@ -124,15 +128,7 @@ class CheckpointStore:
 
     def best(self) -> int | None:
         """The step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
-        losses = {}
-        for step in self.steps():
-            try:
-                loss = form.read_manifest(self.path(step)).eval_loss
-            except CheckpointError:  # damaged: not a candidate
-                continue
-            if loss is not None and math.isfinite(loss):
-                losses[step] = loss
-        return min(losses, key=lambda step: (losses[step], -step), default=None)
+        return next(iter(self._by_loss()), None)
 
     def save(
         self,
@@ -142,14 +138,21 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         eval_loss: float | None = None,
         wait: bool = False,
+        *,
+        prune: bool = True,
+        extra: Mapping[str, PyTree] | None = None,
     ) -> None:
         """Save ``{layer: pytree}`` of arrays and numbers with ``meta`` (JSON values) as the checkpoint of ``step``.
 
         Returns when the arrays are copied to host memory, or with ``wait`` when the checkpoint is on disk. Waits for the
-        previous save first, and raises its error if it failed. Saving the newest step again replaces it; a step older
-        than the newest is refused (see ``discard_after``).
+        previous save first; if that one failed, its error is left for :meth:`poll`, and this save goes on. Saving the newest
+        step again replaces it; a step older than the newest is refused (see ``discard_after``).
+
+        Args:
+            prune: delete what ``keep_last`` and ``keep_best`` don't keep; without it every older checkpoint stays.
+            extra: more trees by name (averaged weights, say), which come back as ``Checkpoint.extra``.
         """
-        self.wait()
+        self._outlast()
         if step < 0:
             raise CheckpointError(f"can't save step {step}; steps count from 0")
         newest = self.latest()
@@ -158,24 +161,45 @@ class CheckpointStore:
                 f"step {step} is older than the newest checkpoint ({newest}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
             )
-        groups = {"params": tree.snapshot("params", params), "optimizer": tree.snapshot("optimizer", optimizer)}
+        trees = {"params": params, "optimizer": optimizer} | ({} if extra is None else {"extra": extra})
+        groups = {group: tree.snapshot(group, content) for group, content in trees.items()}
         record = form.to_json_values(meta)
         loss = None if eval_loss is None else float(eval_loss)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(self._commit, step, loss, record, groups)
+        self._pending = self._writer.submit(self._commit, step, loss, record, groups, prune)
         if wait:
             self.wait()
 
+    def poll(self) -> CheckpointError | None:
+        """The error of a save that has failed, given once; None while saves go well or are under way. Never waits.
+
+        A failed save has changed nothing: the same step, or a later one, may be saved again.
+        """
+        if self._pending is not None and self._pending.done():
+            self._outlast()
+        failure, self._failure = self._failure, None
+        return failure
+
     def wait(self) -> None:
-        """Wait for the save under way, if any; raises CheckpointError if it failed."""
-        if self._pending is None:
-            return
+        """Wait for the last save, if it is under way; raises CheckpointError if it failed and ``poll`` has not said so."""
+        if self._pending is not None and not self._outlast():
+            failure, self._failure = self._failure, None
+            assert failure is not None
+            raise failure
+
+    def _outlast(self) -> bool:
+        """Wait for the save under way; False if it failed, with its error kept. After Ctrl-C it is still under way."""
         try:
-            self._pending.result()
+            if self._pending is not None:
+                self._pending.result()
+        except CheckpointError as error:
+            self._failure = error
+            return False
         finally:
-            if self._pending.done():  # not after Ctrl-C: the save goes on, and close() waits for it
+            if self._pending is not None and self._pending.done():
                 self._pending = None
+        return True
 
     def close(self) -> None:
         """Wait for the save under way and end the thread; raises CheckpointError if the save failed."""
@@ -203,10 +227,10 @@ class CheckpointStore:
     ) -> Checkpoint:
         """Load the checkpoint of ``step`` (the newest by default), verified.
 
-        ``like`` is ``{"params": {layer: pytree}, "optimizer": {layer: pytree}}`` (or one of them) of arrays or
-        ``ShapeDtypeStruct``: layers, paths, shapes and dtypes must match, and the result has its structure. Without it
-        trees come back as dictionaries and lists. Arrays go where ``sharding`` says (for all, or by layer), else where
-        the leaf of ``like`` is, else they are NumPy arrays.
+        ``like`` is ``{"params": {layer: pytree}, "optimizer": {layer: pytree}, "extra": {name: pytree}}`` (or some of them)
+        of arrays or ``ShapeDtypeStruct``: layers, paths, shapes and dtypes must match, and the result has its structure.
+        Without it trees come back as dictionaries and lists. Arrays go where ``sharding`` says (for all, or by layer), else
+        where the leaf of ``like`` is, else they are NumPy arrays.
 
         Raises CheckpointError in one line: no such checkpoint, damaged (names a step that is intact), or made for
         another model.
@@ -217,7 +241,7 @@ class CheckpointStore:
         with _advice(folder):
             manifest = form.read_manifest(folder)
             trees = {group: _load_group(folder, group, manifest, like, sharding) for group in form.GROUPS}
-        return Checkpoint(step, trees["params"], trees["optimizer"], manifest.meta, manifest.eval_loss, folder)
+        return Checkpoint(step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -229,7 +253,9 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; it has those of steps {have}")
         return steps[-1] if step is None else step
 
-    def _commit(self, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot]) -> None:
+    def _commit(
+        self, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot], prune: bool
+    ) -> None:
         temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -243,7 +269,8 @@ class CheckpointStore:
                     form.remove(temporary)
                     raise
                 form.put_in_place(temporary, self.path(step))
-                self._prune()
+                if prune:
+                    self._prune()
         except Exception as error:
             raise CheckpointError(
                 f"can't save step {step} in {self.directory}: {form.reason(error)}; earlier checkpoints are as they were"
@@ -257,10 +284,22 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         steps = self.steps()
-        kept = set(steps[-self.keep_last :]) | ({self.best()} if self.keep_best else set())
+        kept = {*steps[-self.keep_last :], *self._by_loss()[: self.keep_best]}
         for step in steps:
             if step not in kept:
                 form.remove(self.path(step))
+
+    def _by_loss(self) -> list[int]:
+        """Steps with a finite evaluation loss, the lowest first, of equals the newest."""
+        losses = {}
+        for step in self.steps():
+            try:
+                loss = form.read_manifest(self.path(step)).eval_loss
+            except CheckpointError:  # damaged: not a candidate
+                continue
+            if loss is not None and math.isfinite(loss):
+                losses[step] = loss
+        return sorted(losses, key=lambda step: (losses[step], -step))
 
 
 def load_params(
@@ -336,7 +375,7 @@ def _load_group(
     sharding: Placement | Mapping[str, Placement] | None,
 ) -> dict[str, PyTree]:
     """Compare one group with ``like[group]``, verify and read it, and place its arrays."""
-    layers, leaves = manifest.layers[group], manifest.leaves[group]
+    layers, leaves = manifest.layers.get(group, ()), manifest.leaves.get(group, ())
     wanted = None if like is None else like.get(group)
     if wanted is not None and (problems := tree.differences(layers, leaves, wanted)):
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""

@@ -4,6 +4,7 @@ A checkpoint folder holds::
 
     params/           Orbax (OCDBT) tree {layer: {name: array}}; readable with Orbax alone
     optimizer/        the same for the optimizer state
+    extra/            the same for more trees by name, if any were given
     checkpoint.json   step, evaluation loss, the caller's ``meta``, and per leaf its path, shape, dtype and SHA-256
     SHA256SUMS        one line per file, as ``sha256sum -c SHA256SUMS`` reads it
 
@@ -36,7 +37,8 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
 
 FORMAT = 1
-GROUPS = ("params", "optimizer")
+GROUPS = ("params", "optimizer", "extra")
+"""The last one is optional."""
 MANIFEST = "checkpoint.json"
 SUMS = "SHA256SUMS"
 
@@ -49,7 +51,7 @@ class DamagedCheckpointError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``checkpoint.json`` says. ``layers`` and ``leaves`` are by group ("params", "optimizer")."""
+    """What ``checkpoint.json`` says. ``layers`` and ``leaves`` are by group ("params", "optimizer", perhaps "extra")."""
 
     step: int
     eval_loss: float | None
@@ -133,7 +135,7 @@ def read_arrays(folder: Path, group: str, manifest: Manifest) -> list[np.ndarray
 
     Call ``verify`` first. Raises DamagedCheckpointError.
     """
-    leaves = manifest.leaves[group]
+    leaves = manifest.leaves.get(group, ())
     tree: Any = _restore(folder, group) if any(np.prod(leaf.shape) for leaf in leaves) else {}
     arrays = []
     for leaf in leaves:

@@ -35,7 +35,7 @@ class RunDirectory:
 
     def __init__(self, run: RunConfig) -> None:
         self.path = Path(run.out_dir)
-        self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best > 0)
+        self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best)
         self._lock: int | None = None
         self._check()
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpus import Corpus, Document
+from jaxpipe.train.corpus import Corpus, Document, check_extent
 from jaxpipe.train.permutation import Permutation, mix
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
@@ -124,7 +124,12 @@ class Batches:
         return indices
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``."""
+        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``.
+
+        Raises:
+            DataError: the file that holds the ids has become shorter.
+        """
+        check_extent(self.ids)
         starts = self.windows.starts(self.indices_at(step))
         window = self.ids[starts[:, None] + np.arange(self.windows.seq_len + 1)].astype(np.int32)
         weights = np.ones((self.batch, self.windows.seq_len), dtype=np.float32)
@@ -260,6 +265,7 @@ class TokenDataset:
         )
 
     def _padded(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], batch: int, seq_len: int) -> Batch:
+        check_extent(self.corpus.ids)
         positions = starts[:, None] + np.arange(seq_len + 1)
         real = positions < stops[:, None]
         window = np.zeros((batch, seq_len + 1), dtype=np.int32)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
@@ -39,6 +40,8 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
         help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -53,11 +56,13 @@ def _train(args: argparse.Namespace) -> int:
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     from jaxpipe.train.loop import train
+    from jaxpipe.train.progress import Progress
     from jaxpipe.train.report import result_json, result_text
 
-    result = train(config, sys.stderr if args.json else sys.stdout)
-    print(json.dumps(result_json(result)) if args.json else result_text(result))
-    return 0
+    out = Progress(sys.stdout)
+    result = train(config, sys.stderr if args.json else out)
+    out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
+    return STOPPED if result.stopped else 0
 
 
 def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +210,7 @@ def _profile(args: argparse.Namespace) -> int:
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    devices, _ = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+    devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):

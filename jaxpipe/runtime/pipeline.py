@@ -45,6 +45,7 @@ from jaxpipe.stage.functions import Braids, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, get_leaf, stage_params
+from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
 
@@ -104,7 +105,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         microbatch_size: int,
-        boundaries: Sequence[tuple[int, int]],
+        boundaries: Sequence[tuple[int, int]] | StagePlan | None = None,
         devices: Sequence[jax.Device] | None = None,
         compute_dtype: Any = jnp.float32,
         recompute: str | Sequence[str] = "none",
@@ -120,7 +121,8 @@ class Pipeline:
             model: layers in order, the loss last.
             schedule: one rank a stage (several flows are allowed), stages in a chain.
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
-            boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
+            boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
+                None for stages balanced by FLOPs.
             devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
@@ -135,12 +137,8 @@ class Pipeline:
                 need pinned host memory, or ``offload.fallback``, and room for what they keep on the host.
         """
         placement = schedule.placement
-        if len(boundaries) != placement.num_stages:
-            raise ProgramError(
-                f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
-                f"into {placement.num_stages}"
-            )
         check_microbatch(microbatch_size, dp)
+        boundaries = _cut(model, schedule, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
@@ -173,7 +171,7 @@ class Pipeline:
         return cls(
             model,
             schedule,
-            tuple((a, b) for a, b in boundaries),
+            boundaries,
             submeshes,
             functions,
             instances,
@@ -386,6 +384,11 @@ class Pipeline:
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
         """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
+        loss_sum, weight, *_ = self.evaluate_sums(params, batch)
+        return loss_sum, weight
+
+    def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
+        """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
         data = place_data(batch, self.functions, self.submeshes)
         sums = []
         for i in range(len(next(iter(batch.values())))):
@@ -398,7 +401,7 @@ class Pipeline:
                 given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
                 carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
             sums.append(carry)
-        return sum(float(jnp.sum(c[0])) for c in sums), sum(float(jnp.sum(c[1])) for c in sums)
+        return [sum(float(jnp.sum(loss)) for loss in losses) for losses in zip(*sums, strict=True)]
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
@@ -520,6 +523,30 @@ def _executor(
         braids=braids,
         epilogues=epilogues,
     )
+
+
+def _cut(
+    model: Model, schedule: Schedule, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
+) -> Cut:
+    """First and one-past-last layer of each stage.
+
+    Raises:
+        ProgramError: there are more or fewer than the schedule has stages.
+        StageError: they are no cut of this model.
+    """
+    stages = schedule.placement.num_stages
+    if given is None:
+        return cut(model.layers, stages, analytic_layer_costs(model, device_batch))
+    if isinstance(given, StagePlan):
+        planned = [name for stage in given.stages for name in stage.layers]
+        if planned != [layer.name for layer in model.layers]:
+            raise StageError(f"the stage plan is of another model ({given.model}): its layers are {', '.join(planned)}")
+        given = given.cut
+    if len(given) != stages:
+        raise ProgramError(
+            f"schedule {schedule.name!r} has {stages} stages, the cut has {len(given)}: cut the model into {stages}"
+        )
+    return checked_cut(model.layers, given)
 
 
 def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

@@ -93,7 +93,7 @@ def build_stage_functions(
     """The functions of one stage.
 
     Args:
-        layers: of the stage, in order. The last stage's last layer returns ``(loss_sum, weight_sum)``.
+        layers: of the stage, in order. The last stage's last layer is the loss (:class:`Model`).
         layer_offset: index in the model of the first of them.
         param_avals: parameters by layer name, as shapes (or arrays), in the dtype the stage computes in; may hold the whole
             model's. Leaves tied to layers of other stages are taken from their owners where the layer does not hold a copy.
@@ -240,6 +240,8 @@ def _assemble(
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
         notes=cut.notes,
+        metrics=joint.metrics,
+        eval_metrics=traced.evaluation.metrics,
     )
     built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))

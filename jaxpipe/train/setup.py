@@ -211,7 +211,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             prepared.model,
             schedule,
             microbatch_size=microbatch_size(config),
-            boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
+            boundaries=prepared.plan,
             devices=devices,
             compute_dtype=jnp.dtype(config.run.dtype),
             recompute=config.pipeline.recompute,

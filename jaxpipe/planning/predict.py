@@ -24,9 +24,9 @@ from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import FAMILIES, CostProfile, MemoryCurve, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
+from jaxpipe.train.assemble import build_schedule, relative_costs
 from jaxpipe.train.braiding import order_for
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.setup import build_schedule, relative_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +126,12 @@ def predict(
     def costs_of(stages: Sequence[PlannedStage]) -> CostProfile:
         return cost_profile(stages, pipe.ranks, target, efficiency, sharding, limit_bytes)
 
-    schedule = build_schedule(config, lambda n: [s.cost for s in bench.plan(config, n).stages])
+    schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages])
     stages = planned(schedule.num_stages)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
     stages = bench.compiled(stages, ops)
     costs = costs_of(stages)
-    schedule = order_for(config, schedule, costs)
+    schedule = order_for(pipe, schedule, costs)
     timeline = simulate(schedule, costs)
     limit = pipe.memory_limit
     if limit is not None and max(timeline.peak_activations) > limit * (1 + 1e-9) and pipe.schedule in FAMILIES:

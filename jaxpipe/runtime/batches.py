@@ -73,6 +73,26 @@ def place_keys(
     return {r: [next(flat) for _ in keys] for r in users}
 
 
+def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: int) -> np.ndarray:
+    """An array that a rank's devices hold parts of, their parts one after another on axis 0 (``tp`` innermost), as the array of
+    shape ``whole`` that they are parts of: axis 0 is split over ``dp``, and over ``tp`` the axis that its shape tells.
+
+    Raises:
+        ProgramError: its shape tells of no such axis.
+    """
+    if stacked.shape == tuple(whole):
+        return stacked
+    parts = stacked.reshape(dp, tp, -1, *stacked.shape[1:])
+    split = [k for k, (n, m) in enumerate(zip(whole, parts.shape[2:], strict=True)) if k and n == m * tp]
+    if len(split) != 1:
+        raise ProgramError(
+            f"the output of shape {tuple(whole)} lies on {tp} tensor-parallel shards as {parts.shape[2:]} each; gather it in "
+            "the layer before the loss"
+        )
+    rows = [np.concatenate(list(shards), axis=split[0]) for shards in parts]
+    return np.concatenate(rows)
+
+
 @partial(jax.jit, static_argnames="count")
 def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
     """Microbatch i's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""

@@ -158,6 +158,24 @@ def build_all(
     return tuple(built)
 
 
+def build_output(
+    layers: Sequence[Layer],
+    last: StageFunctions,
+    mesh: AnyMesh,
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    tp: TensorParallel = ONE_SHARD,
+) -> tuple[StageFunction, Any]:
+    """The function ``Y`` of the last stage: what its layers but the loss return in evaluation; and that as a pytree of per-shard
+    shapes and static values. ``last``: the functions of the stage; other arguments as in :func:`build_stage_functions`."""
+    data = {name: data_avals[name] for name in last.data_names}
+    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, False, jnp.float32, tp)
+    trace = trace_eval(spec, mesh)
+    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(last.x)), trace.y_varies)
+    part = _eval_part(trace)
+    closed = part.close({v: _portable(c) for v, c in trace.consts.items()})
+    return _function("Y", part, closed, homes, f"Y_stage{last.stage}", None, BuildCache()), trace.y
+
+
 def _data_read(
     layers: Sequence[Layer], data_avals: Mapping[str, jax.ShapeDtypeStruct], stage: int
 ) -> dict[str, jax.ShapeDtypeStruct]:

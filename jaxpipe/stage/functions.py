@@ -7,6 +7,7 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
     W : (param, x, data, key, res, wres, acc)   -> (acc, token)
     BW: (param, x, data, key, res, dy, acc)     -> (dx, acc, token)
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
+    Y : (param, x, data)                        -> (y)                 the last stage without the loss, in evaluation
 
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
 :class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
@@ -41,6 +42,7 @@ _READS: Mapping[str, frozenset[str]] = {
     "W": frozenset({"param", "x", "data", "key", "res", "wres", "acc"}),
     "BW": frozenset({"param", "x", "data", "key", "res", "dy", "acc"}),
     "E": frozenset({"param", "x", "data"}),
+    "Y": frozenset({"param", "x", "data"}),
 }
 _WRITES: Mapping[str, frozenset[str]] = {
     "F": frozenset({"y", "loss", "res", "token"}),
@@ -48,6 +50,7 @@ _WRITES: Mapping[str, frozenset[str]] = {
     "W": frozenset({"acc", "token"}),
     "BW": frozenset({"dx", "acc", "token"}),
     "E": frozenset({"y", "loss"}),
+    "Y": frozenset({"y"}),
 }
 
 

@@ -63,12 +63,18 @@ def metrics_of(
     return named
 
 
+def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
+    """What the layer before the loss returns for one microbatch, in evaluation mode, in the compute dtype. The batch need not
+    hold what only the loss reads."""
+    return _run(model, model.layers[:-1], params, batch, None, False)
+
+
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32, in evaluation mode, in the compute dtype.
+    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that reads them.
 
     The time axis may be shorter than the model's sequence length if its layers allow that (GPT and Llama here do).
     """
-    result: jax.Array = _run(model, model.layers[:-1], params, {"tokens": tokens}, None, False)
+    result: jax.Array = model_output(model, params, {"tokens": tokens})
     return result
 
 

@@ -1,8 +1,8 @@
 """The order of a run whose ranks are tensor parallel: made for stages whose collectives are known.
 
-A schedule is chosen before any stage is traced (:func:`jaxpipe.train.setup.build_schedule`), so without collectives. Once the
-stages are there, their T_AR is (:func:`jaxpipe.profile.analytic_profile`), and the order is made again for it: the families of
-`stp.txt` choose their warm-up by it, others leave room for what F and B wait. With ``pipeline.braid_adjacent`` the braid pass
+A schedule is chosen before any stage is traced (:func:`jaxpipe.train.assemble.build_schedule`), so without collectives. Once
+the stages are there, their T_AR is (:func:`jaxpipe.profile.analytic_profile`), and the order is made again for it: the families
+of `stp.txt` choose their warm-up by it, others leave room for what F and B wait. With ``braid_adjacent`` the braid pass
 follows. All of it depends on shapes only, so a resumed run gets the same order.
 """
 
@@ -13,26 +13,25 @@ import math
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, generate
 from jaxpipe.schedule.passes import braid
-from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.config import PipelineConfig
 
 
-def with_collectives(config: TrainConfig, pipeline: Pipeline) -> Pipeline:
+def with_collectives(pipe: PipelineConfig, pipeline: Pipeline) -> Pipeline:
     """``pipeline`` in the order that its tensor-parallel collectives call for; itself without such.
 
     Raises:
-        ScheduleError: the family can't keep to ``pipeline.memory_limit``.
+        ScheduleError: the family can't keep to ``pipe.memory_limit``.
     """
-    schedule = order_for(config, pipeline.schedule, pipeline.costs)
+    schedule = order_for(pipe, pipeline.schedule, pipeline.costs)
     return pipeline if schedule == pipeline.schedule else pipeline.with_schedule(schedule)
 
 
-def order_for(config: TrainConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
-    """The schedule of ``config`` for stages of these costs, where ``schedule`` was chosen without their collectives.
+def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
+    """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their collectives.
 
     Raises:
         ScheduleError: as :func:`with_collectives`.
     """
-    pipe = config.pipeline
     if not any(costs.tp_comm_s):
         return schedule
     if pipe.schedule in FAMILIES:

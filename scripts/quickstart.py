@@ -20,7 +20,7 @@ from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE, STOPPED
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import request_devices
-from jaxpipe.train.progress import Progress, silence
+from jaxpipe.train.progress import ProgressStream, silence
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 SAMPLE_TOKENS = 300
@@ -57,7 +57,7 @@ def run(config: TrainConfig) -> int:
     from jaxpipe.train.report import result_text, score_table
     from jaxpipe.train.setup import load_dataset
 
-    out = Progress(sys.stdout)
+    out = ProgressStream(sys.stdout)
     out_dir = unfinished(Path(config.run.out_dir), config.run.steps)
     if str(out_dir) != config.run.out_dir:
         out.print(f"{config.run.out_dir} holds a finished run, which stays; this one goes to {out_dir}")

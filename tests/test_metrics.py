@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.metrics import MetricsLog, format_bytes, format_count, format_seconds, read_metrics
-from jaxpipe.train.progress import LiveLine, Progress
+from jaxpipe.train.progress import LiveLine, ProgressStream
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
@@ -229,7 +229,7 @@ class Clock:
 
 def run_line(stream: io.StringIO, steps: int = 20, seconds: float = 2.0, **kwargs: Any) -> None:
     clock = Clock()
-    line = LiveLine(steps, Progress(stream), every=5, clock=clock)
+    line = LiveLine(steps, ProgressStream(stream), every=5, clock=clock)
     clock.now += 60  # the first step compiles
     for step in range(1, steps + 1):
         clock.now += seconds
@@ -305,14 +305,14 @@ def test_a_stream_that_dies_is_told_once_and_dropped(capsys: pytest.CaptureFixtu
 def test_a_stream_that_was_closed_before(end: str, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     stream.close()
-    out = Progress(stream if end == "closed" else None)
+    out = ProgressStream(stream if end == "closed" else None)
     out.print("a line")
     assert (out.isatty(), out.lost != "") == (False, True)
 
 
 def test_a_loss_that_is_not_finite_is_shown() -> None:
     stream = io.StringIO()
-    LiveLine(1, Progress(stream), clock=Clock()).update(1, loss=math.nan, tokens=8)
+    LiveLine(1, ProgressStream(stream), clock=Clock()).update(1, loss=math.nan, tokens=8)
     assert "loss nan" in stream.getvalue()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -457,6 +458,7 @@ def test_config_plan_and_schedule_are_kept(text: Path, straight: tuple[Path, Tra
     schedule = read_schedule(out_dir / "schedule.sched")
     assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == ("1f1b", 2, 4)
     assert (out_dir / "plan.json").stat().st_size > 100
+    json.loads((out_dir / "plan.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def test_pictures_show_the_schedule_as_it_ran(straight: tuple[Path, TrainResult, str]) -> None:

@@ -56,10 +56,10 @@ def _train(args: argparse.Namespace) -> int:
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     from jaxpipe.train.loop import train
-    from jaxpipe.train.progress import Progress
+    from jaxpipe.train.progress import ProgressStream
     from jaxpipe.train.report import result_json, result_text
 
-    out = Progress(sys.stdout)
+    out = ProgressStream(sys.stdout)
     result = train(config, sys.stderr if args.json else out)
     out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0

@@ -33,7 +33,7 @@ from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices, memory_advice, of_device
 from jaxpipe.train.metrics import MetricsLog, require_tensorboard
-from jaxpipe.train.progress import LiveLine, Progress
+from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
@@ -47,7 +47,7 @@ from jaxpipe.train.watchdog import Watchdog
 __all__ = ["TrainResult", "train"]
 
 
-def train(config: TrainConfig, stream: TextIO | Progress | None = None) -> TrainResult:
+def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
@@ -57,7 +57,7 @@ def train(config: TrainConfig, stream: TextIO | Progress | None = None) -> Train
             last checkpoint could not be written. Checkpoints written before stay.
     """
     started = time.perf_counter()
-    out = stream if isinstance(stream, Progress) else Progress(sys.stdout if stream is None else stream)
+    out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     with RunDirectory(config.run) as folder:
         origin = resume.choose(config, folder.store, out.print)
         if origin is not None and origin.step >= config.run.steps:
@@ -108,7 +108,7 @@ class _Run:
         start: Start,
         held_out: Mapping[str, np.ndarray],
         folder: RunDirectory,
-        out: Progress,
+        out: ProgressStream,
         stop: Stop,
     ) -> None:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
@@ -257,13 +257,11 @@ class _Run:
             return
         step, metrics = self.pending
         finite = getattr(metrics, "finite", True)
-        try:
-            with self.watchdog.watch(step):
-                loss, norm, applied, weight, finite = jax.device_get(
-                    (metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight, finite)
-                )
-        finally:
-            self.pending = None
+        with self.watchdog.watch(step):
+            loss, norm, applied, weight, finite = jax.device_get(
+                (metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight, finite)
+            )
+        self.pending = None
         self.loss = float(loss)
         record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "tokens": int(weight), "applied": bool(applied)}
         record["schedule"] = self.pipe.schedule.name
@@ -355,9 +353,14 @@ class _Run:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> RunError:
-        """What went wrong, and what is left. An error of a device may turn up only when its result is waited for."""
+        """What went wrong, and what is left. An error of a device may turn up only where a later step needs its result."""
         what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
-        with suppress(Exception):  # it has failed already
+        try:
+            if self.pending is not None:
+                self.pending[1].outputs.wait()
+        except RunError as first:
+            what = str(first)
+        with suppress(Exception):  # it is being told
             self._settle()
         return RunError(f"after step {self.logged}: {what}{memory_advice(error, lambda: self.memory)}; {self._left()}")
 

@@ -18,7 +18,7 @@ from typing import TextIO
 from jaxpipe.train.metrics import format_bytes, format_count, format_seconds
 
 
-class Progress:
+class ProgressStream:
     """Writes text to ``stream`` at once. The first failure is told on standard error, and all that follows is dropped.
 
     ``stream``: None drops everything. ``lost``: why nothing is written any more; empty as long as there is no reason.
@@ -73,7 +73,7 @@ class LiveLine:
     def __init__(
         self,
         steps: int,
-        out: Progress,
+        out: ProgressStream,
         *,
         every: int = 10,
         start: int = 0,

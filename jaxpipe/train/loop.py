@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, TextIO
 
 import jax
@@ -70,7 +71,7 @@ def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
         if stream.isatty():
             note(f"reading {config.data.path}")
         prepared = prepare(config)
-        start = resume.start_of(prepared, origin, folder.store)
+        start = resume.start_of(prepared, origin, folder.store, note)
         held_out = held_out_microbatches(prepared)
         if remark:
             note(remark)
@@ -130,7 +131,8 @@ class _Run:
     def run(self, started: float) -> TrainResult:
         run, resumed = self.config.run, self.start.params is not None
         if resumed:
-            self.folder.store.discard_after(self.start.step)
+            for moved in self.folder.store.discard_after(self.start.step):
+                self.line.note(moved)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         board = self.folder.path / "tensorboard" if run.tensorboard else None
         first = self.start.step if resumed else None
@@ -264,6 +266,7 @@ class _Run:
         meta = {
             "data": self.start.batches.state_at(state.step).to_dict(),
             "config": self.config.to_dict(),
+            "program": self.program,
             "schedule": self.pipe.schedule.name,
             "jaxpipe": __version__,
         }
@@ -271,6 +274,11 @@ class _Run:
         self.folder.store.save(state.step, params, optimizer, meta, eval_loss=loss if step == state.step else None)
         self.saved = state.step
         self.line.restart_clock()
+
+    @cached_property
+    def program(self) -> dict[str, str]:
+        """What checkpoints keep to know their model again."""
+        return resume.model_digest(self.setup.model)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -266,9 +266,15 @@ def test_going_back_is_deliberate(store: CheckpointStore) -> None:
     ) as info:
         store.save(15, {}, {}, {})
     one_line(info)
-    assert store.discard_after(10) == (20, 30)
-    save_losses(store, {15: None})
-    assert store.steps() == (10, 15)
+    lines = store.discard_after(10)
+    assert lines == tuple(
+        f"the checkpoint of step {step} was set aside as {store.path(step)}.superseded" for step in (20, 30)
+    )
+    save_losses(store, {15: None, 20: None})
+    assert store.steps() == (10, 15, 20)
+    (again,) = store.discard_after(15)
+    assert again.endswith("/00000020.superseded-1")
+    assert load_params(f"{store.path(30)}.superseded")["a"] == 30  # nothing is lost
 
 
 def test_reading_makes_nothing(tmp_path: Path) -> None:
@@ -364,6 +370,7 @@ def test_another_optimizer(saved: Path) -> None:
         ({"a": {1: np.ones(1), "1": np.ones(1)}}, {}, "use keys of one type"),
         ({"a": jax.random.key(0)}, {}, "key_data"),
         ({}, {"path": Path()}, "meta can't be stored as JSON"),
+        ({}, {"lr": float("nan")}, "meta can't be stored as JSON: .*; convert it to finite numbers"),
     ],
 )
 def test_what_can_not_be_stored(

@@ -8,12 +8,15 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
+
+if TYPE_CHECKING:
+    from jaxpipe.train.evaluate import Trained
 
 _MOST = 10**9
 
@@ -73,6 +76,21 @@ def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the checkpoint of step N, or 'best' (lowest loss); the newest by default",
     )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it",
+    )
+
+
+def _load(args: argparse.Namespace) -> Trained:
+    """The model that the flags name; what its config holds that is not known is told on stderr."""
+    from jaxpipe.train.evaluate import load_trained
+
+    trained = load_trained(args.checkpoint, step=args.step, model=args.model)
+    if trained.ignored:
+        print(f"ignored settings that this version does not know: {', '.join(trained.ignored)}", file=sys.stderr)
+    return trained
 
 
 def _step(text: str) -> int | str:
@@ -102,6 +120,9 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baselines", action="store_true", help="also score unigram and bigram models of the same text"
     )
+    parser.add_argument(
+        "--other-data", action="store_true", help="evaluate although the data are other than the model was trained on"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -110,23 +131,22 @@ def _eval(args: argparse.Namespace) -> int:
 
     request_devices(1)
     from jaxpipe.train import ngram
-    from jaxpipe.train.evaluate import held_out_score, load_trained
-    from jaxpipe.train.setup import load_dataset
+    from jaxpipe.train.evaluate import held_out_score, load_data
 
-    trained = load_trained(args.checkpoint, step=args.step)
-    dataset = load_dataset(trained.config)
+    trained = _load(args)
+    dataset, other = load_data(trained, other=args.other_data)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
         scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
-    if args.json:
-        rows = {k: {"loss": s.nats_per_token, "bits_per_byte": s.bits_per_byte} for k, s in scores.items()}
-        print(json.dumps({"step": trained.step, **rows}))
-        return 0
-    from jaxpipe.train.report import score_table
+    from jaxpipe.train.report import score_table, scores_json
 
+    if args.json:
+        print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
+        return 0
     print(
         f"step {trained.step}, one device, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
+        f"{' of other data than it was trained on' if other else ''}"
     )
     print(score_table(scores))
     return 0
@@ -149,9 +169,9 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, request_devices
 
     request_devices(1)
-    from jaxpipe.train.evaluate import generate, load_trained
+    from jaxpipe.train.evaluate import generate
 
-    trained = load_trained(args.checkpoint, step=args.step)
+    trained = _load(args)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
     with device_errors("generate"):

@@ -231,6 +231,19 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return _finish(found, overrides)
 
 
+def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """The settings of a stored config, which another version may have written, that there are today, by section; and the
+    dotted keys of the others. Values are not checked."""
+    hints = settings.leaf_hints(TrainConfig)
+    sections = {name: leaves for name, leaves in stored.items() if isinstance(leaves, Mapping)}
+    known = {
+        name: {key: value for key, value in leaves.items() if f"{name}.{key}" in hints}
+        for name, leaves in sections.items()
+    }
+    other = [f"{name}.{key}" for name, leaves in sections.items() for key in leaves if f"{name}.{key}" not in hints]
+    return known, tuple(sorted([*other, *(stored.keys() - sections.keys())]))
+
+
 _SECTIONS: Mapping[str, type[Any]] = {
     "model": ModelConfig,
     "data": DataConfig,

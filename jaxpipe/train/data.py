@@ -29,6 +29,7 @@ from jaxpipe.train.tokenizers import Ids, Tokenizer
 Batch = dict[str, npt.NDArray[Any]]  # tokens, targets: int32 [batch, seq_len]; weights: float32 [batch, seq_len]
 Span = tuple[int, int]  # [start, stop) of token positions
 
+_MOST_SEQUENCES = 1 << 60
 _MAX_BLOCKS = 64
 _MIN_BLOCK_TOKENS = 4096
 
@@ -57,7 +58,7 @@ class DataState:
         kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
         wrong = sorted(kinds.keys() ^ mapping.keys())
         wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
-        wrong += [k for k in ("step", "position") if k not in wrong and mapping[k] < 0]
+        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_SEQUENCES]
         if wrong:
             raise DataError(
                 f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TextIO
 
 import jax
@@ -75,7 +76,7 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
         if out.isatty():
             out.print(f"reading {config.data.path}")
         prepared = prepare(config)
-        start = resume.start_of(prepared, origin, folder.store)
+        start = resume.start_of(prepared, origin, folder.store, out.print)
         held_out = held_out_microbatches(prepared)
         setup = compile_setup(prepared, devices, out.print)
         out.print(f"built in {time.perf_counter() - started:.1f} s")
@@ -138,7 +139,8 @@ class _Run:
     def run(self, started: float) -> TrainResult:
         run = self.config.run
         if self.resumed:
-            self.folder.store.discard_after(self.start.step)
+            for moved in self.folder.store.discard_after(self.start.step):
+                self.line.note(moved)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
             self.folder.write_plan(self.setup)
@@ -344,11 +346,17 @@ class _Run:
         meta = {
             "data": self.start.batches.state_at(state.step).to_dict(),
             "config": self.config.to_dict(),
+            "program": self.program,
             "schedule": self.pipe.schedule.name,
             "jaxpipe": __version__,
         }
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
+
+    @cached_property
+    def program(self) -> dict[str, str]:
+        """What checkpoints keep to know their model again."""
+        return resume.model_digest(self.setup.model)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

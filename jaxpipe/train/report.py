@@ -90,6 +90,13 @@ def score_table(scores: Mapping[str, Score]) -> str:
     return "\n".join(rows)
 
 
+def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, float | None]]:
+    """Held-out losses; None for a number that is not finite or does not exist."""
+    return {
+        name: {"loss": plain(x.nats_per_token), "bits_per_byte": plain(x.bits_per_byte)} for name, x in scores.items()
+    }
+
+
 def cost_table(costs: CostProfile) -> str:
     """Milliseconds and bytes of each stage, aligned."""
     rows = ["stage     F ms     B ms     W ms    BW ms   residual  held for W   boundary     params"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +41,10 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
+from jaxpipe.train.report import result_json
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
+from jaxpipe.train.step import TrainStep
 
 BAD = "model.target=tests.failing_models:"
 
@@ -65,11 +68,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The text with a ``Q`` among the targets of some steps."""
+    """The text with a ``Q`` among the targets of some steps, and in what is held out if asked for."""
 
-    def make(*steps: int) -> Path:
+    def make(*steps: int, held_out: bool = False) -> Path:
         content = bytearray(text.read_bytes())
-        batches = load_dataset(config(text, Path("nowhere"))).batches(0, 8, 8)
+        dataset = load_dataset(config(text, Path("nowhere")))
+        batches = dataset.batches(0, 8, 8)
+        for a, b in dataset.held_out if held_out else ():
+            content[a:b] = content[a:b].replace(b"t", b"Q")
         for step in steps:
             content[int(batches.windows.starts(batches.indices_at(step - 1))[0]) + 4] = ord("Q")
         path = tmp_path_factory.mktemp("spoilt") / "text.txt"
@@ -182,6 +188,8 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
         "warning: pictures",
     ]
     assert printed.count("No space left on device") == 3
+    code, out, _ = ended(["train", *settings(text, tmp_path / "run", "run.steps=5")])
+    assert (code, out.split(":")[0]) == (0, "nothing to do")
 
 
 STOP_LOOP = """
@@ -321,14 +329,17 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
         f"{BAD}not_finite",
         "run.checkpoint_every=8",
         "run.keep_last=9",
-        "run.eval_every=0",
+        "run.eval_every=12",
         "run.steps=12",
         "run.log_every=2",
     )
-    result, printed = run(config(spoilt(7, 8, 9), out_dir, *more))
+    result, printed = run(config(spoilt(7, 8, 9, held_out=True), out_dir, *more))
     assert (result.step, result.skipped_steps) == (12, 3)
     assert steps_in(out_dir) == (10, 12)
-    records = {r["step"]: r for r in read_metrics(out_dir / "metrics.jsonl")}
+    *every, evaluation = read_metrics(out_dir / "metrics.jsonl")
+    assert (evaluation, result_json(result)["eval_loss"]) == ({"step": 12, "eval_loss": None}, None)
+    assert CheckpointStore(out_dir / "checkpoints").best() is None
+    records = {r["step"]: r for r in every}
     assert [n for n, r in records.items() if not r["applied"]] == [7, 8, 9]
     assert [records[n]["loss"] for n in (7, 8, 9)] == [None] * 3
     assert printed.count("step 7: the gradient is not finite; parameters were left as they are") == 1
@@ -354,6 +365,25 @@ def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], 
     result, _ = run(config(spoilt(7, 8, 9), tmp_path / "run", *more), interrupt)
     assert (result.stopped, result.step) == (True, 8)
     assert steps_in(tmp_path / "run") == (6, 8)
+
+
+def test_parameters_that_are_not_finite_are_not_saved(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = TrainStep.__call__
+
+    def spoil(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+        state, metrics = call(self, *args, **kwargs)
+        seen = {f.name: getattr(metrics, f.name) for f in fields(metrics)}
+        return state, SimpleNamespace(**{**seen, "finite": state.step != 7})
+
+    monkeypatch.setattr(TrainStep, "__call__", spoil)
+    more = ("run.eval_every=0", "run.checkpoint_every=3", "run.keep_last=9")
+    with pytest.raises(
+        NotFiniteError, match=r"^step 7 made parameters that are not finite: optimizer\.lr=0\.01 .* step 6$"
+    ):
+        run(config(text, tmp_path / "run", *more))
+    assert steps_in(tmp_path / "run") == (3, 6)
 
 
 def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None:

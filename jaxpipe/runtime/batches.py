@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,6 +43,34 @@ def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbat
             raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
 
 
+def in_microbatches(
+    batch: Mapping[str, Any], spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int | None
+) -> dict[str, np.ndarray | jax.Array]:
+    """The arrays of ``batch`` that ``spec`` (those of a microbatch) names, each ``[microbatches, microbatch size, …]``; so they
+    are given, or flat: ``[microbatches · microbatch size, …]``. ``microbatches``: None for any number, the same for all.
+
+    Raises:
+        ProgramError: an array is missing, or its shape fits neither way.
+    """
+    made: dict[str, np.ndarray | jax.Array] = {}
+    for name, aval in spec.items():
+        if name not in batch:
+            raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
+        array = batch[name] if isinstance(batch[name], jax.Array) else np.asarray(batch[name])
+        size = aval.shape[0]
+        if array.shape[1:] == aval.shape[1:] and array.ndim == len(aval.shape) and array.shape[0] % size == 0:
+            array = array.reshape(-1, *aval.shape)
+        if array.ndim != len(aval.shape) + 1 or array.shape[1:] != aval.shape or microbatches not in (None, len(array)):
+            many = microbatches or "microbatches"
+            flat = f"{microbatches * size}" if microbatches else f"microbatches · {size}"
+            rest = "".join(f", {n}" for n in aval.shape[1:])
+            raise ProgramError(
+                f"batch[{name!r}] has shape {tuple(np.shape(batch[name]))}; want ({flat}{rest}) or ({many}, {size}{rest})"
+            )
+        made[name], microbatches = array, len(array)
+    return made
+
+
 def place_data(
     batch: Batch, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
 ) -> dict[Instance, list[list[jax.Array]]]:
@@ -71,6 +100,26 @@ def place_keys(
     homes = [replicated(submeshes[r]) for r in users]
     flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
     return {r: [next(flat) for _ in keys] for r in users}
+
+
+def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: int) -> np.ndarray:
+    """An array that a rank's devices hold parts of, their parts one after another on axis 0 (``tp`` innermost), as the array of
+    shape ``whole`` that they are parts of: axis 0 is split over ``dp``, and over ``tp`` the axis that its shape tells.
+
+    Raises:
+        ProgramError: its shape tells of no such axis.
+    """
+    if stacked.shape == tuple(whole):
+        return stacked
+    parts = stacked.reshape(dp, tp, -1, *stacked.shape[1:])
+    split = [k for k, (n, m) in enumerate(zip(whole, parts.shape[2:], strict=True)) if k and n == m * tp]
+    if len(split) != 1:
+        raise ProgramError(
+            f"the output of shape {tuple(whole)} lies on {tp} tensor-parallel shards as {parts.shape[2:]} each; gather it in "
+            "the layer before the loss"
+        )
+    rows = [np.concatenate(list(shards), axis=split[0]) for shards in parts]
+    return np.concatenate(rows)
 
 
 @partial(jax.jit, static_argnames="count")

@@ -58,10 +58,10 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of the last stage: loss sum and weight sum. ``tokens``: per action (or braid that is one function), in order of
-    dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was recorded. ``stamps``: the
-    host's clock before each instruction and after the last. ``step_s``: seconds until all results were ready (recorded steps
-    only). ``reduced``: what the epilogues returned, by (rank, stage)."""
+    loss ports of the last stage: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
+    function), in order of dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was
+    recorded. ``stamps``: the host's clock before each instruction and after the last. ``step_s``: seconds until all results
+    were ready (recorded steps only). ``reduced``: what the epilogues returned, by (rank, stage)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]

@@ -12,7 +12,7 @@ placement (replicas: the first is the primary, which owns the update).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -30,7 +30,15 @@ from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes,
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
-from jaxpipe.runtime.batches import Batch, Instance, check_batch, check_microbatch, place_data, place_keys
+from jaxpipe.runtime.batches import (
+    Batch,
+    Instance,
+    check_batch,
+    check_microbatch,
+    joined_shards,
+    place_data,
+    place_keys,
+)
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.leaves import overlaid, replace_leaf, without_leaves
@@ -39,14 +47,17 @@ from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
 from jaxpipe.stage.braid import build_braids
-from jaxpipe.stage.compile import BuildCache, build_all
+from jaxpipe.stage.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.footprint import footprint
-from jaxpipe.stage.functions import Braids, StageFunctions
+from jaxpipe.stage.functions import Braids, StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, get_leaf, stage_params
+from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
+from jaxpipe.stage.reference import model_output
+from jaxpipe.stage.trace import array_leaves, fill
 
 Buffers = list[jax.Array]
 
@@ -104,7 +115,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         microbatch_size: int,
-        boundaries: Sequence[tuple[int, int]],
+        boundaries: Sequence[tuple[int, int]] | StagePlan | None = None,
         devices: Sequence[jax.Device] | None = None,
         compute_dtype: Any = jnp.float32,
         recompute: str | Sequence[str] = "none",
@@ -120,7 +131,8 @@ class Pipeline:
             model: layers in order, the loss last.
             schedule: one rank a stage (several flows are allowed), stages in a chain.
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
-            boundaries: per stage, first and one-past-last layer (:func:`jaxpipe.stage.plan.cut`).
+            boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
+                None for stages balanced by FLOPs.
             devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
@@ -135,12 +147,8 @@ class Pipeline:
                 need pinned host memory, or ``offload.fallback``, and room for what they keep on the host.
         """
         placement = schedule.placement
-        if len(boundaries) != placement.num_stages:
-            raise ProgramError(
-                f"schedule {schedule.name!r} has {placement.num_stages} stages, the cut has {len(boundaries)}: cut the model "
-                f"into {placement.num_stages}"
-            )
         check_microbatch(microbatch_size, dp)
+        boundaries = _cut(model, schedule, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
@@ -173,7 +181,7 @@ class Pipeline:
         return cls(
             model,
             schedule,
-            tuple((a, b) for a, b in boundaries),
+            boundaries,
             submeshes,
             functions,
             instances,
@@ -386,19 +394,58 @@ class Pipeline:
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
         """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
+        loss_sum, weight, *_ = self.evaluate_sums(params, batch)
+        return loss_sum, weight
+
+    def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
+        """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
+        losses = self._forward(params, batch, [f.functions["E"] for f in self.stages])
+        return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
+
+    def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
+        """What the layer before the loss returns for ``batch`` (leading axis: microbatches; what only the loss reads may be
+        left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
+
+        Raises:
+            ProgramError: its shape does not tell how the output is divided over tensor-parallel shards.
+        """
+        function, tree, whole = self._output
+        count = len(next(iter(batch.values())))
+        unread = {
+            n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
+        }
+        functions = [*(f.functions["E"] for f in self.stages[:-1]), function]
+        made = zip(*self._forward(params, {**unread, **batch}, functions), strict=True)
+        leaves = [
+            np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
+            for parts, a in zip(made, whole, strict=True)
+        ]
+        return fill(tree, leaves)
+
+    @cached_property
+    def _output(self) -> tuple[StageFunction, Any, Sequence[jax.ShapeDtypeStruct]]:
+        """The last stage's function without the loss, what it returns as a pytree, and the whole shapes of its arrays."""
+        last = len(self.boundaries) - 1
+        spec = self.model.batch_spec(self.microbatch_size)
+        params = _param_avals(self.model.layers, self.compute_dtype)
+        whole = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
+        mesh = self.submeshes[self.primary(last)[0]]
+        return *build_output(self.layers(last), self.stages[last], mesh, spec, self.tp), whole
+
+    def _forward(
+        self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
+    ) -> Iterator[Sequence[jax.Array]]:
+        """What the last of ``functions``, one a stage, returns for each microbatch."""
         data = place_data(batch, self.functions, self.submeshes)
-        sums = []
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()
-            for s in self.instances:
+            for s, function in enumerate(functions):
                 at = self.primary(s)
-                function = self.functions[at].functions["E"]
                 if s:
                     carry = jax.device_put(list(carry), [_home(a) for a in self.functions[at].x_avals])
                 given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
                 carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
-            sums.append(carry)
-        return sum(float(jnp.sum(c[0])) for c in sums), sum(float(jnp.sum(c[1])) for c in sums)
+            yield carry
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
@@ -520,6 +567,30 @@ def _executor(
         braids=braids,
         epilogues=epilogues,
     )
+
+
+def _cut(
+    model: Model, schedule: Schedule, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
+) -> Cut:
+    """First and one-past-last layer of each stage.
+
+    Raises:
+        ProgramError: there are more or fewer than the schedule has stages.
+        StageError: they are no cut of this model.
+    """
+    stages = schedule.placement.num_stages
+    if given is None:
+        return cut(model.layers, stages, analytic_layer_costs(model, device_batch))
+    if isinstance(given, StagePlan):
+        planned = [name for stage in given.stages for name in stage.layers]
+        if planned != [layer.name for layer in model.layers]:
+            raise StageError(f"the stage plan is of another model ({given.model}): its layers are {', '.join(planned)}")
+        given = given.cut
+    if len(given) != stages:
+        raise ProgramError(
+            f"schedule {schedule.name!r} has {stages} stages, the cut has {len(given)}: cut the model into {stages}"
+        )
+    return checked_cut(model.layers, given)
 
 
 def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

@@ -93,7 +93,7 @@ def build_stage_functions(
     """The functions of one stage.
 
     Args:
-        layers: of the stage, in order. The last stage's last layer returns ``(loss_sum, weight_sum)``.
+        layers: of the stage, in order. The last stage's last layer is the loss (:class:`Model`).
         layer_offset: index in the model of the first of them.
         param_avals: parameters by layer name, as shapes (or arrays), in the dtype the stage computes in; may hold the whole
             model's. Leaves tied to layers of other stages are taken from their owners where the layer does not hold a copy.
@@ -156,6 +156,24 @@ def build_all(
         )
         offset += len(layers)
     return tuple(built)
+
+
+def build_output(
+    layers: Sequence[Layer],
+    last: StageFunctions,
+    mesh: AnyMesh,
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    tp: TensorParallel = ONE_SHARD,
+) -> tuple[StageFunction, Any]:
+    """The function ``Y`` of the last stage: what its layers but the loss return in evaluation; and that as a pytree of
+    per-shard shapes and static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
+    data = {name: data_avals[name] for name in last.data_names}
+    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, False, jnp.float32, tp)
+    trace = trace_eval(spec, mesh)
+    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(last.x)), trace.y_varies)
+    part = _eval_part(trace)
+    closed = part.close({v: _portable(c) for v, c in trace.consts.items()})
+    return _function("Y", part, closed, homes, f"Y_stage{last.stage}", None, BuildCache()), trace.y
 
 
 def _data_read(
@@ -240,6 +258,8 @@ def _assemble(
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
         notes=cut.notes,
+        metrics=joint.metrics,
+        eval_metrics=traced.evaluation.metrics,
     )
     built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))

@@ -7,12 +7,14 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
     W : (param, x, data, key, res, wres, acc)   -> (acc, token)
     BW: (param, x, data, key, res, dy, acc)     -> (dx, acc, token)
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
+    Y : (param, x, data)                        -> (y)                 the last stage without the loss, in evaluation
 
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
 :class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
 of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
-:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum; ``res`` and ``wres`` number what F and B save;
-``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime waits on.
+:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum, others belong to metrics; ``res`` and ``wres``
+number what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the
+runtime waits on.
 
 A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.braid`).
 """
@@ -29,6 +31,9 @@ from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.stage.params import ParamLayout
 from jaxpipe.stage.weave import CoveredCollective
 
+Metrics = Mapping[str, tuple[int, int]]
+"""What the loss layer reports besides the loss, by name: the ``loss`` ports of its sum and of what that is divided by."""
+
 PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token"]
 
 _READS: Mapping[str, frozenset[str]] = {
@@ -37,6 +42,7 @@ _READS: Mapping[str, frozenset[str]] = {
     "W": frozenset({"param", "x", "data", "key", "res", "wres", "acc"}),
     "BW": frozenset({"param", "x", "data", "key", "res", "dy", "acc"}),
     "E": frozenset({"param", "x", "data"}),
+    "Y": frozenset({"param", "x", "data"}),
 }
 _WRITES: Mapping[str, frozenset[str]] = {
     "F": frozenset({"y", "loss", "res", "token"}),
@@ -44,6 +50,7 @@ _WRITES: Mapping[str, frozenset[str]] = {
     "W": frozenset({"acc", "token"}),
     "BW": frozenset({"dx", "acc", "token"}),
     "E": frozenset({"y", "loss"}),
+    "Y": frozenset({"y"}),
 }
 
 
@@ -105,7 +112,8 @@ class StageFunctions:
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
     ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
     (:func:`jaxpipe.stage.offloadable.with_offload`).
-    ``notes``: remarks for people, such as a scan that could not be divided between B and W.
+    ``notes``: remarks for people, such as a scan that could not be divided between B and W. ``metrics``: of the last stage's F;
+    ``eval_metrics``: of its E.
     """
 
     stage: int
@@ -128,6 +136,8 @@ class StageFunctions:
     notes: tuple[str, ...] = ()
     offloaded: tuple[int, ...] = ()
     offloadable_bytes: int = 0
+    metrics: Metrics = field(default_factory=dict)
+    eval_metrics: Metrics = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made = {p for op in ("F", "B") for p in self.functions[op].outputs}

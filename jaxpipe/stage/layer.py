@@ -75,8 +75,9 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Model:
     """Layers in order. The last one is the loss: it reads the labels and returns ``(loss_sum, weight_sum)``, two float32
-    scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. The one before it returns the logits
-    ``[batch, sequence, vocabulary]``, which evaluation and generation use.
+    scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. It may return a third value, metrics by name:
+    a scalar sum, reported as Σ sum / Σ weight_sum, or a pair ``(sum, weight)`` of its own; they carry no gradient. The layer
+    before it returns the model's output (logits ``[batch, sequence, vocabulary]``, which generation uses).
 
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
     """

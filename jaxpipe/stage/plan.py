@@ -161,6 +161,25 @@ def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
     return tuple(zip(starts, [*starts[1:], len(layers)], strict=True))
 
 
+def checked_cut(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> Cut:
+    """``ranges``, one ``(first, one past last)`` a stage, if they are a cut: all layers in order, each once.
+
+    Raises StageError, naming the stage, for gaps, overlaps, another order, empty stages and layers that do not exist.
+    """
+    end = 0
+    for stage, (start, stop) in enumerate(ranges):
+        last = stage == len(ranges) - 1
+        if start != end or not start < stop <= len(layers) or (last and stop != len(layers)):
+            most = len(layers) - (len(ranges) - 1 - stage)
+            wanted = f"({end}, {most})" if last else f"({end}, n) with n from {end + 1} to {most}"
+            raise StageError(
+                f"stage {stage} is given layers ({start}, {stop}); want {wanted}: the stages take all {len(layers)} layers in "
+                "order, each once (jaxpipe.stage.plan.cut makes such a cut)"
+            )
+        end = stop
+    return tuple((int(start), int(stop)) for start, stop in ranges)
+
+
 def plan_stages(
     model: Model,
     num_stages: int | None = None,

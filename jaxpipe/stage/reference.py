@@ -43,17 +43,38 @@ def apply_model(
     with ``train=False``. Differentiable in ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses.
     Raises StageError when ``batch`` lacks an array that a layer reads, or a layer needs a key.
     """
-    result = _run(model, model.layers, params, batch, key, train)
-    loss_sum, weight_sum = result
+    loss_sum, weight_sum, *_ = _run(model, model.layers, params, batch, key, train)
     return loss_sum, weight_sum
 
 
+def metrics_of(
+    model: Model,
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    train: bool = False,
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Of the whole model on one microbatch, ``loss`` and the metrics of its loss layer: what is summed and what that is divided
+    by. Arguments as in :func:`apply_model`."""
+    loss_sum, weight_sum, *rest = _run(model, model.layers, params, batch, key, train)
+    named = {"loss": (loss_sum, weight_sum)}
+    for name, value in rest[0].items() if rest else ():
+        named[name] = value if isinstance(value, tuple) else (value, weight_sum)
+    return named
+
+
+def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
+    """What the layer before the loss returns for one microbatch, in evaluation mode, in the compute dtype. The batch need not
+    hold what only the loss reads."""
+    return _run(model, model.layers[:-1], params, batch, None, False)
+
+
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32, in evaluation mode, in the compute dtype.
+    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that reads them.
 
     The time axis may be shorter than the model's sequence length if its layers allow that (GPT and Llama here do).
     """
-    result: jax.Array = _run(model, model.layers[:-1], params, {"tokens": tokens}, None, False)
+    result: jax.Array = model_output(model, params, {"tokens": tokens})
     return result
 
 

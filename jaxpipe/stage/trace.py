@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over_tp
-from jaxpipe.stage.functions import Port
+from jaxpipe.stage.functions import Metrics, Port
 from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
@@ -84,7 +84,7 @@ class StageTrace:
     returns. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
     leaves, leaves being per-shard ``ShapeDtypeStruct`` or static. ``y_varies``: by array leaf of it, whether it differs between
-    ``tp`` shards."""
+    ``tp`` shards. ``metrics``: what the loss layer reports besides the loss."""
 
     eqns: tuple[JaxprEqn, ...]
     recomputed: frozenset[int]
@@ -99,6 +99,7 @@ class StageTrace:
     seed: Var | None
     y: Any
     y_varies: tuple[bool, ...] = ()
+    metrics: Metrics = field(default_factory=dict)
 
     def key(self) -> Hashable:
         """Equal for traces of the same program with the same ports, constants compared by value."""
@@ -117,7 +118,19 @@ class StageTrace:
         leaves, structure = jax.tree.flatten(self.y)
         leaving = tuple((v.shape, str(v.dtype)) if is_array(v) else value_key(v) for v in leaves)
         layers = tuple(map(layer_of, self.eqns))
-        return constants, free, entering, body, layers, self.recomputed, marks, structure, leaving, self.y_varies
+        return (
+            constants,
+            free,
+            entering,
+            body,
+            layers,
+            self.recomputed,
+            marks,
+            structure,
+            leaving,
+            self.y_varies,
+            value_key(self.metrics),
+        )
 
 
 def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:
@@ -170,8 +183,9 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
             params = spec.layout.tree(theta_of(theta))
             out = _run_layers(spec, mesh, params, fill(spec.x, x_of(floats)), data, key, offset, train=True)
             if spec.is_last:
-                loss, weight = _loss(spec, out)
-                return [loss], [weight]
+                (loss, *others), made["metrics"] = _loss(spec, out)
+                made["float_y"] = [True, *[False] * len(others)]
+                return [loss], [jax.lax.stop_gradient(v) for v in others]
             ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
             made.update(_leaving(out, ys))
             made["float_y"] = [is_inexact(v) for v in ys]
@@ -201,7 +215,8 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
         out = _run_layers(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False)
         if spec.is_last:
-            return list(_loss(spec, out))
+            sums, made["metrics"] = _loss(spec, out)
+            return sums
         ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
         made.update(_leaving(out, ys))
         return ys
@@ -225,6 +240,7 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         None,
         made.get("y"),
         made.get("y_varies", ()),
+        made.get("metrics", {}),
     )
 
 
@@ -378,26 +394,49 @@ def _mark(value: Any, layer: int, leaf: int) -> Any:
     return marked(value)
 
 
-def _loss(spec: TraceSpec, out: Any) -> tuple[Any, Any]:
+def _loss(spec: TraceSpec, out: Any) -> tuple[list[Any], Metrics]:
+    """What the loss layer returned, as a list of float scalars in the order of ``loss`` ports; which of them are metrics."""
     layer = spec.layers[-1].name
-    if not (isinstance(out, tuple) and len(out) == 2):
+    if not (isinstance(out, tuple) and len(out) in (2, 3) and (len(out) == 2 or isinstance(out[2], Mapping))):
         raise StageError(
-            f"the last layer {layer!r} returns {type(out).__name__}; want (loss_sum, weight_sum), two float scalars"
+            f"the last layer {layer!r} returns {_described(out)}; want (loss_sum, weight_sum), two float scalars, and "
+            "optionally a dict of metrics"
         )
-    values = []
-    for what, value in zip(("loss_sum", "weight_sum"), out, strict=True):
-        value = jnp.asarray(value)
-        if value.shape != ():
+    named = {"loss_sum": out[0], "weight_sum": out[1]}
+    metrics: dict[str, tuple[int, int]] = {}
+    for name, value in (out[2] if len(out) == 3 else {}).items():
+        pair = value if isinstance(value, tuple) else (value,)
+        if not isinstance(name, str) or len(pair) > 2:
             raise StageError(
-                f"{what} of the last layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
+                f"the last layer {layer!r} returns the metric {name!r} as {_described(value)}; want a scalar sum, or a pair "
+                "(sum, weight), by a string"
             )
-        if TP in varying_axes(value):
-            raise StageError(
-                f"{what} of the last layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
-            )
-        dtype = jnp.promote_types(value.dtype, jnp.float32)
-        values.append(vary(value.astype(dtype), (DP,)))
-    return values[0], jax.lax.stop_gradient(values[1])
+        metrics[name] = (len(named), len(named) + 1 if len(pair) == 2 else 1)
+        named |= dict(zip((f"metric {name!r}", f"the weight of metric {name!r}"), pair, strict=False))
+    return [_scalar(layer, what, value) for what, value in named.items()], metrics
+
+
+def _described(out: Any) -> str:
+    """What a layer returned, in a user's words."""
+    if isinstance(out, tuple):
+        return f"({', '.join(map(_described, out))})"
+    if hasattr(out, "shape") and hasattr(out, "dtype"):
+        return "a scalar" if out.shape == () else f"an array of shape {tuple(out.shape)}"
+    return f"a {type(out).__name__}"
+
+
+def _scalar(layer: str, what: str, value: Any) -> Any:
+    """One result of the loss layer as a float scalar that each ``dp`` shard has its own part of."""
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise StageError(
+            f"{what} of the last layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
+        )
+    if TP in varying_axes(value):
+        raise StageError(
+            f"{what} of the last layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
+        )
+    return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), (DP,))
 
 
 def _refuse_ordered_effects(spec: TraceSpec, flat: FlatJaxpr) -> None:
@@ -467,6 +506,7 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
         seed,
         made.get("y"),
         made.get("y_varies", ()),
+        made.get("metrics", {}),
     )
 
 

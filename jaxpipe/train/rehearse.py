@@ -21,9 +21,10 @@ from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.runtime.rehearsed import RankReport, rehearsed_costs
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.train.assemble import Progress
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_bytes
-from jaxpipe.train.setup import Prepared, Progress, compile_pipeline, offload_options, step_of
+from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_of
 from jaxpipe.train.step import TrainStep
 
 _NO_LIMIT_GB = 1e9

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpipe import profile
-from jaxpipe.errors import ConfigError, ScheduleError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.errors import ConfigError
 from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
+from jaxpipe.schedule import Schedule
 from jaxpipe.stage.layer import Model
-from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.plan import StagePlan
 from jaxpipe.stage.reference import init_params, resolve_model
-from jaxpipe.train.braiding import with_collectives
+from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
@@ -32,8 +29,6 @@ from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import load_tokenizer
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,69 +100,6 @@ def microbatch_size(config: TrainConfig) -> int:
     return config.run.batch // config.pipeline.microbatches
 
 
-def stage_planner(config: TrainConfig, model: Model) -> Callable[[int], StagePlan]:
-    """A function from the number of stages to the plan, cut as ``pipeline.cut`` says. Costs of layers are taken once."""
-    cut = config.pipeline.cut
-    size = microbatch_size(config) // config.pipeline.dp  # what one device sees, as far as costs go
-    if cut == "measured":
-        costs, source = profile.measured_layer_costs(model, size), "measured"
-    else:
-        costs, source = analytic_layer_costs(model, size), "analytic"
-
-    def plan(num_stages: int) -> StagePlan:
-        if isinstance(cut, tuple):
-            return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
-        return plan_stages(model, num_stages, costs=costs, costs_from=source)
-
-    return plan
-
-
-def build_schedule(config: TrainConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
-    """The schedule of ``pipeline``: a family's, with the stages' relative costs, or a file's.
-
-    ``stage_costs(n)``: relative forward cost of each stage when the model is cut into n.
-
-    Raises:
-        ScheduleError: the family refuses these sizes, or the file is wrong.
-        ConfigError: the file is for other sizes than the config's.
-    """
-    pipe = config.pipeline
-    if Path(pipe.schedule).suffix in (".sched", ".json", ".csv"):
-        schedule = read_schedule(pipe.schedule)
-        try:
-            check_schedule(schedule)
-        except ScheduleError as error:
-            named = [f"{pipe.schedule}: {problem}" for problem in error.problems]
-            raise ScheduleError("; ".join(named), named) from None
-        for what, have, want in (
-            ("ranks", schedule.num_ranks, pipe.ranks),
-            ("microbatches", schedule.num_microbatches, pipe.microbatches),
-            ("chunks", schedule.num_chunks, pipe.chunks),
-        ):
-            if have != want:
-                raise ConfigError(
-                    f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
-                )
-        return schedule
-    takes_chunks = pipe.schedule in FAMILIES and "chunks" in FAMILIES[pipe.schedule].options
-    chunks = pipe.chunks if takes_chunks else None
-    shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
-    costs = relative_costs(stage_costs(shape.num_stages))
-    return generate(
-        pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
-    )
-
-
-def relative_costs(forward: Sequence[float]) -> CostProfile:
-    """Costs proportional to each stage's forward, B and W as long as F: what an order is chosen with before anything runs."""
-    f = tuple(max(x, 1e-9 * max(forward)) for x in forward)
-    ones = tuple(1.0 for _ in f)
-    twice = tuple(2 * x for x in f)
-    return CostProfile(
-        f_s=f, b_s=f, w_s=f, bw_s=twice, residual_bytes=ones, w_residual_bytes=ones, source="relative FLOPs"
-    )
-
-
 def prepare(config: TrainConfig) -> Prepared:
     """Read the data, make the model, choose the schedule and cut the model.
 
@@ -176,8 +108,8 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
-    planner = stage_planner(config, model)
-    schedule = build_schedule(config, lambda n: [s.cost for s in planner(n).stages])
+    planner = stage_planner(config.pipeline, model, microbatch_size(config))
+    schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages])
     plan = planner(schedule.num_stages)
     return Prepared(config, dataset, model, schedule, plan)
 
@@ -207,21 +139,17 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
     progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     with device_errors("setting up"):
-        pipeline = Pipeline.build(
+        pipeline = assemble(
             prepared.model,
             schedule,
+            prepared.plan,
+            config.pipeline,
             microbatch_size=microbatch_size(config),
-            boundaries=[(s.start, s.stop) for s in prepared.plan.stages],
-            devices=devices,
-            compute_dtype=jnp.dtype(config.run.dtype),
-            recompute=config.pipeline.recompute,
+            dtype=config.run.dtype,
             offload=offload_options(config),
-            dp=config.pipeline.dp,
-            tp=tensor_parallel(config),
-            braid=config.pipeline.braid,
+            devices=devices,
+            progress=progress,
         )
-        pipeline = with_collectives(config, pipeline)
-        pipeline = within_memory_limit(config, pipeline, [s.cost for s in prepared.plan.stages], progress)
         return with_replannable_start(config, pipeline)
 
 
@@ -231,43 +159,10 @@ def step_of(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
     return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm, zero1=zero1)
 
 
-def tensor_parallel(config: TrainConfig) -> TensorParallel:
-    """How the layers of a rank divide their work."""
-    pipe = config.pipeline
-    return TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual)
-
-
 def offload_options(config: TrainConfig) -> OffloadOptions:
     """What ``[offload]`` says, in bytes."""
     o = config.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
-
-
-def within_memory_limit(
-    config: TrainConfig, pipeline: Pipeline, stage_costs: Sequence[float], progress: Progress
-) -> Pipeline:
-    """``pipeline``, or if its stages' real bytes break ``pipeline.memory_limit``, the same with an order made for these bytes.
-
-    What waits for W may be larger than what F saved (with recomputation it often is), which is known once stages are split.
-    Depends on shapes only, so a resumed run gets the same order.
-
-    Raises:
-        ScheduleError: one microbatch alone needs more than the limit.
-    """
-    pipe, limit = config.pipeline, config.pipeline.memory_limit
-    peak = max(pipeline.predicted_timeline().peak_activations)
-    if limit is None or peak <= limit * (1 + 1e-9) or pipe.schedule not in FAMILIES:
-        return pipeline
-    costs = replace(
-        relative_costs(stage_costs),
-        residual_bytes=pipeline.costs.residual_bytes,
-        w_residual_bytes=pipeline.costs.w_residual_bytes,
-        offloadable_bytes=pipeline.costs.offloadable_bytes,
-    )
-    progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
-    return pipeline.with_schedule(
-        generate(pipe.schedule, pipe.ranks, pipe.microbatches, costs=costs, memory_limit=limit)
-    )
 
 
 def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:

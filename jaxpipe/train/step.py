@@ -28,6 +28,7 @@ from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.footprint import Footprint, compiled_footprint
+from jaxpipe.stage.functions import Metrics
 from jaxpipe.stage.layer import Params
 from jaxpipe.stage.params import LeafSlot
 from jaxpipe.train.reduction import GradientReduction, Reduced, on_rank, own_buckets
@@ -59,13 +60,14 @@ class TrainState:
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
-    was applied, the sum of weights. ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no
-    accumulators)."""
+    was applied, the sum of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its weight (NaN where that is
+    0). ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
 
     loss: jax.Array
     grad_norm: jax.Array
     applied: jax.Array
     weight: jax.Array
+    metrics: Mapping[str, jax.Array]
     timeline: Timeline | None
     outputs: StepOutputs
 
@@ -105,7 +107,7 @@ class TrainStep:
         self._unpack = {s: self._compile_unpack(s) for s in self._primary}
         self._fresh = {s: self._compile_fresh(s) for s in self._primary}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
-        self._sum_losses = jax.jit(_sum_losses)
+        self._sum_losses = jax.jit(partial(_sum_losses, metrics=pipeline.stages[-1].metrics))
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
@@ -161,7 +163,9 @@ class TrainStep:
         outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
         first = replicated(pipe.submeshes[0])
         several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
-        loss_sum, weight = self._sum_losses(jax.device_put(outputs.losses, first) if several else outputs.losses)
+        loss_sum, weight, reported = self._sum_losses(
+            jax.device_put(outputs.losses, first) if several else outputs.losses
+        )
         squares = [reduced[s].square for s in self._primary]
         loss, norm, scale, ok = self._combine(*jax.device_put((squares, loss_sum, weight), first))
         master, compute = dict(state.master), dict(state.compute)
@@ -180,7 +184,7 @@ class TrainStep:
         elif not self._chunked:
             self._share(master)
         timeline = pipe.measured_timeline(outputs) if record else None
-        metrics = StepMetrics(loss, norm, ok, weight, timeline, outputs)
+        metrics = StepMetrics(loss, norm, ok, weight, reported, timeline, outputs)
         return TrainState(state.step + 1, master, compute, acc, optimizer), metrics
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
@@ -363,8 +367,12 @@ def trained(tree: Any) -> Any:
     return {k: v for k, v in kept.items() if isinstance(v, Mapping) or jnp.issubdtype(v.dtype, jnp.inexact)}
 
 
-def _sum_losses(losses: Sequence[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
-    return sum(jnp.sum(x[0]) for x in losses), sum(jnp.sum(x[1]) for x in losses)  # type: ignore[return-value]
+def _sum_losses(
+    losses: Sequence[tuple[jax.Array, ...]], *, metrics: Metrics
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
+    sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
+    return sums[0], sums[1], {name: sums[total] / sums[weight] for name, (total, weight) in metrics.items()}
 
 
 def _combine(

@@ -1,0 +1,220 @@
+"""From a model and ``[pipeline]`` settings to a pipeline: the schedule chosen, the model cut, the stages traced and split, the
+order made anew where their collectives or bytes ask for it.
+
+The one way from settings to a :class:`~jaxpipe.runtime.pipeline.Pipeline`, for configs and for :class:`jaxpipe.Trainer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe import profile
+from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.offload import OffloadOptions
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
+from jaxpipe.schedule.files import SUFFIXES
+from jaxpipe.schedule.passes import braid
+from jaxpipe.stage.layer import Model
+from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.train.config import PipelineConfig
+
+Progress = Callable[[str], None]
+
+
+def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> Callable[[int], StagePlan]:
+    """A function from the number of stages to the plan, cut as ``pipe.cut`` says. Costs of layers are taken once."""
+    cut = pipe.cut
+    size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
+    if cut == "measured":
+        costs, source = profile.measured_layer_costs(model, size), "measured"
+    else:
+        costs, source = analytic_layer_costs(model, size), "analytic"
+
+    def plan(num_stages: int) -> StagePlan:
+        if isinstance(cut, tuple):
+            return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
+        return plan_stages(model, num_stages, costs=costs, costs_from=source)
+
+    return plan
+
+
+def is_schedule_file(schedule: str) -> bool:
+    """Whether ``schedule`` is the path of a file, and no family's name."""
+    return Path(schedule).suffix in SUFFIXES
+
+
+def read_checked(path: str | Path) -> Schedule:
+    """The schedule in a file.
+
+    Raises:
+        ScheduleError: it can't be read, or breaks a rule; names the file.
+    """
+    schedule = read_schedule(path)
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        named = [f"{path}: {problem}" for problem in error.problems]
+        raise ScheduleError("; ".join(named), named) from None
+    return schedule
+
+
+def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
+    """The schedule of ``pipe``: a family's, with the stages' relative costs, or a file's.
+
+    ``stage_costs(n)``: relative forward cost of each stage when the model is cut into n.
+
+    Raises:
+        ScheduleError: the family refuses these sizes, or the file is wrong.
+        ConfigError: the file is for other sizes.
+    """
+    if is_schedule_file(pipe.schedule):
+        schedule = read_checked(pipe.schedule)
+        for what, have, want in (
+            ("ranks", schedule.num_ranks, pipe.ranks),
+            ("microbatches", schedule.num_microbatches, pipe.microbatches),
+            ("chunks", schedule.num_chunks, pipe.chunks),
+        ):
+            if have != want:
+                raise ConfigError(
+                    f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
+                )
+        return schedule
+    chunks = family_chunks(pipe)
+    shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
+    costs = relative_costs(stage_costs(shape.num_stages))
+    return generate(
+        pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
+    )
+
+
+def family_chunks(pipe: PipelineConfig) -> int | None:
+    """Chunks a rank, where ``pipe.schedule`` is a family that takes them."""
+    family = FAMILIES.get(pipe.schedule)
+    return pipe.chunks if family is not None and "chunks" in family.options else None
+
+
+def relative_costs(forward: Sequence[float]) -> CostProfile:
+    """Costs proportional to each stage's forward, B and W as long as F: what an order is chosen with before anything runs."""
+    f = tuple(max(x, 1e-9 * max(forward)) for x in forward)
+    ones = tuple(1.0 for _ in f)
+    twice = tuple(2 * x for x in f)
+    return CostProfile(
+        f_s=f, b_s=f, w_s=f, bw_s=twice, residual_bytes=ones, w_residual_bytes=ones, source="relative FLOPs"
+    )
+
+
+def assemble(
+    model: Model,
+    schedule: Schedule,
+    plan: StagePlan,
+    pipe: PipelineConfig,
+    *,
+    microbatch_size: int,
+    dtype: Any,
+    offload: OffloadOptions,
+    devices: Sequence[jax.Device],
+    progress: Progress,
+) -> Pipeline:
+    """The stages of ``plan`` on ``devices``, traced and split, each compiled when it first runs; costs are FLOP counts.
+
+    Raises:
+        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
+    """
+    pipeline = Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=microbatch_size,
+        boundaries=plan,
+        devices=devices,
+        compute_dtype=jnp.dtype(dtype),
+        recompute=pipe.recompute,
+        offload=offload,
+        dp=pipe.dp,
+        tp=tensor_parallel(pipe),
+        braid=pipe.braid,
+    )
+    order = order_for(pipe, pipeline.schedule, pipeline.costs)
+    order = within_memory_limit(pipe, order, pipeline.costs, [s.cost for s in plan.stages], progress)
+    return pipeline if order == pipeline.schedule else pipeline.with_schedule(order)
+
+
+def tensor_parallel(pipe: PipelineConfig) -> TensorParallel:
+    """How the layers of a rank divide their work."""
+    return TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual)
+
+
+def within_memory_limit(
+    pipe: PipelineConfig, schedule: Schedule, costs: CostProfile, stage_costs: Sequence[float], progress: Progress
+) -> Schedule:
+    """``schedule``, or if it breaks ``pipe.memory_limit`` with the bytes that stages really hold, one made for these bytes.
+
+    What waits for W may be larger than what F saved (with recomputation it often is), which is known once stages are split.
+    Depends on shapes only, so a resumed run gets the same order.
+
+    Raises:
+        ScheduleError: one microbatch alone needs more than the limit, or a schedule from a file does.
+    """
+    limit = pipe.memory_limit
+    if limit is None:
+        return schedule
+    peak = max(simulate(schedule, costs).peak_activations)
+    if peak <= limit * (1 + 1e-9):
+        return schedule
+    if pipe.schedule not in FAMILIES:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} holds up to {peak:.4g} activations on a rank, more than the memory limit of "
+            f"{limit:g}: raise the limit, or use another schedule"
+        )
+    progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
+    known = replace(
+        relative_costs(stage_costs),
+        residual_bytes=costs.residual_bytes,
+        w_residual_bytes=costs.w_residual_bytes,
+        offloadable_bytes=costs.offloadable_bytes,
+    )
+    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, limit)
+
+
+def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
+    """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their tensor-parallel
+    collectives: those are known once stages are there (:func:`jaxpipe.profile.analytic_profile`). The families of `stp.txt`
+    choose their warm-up by them, others leave room for what F and B wait. With ``pipe.braid_adjacent`` the braid pass follows.
+    Depends on shapes only, so a resumed run gets the same order.
+
+    Raises:
+        ScheduleError: the family can't keep to ``pipe.memory_limit``.
+    """
+    if not any(costs.tp_comm_s):
+        return schedule
+    if pipe.schedule in FAMILIES:
+        schedule = generate(
+            pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), _times(costs), pipe.memory_limit
+        )
+    if pipe.braid and pipe.braid_adjacent:
+        schedule = braid(schedule, costs, memory_limit=math.inf if pipe.memory_limit is None else pipe.memory_limit)
+    return schedule
+
+
+def _times(costs: CostProfile) -> CostProfile:
+    """The seconds of ``costs``; every stage holds as much, as where a schedule is chosen first."""
+    ones = (1.0,) * costs.num_stages
+    return CostProfile(
+        f_s=costs.f_s,
+        b_s=costs.b_s,
+        w_s=costs.w_s,
+        bw_s=costs.bw_s,
+        residual_bytes=ones,
+        w_residual_bytes=ones,
+        tp_comm_s=costs.tp_comm_s,
+        tp_collectives=costs.tp_collectives,
+        source=costs.source,
+    )

@@ -263,7 +263,7 @@ def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
     assert store.steps() == (10, 20)
     found = store.latest_intact()
     assert (found.step, len(found.warnings)) == (20, 1)
-    assert "20251122 says that it is of step 20; it is left alone" in found.warnings[0]
+    assert "20251122 holds the checkpoint of step 20 under another number; it is left alone" in found.warnings[0]
     assert store.discard_after(20) == ()
     with store:
         for step in (30, 31, 32, 33):
@@ -282,7 +282,9 @@ def test_nothing_but_copies_is_no_checkpoint(saved: Path, tmp_path: Path) -> Non
         store.path(step).rename(store.directory / name)
     found = store.latest_intact()
     assert (found.step, len(found.warnings)) == (None, 2)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*it has none") as info:
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .*00000015 holds the checkpoint of step 10 under"
+    ) as info:
         store.load()
     one_line(info)
 

@@ -68,7 +68,7 @@ def step_of(folder: Path) -> int | None:
 def checkpoints(directory: Path, after: int = -1) -> tuple[Found, ...]:
     """The checkpoints in ``directory`` of steps above ``after``, damaged or not, by step. Raises CheckpointError if the
     directory can't be read."""
-    return tuple(found for found in _scan(directory, after) if found.counts)
+    return tuple(found for found in scan(directory, after) if found.counts)
 
 
 def look(folder: Path) -> Found | None:
@@ -89,7 +89,12 @@ def look(folder: Path) -> Found | None:
     except CheckpointError as error:
         return Found(step, folder, None, error)
     if manifest.step != step:
-        return Found(step, folder, None, MisnamedCheckpointError(f"{folder} says that it is of step {manifest.step}"))
+        return Found(
+            step,
+            folder,
+            None,
+            MisnamedCheckpointError(f"{folder} holds the checkpoint of step {manifest.step} under another number"),
+        )
     return Found(step, folder, manifest)
 
 
@@ -107,14 +112,14 @@ def newest_intact(directory: Path, before: int | None = None) -> Intact:
         CheckpointError: a newer one can't be read now, though it may be intact (for want of permission, say).
     """
     warnings: list[str] = []
-    for found in reversed(_scan(directory)):
+    for found in reversed(scan(directory)):
         if before is not None and found.step >= before:
             continue
         error = found.error or damage(found.path)
         if error is None:
             return Intact(found.step, tuple(warnings))
         if isinstance(error, MisnamedCheckpointError):
-            warnings.append(f"passed over {error}; it is left alone")
+            warnings.append(f"{error}; it is left alone")
         elif isinstance(error, DamagedCheckpointError):
             warnings.append(f"passed over step {found.step}: {error}")
         elif not isinstance(error, RemovedCheckpointError):
@@ -175,8 +180,8 @@ def remove_leftovers(directory: Path) -> None:
             remove(path)
 
 
-def _scan(directory: Path, after: int = -1) -> list[Found]:
-    """What is in the folders with names of steps above ``after``, by step."""
+def scan(directory: Path, after: int = -1) -> list[Found]:
+    """What is in the folders with names of steps above ``after``, by step; what does not count too."""
     for left in reversed(range(_TRIES)):
         try:
             steps = {path: step_of(path) for path in directory.iterdir()}

@@ -74,25 +74,21 @@ def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
 
 def pick(directory: Path, step: StepName) -> Path:
     """The folder of one of the checkpoints in ``directory``. Raises CheckpointError if there is none."""
-    found = shelf.checkpoints(directory)
-    there = {each.step: each.path for each in found}
-    if not there:
-        what = (
-            "it does not exist"
-            if not directory.is_dir()
-            else "it has none"
-            if any(directory.iterdir())
-            else "it is empty"
-        )
+    there = shelf.scan(directory)
+    found = [each for each in there if each.counts]
+    if not found:
+        empty = "it is empty" if directory.is_dir() else "it does not exist"
+        what = empty if not there else "; ".join(str(each.error) for each in there)
         raise CheckpointError(f"no checkpoint in {directory}: {what}; train first, or correct the path")
     if step == "best":
         step = next(iter(shelf.by_loss(found)), None)
         if step is None:
             raise CheckpointError(f"no checkpoint in {directory} has an evaluation loss; name a step instead")
-    if step is not None and step not in there:
-        have = ", ".join(str(other) for other in there)
+    steps = [each.step for each in found]
+    if step is not None and step not in steps:
+        have = ", ".join(str(other) for other in steps)
         raise CheckpointError(f"no checkpoint of step {step} in {directory}; it has those of steps {have}")
-    return there[max(there) if step is None else step]
+    return shelf.folder_of(directory, steps[-1] if step is None else step)
 
 
 def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:

@@ -13,7 +13,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
@@ -89,7 +89,7 @@ class Worker:
         self.out.flush()
 
 
-def _families(task: SolveTask, job: Job, tell: Tell) -> None:
+def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:
     """Every family of the task's placement among ``names``, each that beats those before it."""
     limits = task.safe_limits()
     asked = Task(
@@ -105,15 +105,24 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
         if candidate.schedule.placement == task.placement:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
-    for name in job["names"]:
+    for name in names:
         with contextlib.suppress(JaxpipeError):
             explore(asked, [FAMILIES[name]], keep)
+
+
+def _families(task: SolveTask, job: Job, tell: Tell) -> None:
+    family_schedules(task, job["names"], tell)
 
 
 def families_of(task: SolveTask) -> list[str]:
     """The families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
     return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
+
+
+def quick_families(task: SolveTask) -> list[str]:
+    """Those of them that make a schedule at once, whatever the memory limit."""
+    return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
 
 
 def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:

@@ -365,7 +365,8 @@ class _Run:
         what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
         try:
             if self.pending is not None:
-                self.pending[1].outputs.wait()
+                with self.watchdog.watch(self.pending[0]):
+                    self.pending[1].outputs.wait()
         except RunError as first:
             what = str(first)
         with suppress(Exception):  # it is being told

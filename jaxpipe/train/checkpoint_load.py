@@ -1,14 +1,15 @@
 """Reading one checkpoint: which one a path means, and its trees, verified and placed. Needs no run and no pipeline.
 
-A run may remove checkpoints while they are read. Where the newest or the best was asked for, the one that is so by then is
-read instead.
+A run does not remove a checkpoint that is being read (a lock on its folder), but may do so just before. Where the newest or the
+best was asked for, the one that is so by then is read instead.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -101,7 +102,7 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
     folder = where()
     for _ in range(_TRIES):
         try:
-            with _advice(folder), form.watched(folder):
+            with _advice(folder), _held(folder), form.watched(folder):
                 return read(folder)
         except RemovedCheckpointError as error:
             removed = error
@@ -135,6 +136,22 @@ def load_group(
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
         values.append(tree.place(leaf, array, targets.get(leaf.key), where))
     return tree.build(layers, leaves, values) if wanted is None else tree.refill(wanted, leaves, values)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep ``shelf.remove`` from the folder. File systems without locks go without."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # gone, or not to be read: reading says so
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

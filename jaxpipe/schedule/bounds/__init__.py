@@ -120,12 +120,17 @@ class _Bounds:
         back = flow.way_back()
         through = {visits[0].stage: x.through for visits, x in zip(self.visits, self.confined, strict=True)}
         nothing = [-inf] * (len(back) + 1)
-        ends, ends_below = nothing.copy(), nothing.copy()  # of all e with s or more: its last B; that B's way to stage 0
+        ends, ends_below = (
+            nothing.copy(),
+            nothing.copy(),
+        )  # of all e with s or more: its last B; that B's way to stage 0
         for s in reversed(range(len(back))):
             last = flow.head[s] + through.get(s, -inf)
             ends[s], ends_below[s] = max(ends[s + 1], last), max(ends_below[s + 1], last + back[s])
         for visits in self.visits:
-            rests = (ends_below[v.stage + 1] - back[v.stage] + flow.backward[v.stage] - flow.passed[v.stage] for v in visits)
+            rests = (
+                ends_below[v.stage + 1] - back[v.stage] + flow.backward[v.stage] - flow.passed[v.stage] for v in visits
+            )
             yield max(ends[visits[0].stage + 1], *rests) - flow.head[visits[0].stage]
 
 

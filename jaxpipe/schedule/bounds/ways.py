@@ -8,7 +8,7 @@ they perform F, B or W; an op that performs a forward and a backward at once wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 

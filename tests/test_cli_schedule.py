@@ -196,6 +196,17 @@ def test_any_costs_have_a_picture_with_rounded_times(cli: Callable[..., str]) ->
     assert "rounded" not in cli("schedule", "1f1b")
 
 
+def test_unequal_shares_are_named(cli: Callable[..., str], tmp_path: Path) -> None:
+    """users.md 3.8: three stages on two ranks count activations in two units."""
+    rows = "rank 0: F0.0 F1.0 F0.1 F1.1 BW1.0 BW0.0 BW1.1 BW0.1\nrank 1: F2.0 F2.1 BW2.0 BW2.1\n"
+    (tmp_path / "uneven.sched").write_text(rows)
+    text = cli("simulate", tmp_path / "uneven.sched")
+    assert "peak activations   2 (by rank: 2 2)\n" in text
+    assert "each rank counts in its own share of a microbatch: 1 0.5\n" in text
+    assert json.loads(cli("simulate", tmp_path / "uneven.sched", "--json"))["rank_shares"] == [1, 0.5]
+    assert "own share" not in cli("schedule", "1f1b")
+
+
 def test_offload_of_any_family_with_its_report(cli: Callable[..., str], fails: Callable[..., str]) -> None:
     plain = json.loads(cli("schedule", "1f1b", "--json"))
     less = json.loads(cli("schedule", "1f1b", "--offload", 1, "--offload-time", 1, "--json"))

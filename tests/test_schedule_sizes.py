@@ -147,7 +147,7 @@ def test_names_and_titles_that_are_no_text_are_drawn(tmp_path: Path, suffix: str
     plot_timelines([timeline], tmp_path / f"x{suffix}", title="b\udcff")
     assert (tmp_path / f"x{suffix}").stat().st_size > 1000
     if suffix != ".trace.json":
-        plot_pareto([Point("a\ud800", 1, 0.5)], tmp_path / f"p{suffix}", title="b\udcff")
+        plot_pareto([Point("a\ud800 $x_$.sched", 1, 0.5)], tmp_path / f"p{suffix}", title="b\udcff")
         assert (tmp_path / f"p{suffix}").stat().st_size > 1000
 
 

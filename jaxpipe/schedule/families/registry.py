@@ -80,7 +80,7 @@ class _Families(Mapping[str, Family]):
     """The table, read only. Listing it, or looking for a name it lacks, first loads what installed packages add."""
 
     def __getitem__(self, name: str) -> Family:
-        if name not in _TABLE:
+        if name not in _TABLE and _NAME.fullmatch(name):  # not the name of a file
             load_installed()
         return _TABLE[name]
 

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
+    Schedule,
     families,
     generate,
     ir,
@@ -104,6 +105,38 @@ def test_families_that_cannot_be_registered(changes: dict[str, object], words: s
     with pytest.raises(ScheduleError, match=re.escape(words)):
         register_family(replace(FAMILIES["gpipe"], **changes))  # type: ignore[arg-type]
     assert "mine" not in FAMILIES
+
+
+def incomplete(ranks: int, microbatches: int) -> Schedule:
+    made = one_f_one_b(ranks, microbatches)
+    return replace(made, rows=(made.rows[0][:-1], *made.rows[1:]))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (incomplete, "B of stage 0, microbatch 2 on rank 0 is missing"),
+        (lambda p, m: 1 / 0, "mine failed with ZeroDivisionError: division by zero"),
+        (lambda p, m: None, "mine makes a NoneType; want a Schedule"),
+        (
+            lambda p, m: one_f_one_b(p, m + 1),
+            "mine makes 2 stages on 2 ranks (one-to-one), 4 microbatches; its placement says 2 on 2 (one-to-one), and 3",
+        ),
+        (
+            lambda p, m: generate("v-zb", p, m),
+            "mine makes 4 stages on 2 ranks (v), 3 microbatches; its placement says 2 on 2",
+        ),
+    ],
+)
+def test_what_a_family_from_outside_makes_is_checked(
+    function: Callable[[int, int], Schedule], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a schedule that lacks work would stand in the table as a fast one."""
+    register_family(replace(FAMILIES["1f1b"], name="mine", function=function))
+    with pytest.raises(ScheduleError, match=re.escape(words)):
+        generate("mine", 2, 3)
+    assert main(["compare", "--ranks", "2", "--microbatches", "3"]) == 0
+    assert re.search(r"^mine +not possible: ", capsys.readouterr().out, re.MULTILINE)
 
 
 # --import

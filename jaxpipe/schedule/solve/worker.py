@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.explore import Candidate, cheap_first, explore
-from jaxpipe.schedule.families import FAMILIES, family_named
+from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import unbraid
@@ -33,7 +33,7 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
-_OPS = frozenset((*OPS, "O", "L", "S"))
+_OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
@@ -94,8 +94,7 @@ class Worker:
 
 
 def _families(task: SolveTask, job: Job, tell: Tell) -> None:
-    """Every family of the task's placement among ``names``, each that beats those before it; none with ops that the search
-    does not know."""
+    """Every family of the task's placement among ``names``, each that beats those before it."""
     limits = task.safe_limits()
     asked = Task(
         task.placement.num_ranks,
@@ -112,9 +111,8 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     for name in job["names"]:
-        family = family_named(name)
         with contextlib.suppress(JaxpipeError):
-            explore(asked, [family], keep)
+            explore(asked, [FAMILIES[name]], keep)
 
 
 def families_of(task: SolveTask) -> list[str]:

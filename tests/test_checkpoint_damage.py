@@ -219,6 +219,7 @@ ODD: dict[str, Callable[[dict[str, Any]], object] | str] = {
     "a layer less": lambda body: body["layers"]["params"].pop(0),
     "a leaf is null": lambda body: body["leaves"]["params"].append(None),
     "a path is text": lambda body: _leaf(body).update(path="ab"),
+    "a key is no text": lambda body: _leaf(body).update(path=[["key", "\ud800"]]),
     "a shape is text": lambda body: _leaf(body).update(shape="34"),
     "a shape is negative": lambda body: _leaf(body).update(shape=[-3, 4]),
     "a shape is huge": lambda body: _leaf(body).update(shape=[0, 10**20]),
@@ -234,6 +235,16 @@ def test_manifests_that_jaxpipe_does_not_write(saved: Path, tmp_path: Path, what
     store = damage_copy(saved, tmp_path)
     rewrite_manifest(store.path(20), ODD[what])
     assert_damage_is_seen(store, what)
+
+
+def test_a_leaf_that_is_nowhere(saved: Path, tmp_path: Path) -> None:
+    store = damage_copy(saved, tmp_path)
+    rewrite_manifest(store.path(20), lambda body: _leaf(body).update(path=[["key", "elsewhere"]]))
+    with pytest.raises(
+        CheckpointError, match=r"params: embed/elsewhere is not the array that was saved; step 10"
+    ) as info:
+        store.load(20)
+    one_line(info)
 
 
 def test_a_loss_that_is_not_finite_as_0_1_0_wrote_it(saved: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_checkpoint_is_not_code(
 
     rewrite_manifest(newest(copy), name)
     for verb in ("eval", "generate"):
-        assert f"is of the model {target}, code that is not jaxpipe's" in refused(verb, copy)
+        assert f"is of the model {target}, code outside of the package models" in refused(verb, copy)
     start(text, copy)  # the model computes the same, whatever it is called there
     rewrite_manifest(newest(copy), nameless)
     with pytest.raises(CheckpointError, match="of another model"):

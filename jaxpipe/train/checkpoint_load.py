@@ -78,8 +78,11 @@ def pick(directory: Path, step: StepName) -> Path:
     there = shelf.scan(directory)
     found = [each for each in there if each.counts]
     if not found:
-        empty = "it is empty" if directory.is_dir() else "it does not exist"
-        what = empty if not there else "; ".join(str(each.error) for each in there)
+        what = "; ".join(str(each.error) for each in there)
+        if not directory.is_dir():
+            what = "it does not exist"
+        elif not there:
+            what = "it has none" if any(directory.iterdir()) else "it is empty"
         raise CheckpointError(f"no checkpoint in {directory}: {what}; train first, or correct the path")
     if step == "best":
         step = next(iter(shelf.by_loss(found)), None)

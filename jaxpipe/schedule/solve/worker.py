@@ -24,7 +24,8 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.plugins import import_module
+from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
@@ -32,6 +33,7 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
+_OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
@@ -67,6 +69,8 @@ class Worker:
             message = json.loads(text)
             if "tasks" in message:
                 self.tasks = [messages.task_in(x) for x in message["tasks"]]
+                for module in message["imports"]:
+                    import_module(module)
                 continue
             error = ""
             try:
@@ -102,7 +106,8 @@ def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Sche
     )
 
     def keep(candidate: Candidate) -> None:
-        if candidate.schedule.placement == task.placement:
+        ops = {a.op for rank in range(candidate.schedule.num_ranks) for a in candidate.schedule.actions(rank)}
+        if candidate.schedule.placement == task.placement and ops <= _OPS:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     for name in names:

@@ -624,3 +624,25 @@ def test_kill_while_saving(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_kill_while_saving_often(tmp_path: Path) -> None:
     check_kills(tmp_path, 60, random.Random())
+
+
+def test_a_failed_save_prints_nothing_of_its_own(tmp_path: Path) -> None:
+    """What TensorStore's threads say to an event loop that the first error has ended."""
+    script = """
+import resource, signal, sys
+import numpy as np
+from jaxpipe.errors import CheckpointError
+from jaxpipe.train.checkpoint import CheckpointStore
+layers = {name: {"w": np.arange(50_000.0)} for name in "abcd"}
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+with CheckpointStore(sys.argv[1]) as store:
+    for step in range(6):
+        try:
+            store.save(step, layers, {}, {}, wait=True)
+        except CheckpointError:
+            print("refused")
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (result.stdout, result.stderr) == ("refused\n" * 6, "")

@@ -24,9 +24,10 @@ import logging
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -293,11 +294,26 @@ def _restore(folder: Path, group: str) -> Any:
 
 
 def _orbax() -> Any:
-    """Orbax, imported at first use (it is slow), without its log of exceptions that it also raises."""
+    """Orbax, imported at first use (it is slow), without what it logs and prints of exceptions that it also raises."""
     import orbax.checkpoint
 
     logging.getLogger("absl").addFilter(_not_raised_anyway)
+    if not isinstance(sys.unraisablehook, _WithoutLateCallbacks):
+        sys.unraisablehook = _WithoutLateCallbacks(sys.unraisablehook)
     return orbax.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutLateCallbacks:
+    """The hook for exceptions that nobody can catch, but for those of TensorStore's threads that report to an event loop which
+    ended with the first error of a save: that one was raised."""
+
+    hook: Any
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            self.hook(unraisable)
 
 
 def _not_raised_anyway(record: logging.LogRecord) -> bool:

@@ -233,12 +233,12 @@ def test_installed_families_and_ops_are_found_when_asked_for(tmp_path: Path, mon
     (tmp_path / "outside_package.py").write_text(
         "from jaxpipe.schedule import Family, OpSpec, Wait, one_f_one_b\n"
         'MINE = Family("mine-2", one_f_one_b, "mine", "me")\n'
-        'MEET = OpSpec("Meet", "compute", (Wait(("F",), "self"),), "")\n'
+        'MEET = OpSpec("OutsideMeet", "compute", (Wait(("F",), "self"),), "")\n'
     )
     installed(tmp_path, monkeypatch, families="outside_package:MINE", ops="outside_package:MEET")
     assert generate("1f1b", 2, 2)
     assert "outside_package" not in sys.modules, "a name that is known loads nothing"
-    assert op_spec("Meet").is_sync
+    assert op_spec("OutsideMeet").is_sync
     assert "mine-2" in FAMILIES
     assert FAMILIES["mine-2"].function is one_f_one_b
 

@@ -15,13 +15,14 @@ import jax
 
 from jaxpipe.errors import CheckpointError, JaxpipeError
 from jaxpipe.stage.layer import Model, Params
+from jaxpipe.stage.params import trained_params
 from jaxpipe.stage.reference import apply_model
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import Manifest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.data import Batches, DataState
+from jaxpipe.train.optimizer_state import fitted, state_leaves
 from jaxpipe.train.setup import Prepared, build_model, optimizer_of, stored_params
-from jaxpipe.train.step import trained
 from jaxpipe.train.tokenizers import load_tokenizer
 
 Note = Callable[[str], None]
@@ -81,9 +82,10 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
     _check_model(prepared, origin, str(folder))
     batches = dataset.batches(*data, DataState.from_dict(origin.meta["data"]))
     params = stored_params(prepared.model)
-    tx = optimizer_of(config)
-    optimizer = jax.eval_shape(lambda tree: {name: tx.init(trained(leaves)) for name, leaves in tree.items()}, params)
-    loaded = store.load(origin.step, like={"params": params, "optimizer": optimizer})
+    loaded = store.load(origin.step, like={"params": params})
+    trained = trained_params(prepared.model.layers, params)
+    leaves = state_leaves(jax.eval_shape(optimizer_of(config).init, trained), trained)
+    fitted(leaves, list(trained), loaded.optimizer)  # raises here, and not when everything has been compiled
     return Start(origin.step, batches, loaded.params, loaded.optimizer)
 
 

@@ -85,7 +85,7 @@ def fitted(leaves: Sequence[StateLeaf], layers: Sequence[str], given: Tree) -> l
     have = {layer: dict(named_leaves(given[layer])) for layer in layers}
     values = []
     for leaf in leaves:
-        found = [_taken(layer, have[layer], leaf) for layer in ([leaf.layer] if leaf.layer is not None else layers)]
+        found = [_value_of(layer, have[layer], leaf) for layer in ([leaf.layer] if leaf.layer is not None else layers)]
         if not all(np.allclose(np.asarray(found[0]), np.asarray(a), rtol=1e-5, equal_nan=True) for a in found[1:]):
             raise _misfit(layers[0], f"has another {leaf} than other layers")
         values.append(found[0])
@@ -95,7 +95,7 @@ def fitted(leaves: Sequence[StateLeaf], layers: Sequence[str], given: Tree) -> l
     return values
 
 
-def _taken(layer: str, have: dict[Path, Any], leaf: StateLeaf) -> Any:
+def _value_of(layer: str, have: dict[Path, Any], leaf: StateLeaf) -> Any:
     """The value of a leaf, taken out of what a layer has."""
     names, aval = leaf.names, leaf.aval
     unnamed = (names[:k] + names[k + 1 :] for k, name in enumerate(names) if name == layer)

@@ -121,6 +121,8 @@ class TrainStep:
         if not any(x.updated for x in self._shards.values()):
             raise ConfigError(f"model {pipeline.model.name} has nothing to train: no parameter of it is trainable")
         self.pipeline = pipeline
+        self._reads = {s: taken(x) for s, x in self._shards.items()}
+        self._writes = {s: x.updated for s, x in self._shards.items()}
         self._optimizers = self._optimizers_for(extra)
         self._updates = {_kinds(extra): {s: self._compile_update(s, x) for s, x in self._optimizers.items()}}
         self._states = {s: self._stage_state(s) for s in self._primary}
@@ -208,7 +210,7 @@ class TrainStep:
             given = jax.device_put((scale, ok, {"value": loss, **extra}), home)
             new = updates[s](self._taken(s, compute[at]), master[at], reduced[s].grads, optimizer[s], *given)
             buffers, master[at], optimizer[s], zeros, all_finite = new
-            compute[at] = _with_buffers(compute[at], self._shards[s].updated, buffers)
+            compute[at] = _with_buffers(compute[at], self._writes[s], buffers)
             acc[at] = zeros or reduced[s].acc
             finite.append(all_finite)
         self._ties.spread(compute)
@@ -240,7 +242,7 @@ class TrainStep:
 
     def _taken(self, stage: int, params: Buffers) -> Buffers:
         """Of a stage's parameter buffers, those that its update reads."""
-        return [params[i] for i in taken(self._shards[stage])]
+        return [params[i] for i in self._reads[stage]]
 
     def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
         """The buffers that a stage updates, masters in place of what is computed with unless they are divided over dp."""
@@ -280,7 +282,7 @@ class TrainStep:
             return shards.bucket_aval(i) if shards.chunked else whole
 
         return StageState(
-            params=[functions.param_avals[i] for i in taken(shards)],
+            params=[functions.param_avals[i] for i in self._reads[stage]],
             master=[master(i) for i in shards.mastered],
             made=[functions.param_avals[i] for i in shards.mastered],
             acc=functions.acc_avals,
@@ -386,7 +388,7 @@ class TrainStep:
         """From parameters and masters, as the update takes them, to the optimizer's state."""
         shards, optimizer = self._shards[stage], self._optimizers[stage]
         masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
-        given = ([shards.buffer_spec(i) for i in taken(shards)], masters)
+        given = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
         fresh = partial(fresh_state, shards, optimizer.part)
         return on_rank(fresh, shards.mesh, given, optimizer.specs)
 

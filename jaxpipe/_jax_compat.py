@@ -18,6 +18,9 @@ name                           why
                                off and need ``jax.lax.psum_p`` in its place.
 ``NamedAxisEffect``            the effect of an equation that names a mesh axis; told by its class's name.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
+``source_info_util.user_       (``jax._src``) the functions that led to an equation, by qualified name: which optax
+frames``                       transformation an equation belongs to.
+``partial_eval.dce_rules``     (``jax._src``) how a loop or branch equation loses results that are not used.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_bridge.backends_are_     (``jax._src``) whether devices were looked for: emulated ones must be asked for before.
 initialized``
@@ -44,6 +47,7 @@ import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
@@ -73,8 +77,10 @@ __all__ = [
     "is_key_dtype",
     "map_bodies",
     "plain_collective",
+    "pruned",
     "scan_parts",
     "shape_of",
+    "source_functions",
     "source_line",
     "sub_jaxprs",
     "variables",
@@ -222,6 +228,20 @@ def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Ato
 def source_line(eqn: JaxprEqn) -> str:
     """``file:line (function)`` of the user code that made an equation."""
     return str(_source_info.summarize(eqn.source_info))
+
+
+def source_functions(eqn: JaxprEqn) -> tuple[tuple[str, str], ...]:
+    """The functions outside JAX that made an equation, innermost first: qualified name, and ``file:line``."""
+    frames = _source_info.user_frames(eqn.source_info.traceback)
+    return tuple((f.function_name, f"{f.file_name}:{f.start_line}") for f in frames)
+
+
+def pruned(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
+    """The equation without the results that are not used, as far as JAX can take loops and branches apart."""
+    rule = _partial_eval.dce_rules.get(eqn.primitive)
+    smaller = rule(list(used), eqn)[1] if rule is not None and not all(used) else eqn
+    assert smaller is not None, "an equation of which something is used"
+    return smaller
 
 
 def has_ordered_effects(eqn: JaxprEqn) -> bool:

@@ -141,20 +141,20 @@ def test_tied_copies_and_replicas_stay_equal() -> None:
     pipe = step.pipeline
     start = step.init(parameters("gpt-tied"))
     before = np.asarray(
-        get_leaf(pipe.layout(0).unpack(start.master[pipe.primary(0)]), ("embed", "tokens", "embedding"))
+        get_leaf(pipe.layout(0).unpack(start.compute[pipe.primary(0)]), ("embed", "tokens", "embedding"))
     )
     state, _ = _run(step, start, _batches())
     (tie,) = pipe.tied
-    for buffers in (state.master, state.compute):
-        owner = get_leaf(pipe.layout(tie.owner_stage).unpack(buffers[pipe.primary(tie.owner_stage)]), tie.owner_path)
-        assert np.abs(np.asarray(owner) - before).max() > 1e-4
-        for stage, path in ((tie.owner_stage, tie.owner_path), (tie.copy_stage, tie.copy_path)):
-            for rank in pipe.instances[stage]:
-                leaf = get_leaf(pipe.layout(stage).unpack(buffers[(rank, stage)]), path)
-                np.testing.assert_array_equal(np.asarray(leaf), np.asarray(owner))
-        for stage, ranks in pipe.instances.items():
-            assert len(ranks) == 2
-            assert_same_arrays(buffers[(ranks[0], stage)], buffers[(ranks[1], stage)])
+    buffers = state.compute
+    owner = get_leaf(pipe.layout(tie.owner_stage).unpack(buffers[pipe.primary(tie.owner_stage)]), tie.owner_path)
+    assert np.abs(np.asarray(owner) - before).max() > 1e-4
+    for stage, path in ((tie.owner_stage, tie.owner_path), (tie.copy_stage, tie.copy_path)):
+        for rank in pipe.instances[stage]:
+            leaf = get_leaf(pipe.layout(stage).unpack(buffers[(rank, stage)]), path)
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(owner))
+    for stage, ranks in pipe.instances.items():
+        assert len(ranks) == 2
+        assert_same_arrays(buffers[(ranks[0], stage)], buffers[(ranks[1], stage)])
 
 
 @pytest.mark.usefixtures("x64")
@@ -224,6 +224,18 @@ def test_saving_and_stepping_compile_once() -> None:
     assert [event for event in durations if "compile" in event], "compiling is noticed"
 
 
+@pytest.mark.usefixtures("x64")
+def test_the_learning_rate_counts_updates_and_not_steps() -> None:
+    """A skipped step leaves the optimizer's count of its schedule where it was."""
+    schedule = learning_rate(1e-2, 2, 10, 0.1)
+    step = TrainStep(pipeline_for("gpt", ZB), _adamw(), learning_rate=schedule)
+    state, seen = step.init(parameters("gpt")), []
+    for k, batch in enumerate(_batches(3)):
+        state, metrics = step(state, {**batch, "weights": batch["weights"] * (k != 1)})
+        seen.append(float(metrics.learning_rate))  # type: ignore[arg-type]
+    np.testing.assert_allclose(seen, [float(schedule(count)) for count in (0, 1, 1)], rtol=1e-6)
+
+
 # -- float32 and mixed precision ------------------------------------------------------------------------------------------
 
 
@@ -243,7 +255,7 @@ def test_float32_is_close_to_one_device() -> None:
     want, want_seen = _by_hand("gpt32", params, ACTIVE, _batches())
     step = _step32("float32")
     state, seen = _run(step, step.init(params), _batches())
-    assert state.compute is state.master
+    assert not any(state.master.values()), "nothing is kept twice"
     np.testing.assert_allclose([s[:2] for s in seen], want_seen, rtol=1e-5)
     # AdamW divides by the gradient's size, so rounding of a gradient near zero shows in full: up to the learning rate
     _assert_close(step.by_layer(state)[0], want, rtol=1e-4, atol=2e-4)
@@ -259,19 +271,70 @@ def test_bfloat16_computes_with_the_cast_of_float32_masters() -> None:
     np.testing.assert_allclose([s[0] for s in seen], [s[0] for s in want], rtol=2e-2)
     np.testing.assert_allclose([s[1] for s in seen], [s[1] for s in want], rtol=1e-1)
     for at, masters in state.master.items():
-        for master, compute in zip(masters, state.compute[at], strict=True):
+        own = {
+            slot.buffer for slot in pipe.layout(at[1]).slots if (slot.layer, slot.path) not in pipe.layout(at[1]).shared
+        }
+        computed = [state.compute[at][i] for i in sorted(own)]
+        for master, compute in zip(masters, computed, strict=True):
             assert (master.dtype, compute.dtype) == (jnp.float32, jnp.bfloat16)
-            np.testing.assert_array_equal(np.asarray(master.astype(jnp.bfloat16)), np.asarray(compute))
+            same = np.asarray(master.astype(jnp.bfloat16)) == np.asarray(compute)
+            assert same.all() or at == pipe.primary(pipe.tied[0].copy_stage), "a tied copy has no master"
+    params_out, optimizer = step.by_layer(state)
     (tie,) = pipe.tied
-    owner = get_leaf(pipe.layout(tie.owner_stage).unpack(state.master[pipe.primary(tie.owner_stage)]), tie.owner_path)
-    copy = get_leaf(pipe.layout(tie.copy_stage).unpack(state.master[pipe.primary(tie.copy_stage)]), tie.copy_path)
-    np.testing.assert_array_equal(np.asarray(owner), np.asarray(copy))
+    owner = get_leaf(params_out, tie.owner_path)
+    copy = get_leaf(pipe.layout(tie.copy_stage).unpack(state.compute[pipe.primary(tie.copy_stage)]), tie.copy_path)
+    np.testing.assert_array_equal(np.asarray(owner.astype(jnp.bfloat16)), np.asarray(copy))
     assert np.asarray(owner.astype(jnp.bfloat16).astype(jnp.float32) != owner).any(), (
         "the master holds more than bfloat16"
     )
-    params_out, optimizer = step.by_layer(state)
     floats = [a for a in jax.tree.leaves((params_out, optimizer)) if jnp.issubdtype(a.dtype, jnp.floating)]
     assert {a.dtype.name for a in floats} == {"float32"}
+
+
+def _linear() -> Model:
+    """Two linear layers and their sum as the loss: the gradient is as large as ``weights``, and no value between is larger."""
+
+    def first(params: Any, x: Any, context: LayerContext) -> jax.Array:
+        return context.data["weights"] @ params["w"]
+
+    def second(params: Any, x: Any, context: LayerContext) -> jax.Array:
+        return x @ params["w"]
+
+    def loss(params: Any, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(x) * 1e-3, jnp.float32(1)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"w": 0.1 * jax.random.normal(key, (SEQ, SEQ))}
+
+    layers = (
+        Layer("first", init, first, reads=("weights",)),
+        Layer("second", init, second),
+        Layer("loss", lambda key: {}, loss),
+    )
+    return Model("linear", layers, lambda n: {"weights": jax.ShapeDtypeStruct((n, SEQ), jnp.float32)}, 1, SEQ)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_norm_whose_square_is_too_large_for_float32_is_clipped_like_any_other(dp: int) -> None:
+    model, clip_norm = _linear(), 1e-3
+    pipe = Pipeline.build(model, ZB, microbatch_size=MICROBATCH, boundaries=[(0, 1), (1, 3)], dp=dp)
+    step = TrainStep(pipe, optax.sgd(100.0), clip_norm=clip_norm)
+    weights = 1 + np.random.default_rng(0).random((4, MICROBATCH, SEQ), np.float32)
+    norms, ends = [], []
+    for size in (1.0, 1e20, 1e30, 1e37):
+        state, metrics = step(step.init(init_params(model, 0)), {"weights": weights * np.float32(size)})
+        assert bool(metrics.applied), size
+        norms.append(float(metrics.grad_norm) / size)
+        ends.append(step.by_layer(state)[0])
+    assert norms[0] > 2 * clip_norm
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
+    for end in ends[1:]:
+        _assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
+    kept = init_params(model, 0)
+    state, metrics = step(step.init(kept), {"weights": np.full_like(weights, np.inf)})
+    assert not bool(metrics.applied)
+    assert bool(metrics.finite)
+    assert_same_arrays(jax.device_get(step.by_layer(state)[0]), jax.device_get(kept))
 
 
 # -- parameters that are not trained ----------------------------------------------------------------------------------

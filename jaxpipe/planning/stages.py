@@ -28,7 +28,8 @@ from jaxpipe.stage.footprint import total_device_bytes
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.layer import Layer, Model
 from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, param_avals, plan_stages
+from jaxpipe.stage.params import compute_avals
+from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.policies import per_stage
 from jaxpipe.stage.units import Collective, collectives
 from jaxpipe.train.config import TrainConfig
@@ -157,13 +158,12 @@ class Workbench:
     def avals(self) -> Mapping[str, Any]:
         """Shapes of the parameters in the compute dtype, by layer."""
         if not self._avals:
-
-            def cast(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-                floating = jnp.issubdtype(a.dtype, jnp.floating)
-                return jax.ShapeDtypeStruct(a.shape, self.compute_dtype if floating else a.dtype)
-
-            self._avals = jax.tree.map(cast, param_avals(self.model))
+            self._avals = compute_avals(self.model.layers, self.compute_dtype, self._master_dtype)
         return self._avals
+
+    @property
+    def _master_dtype(self) -> Any:
+        return jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32
 
     def plan(self, config: TrainConfig, num_stages: int) -> StagePlan:
         """How layers become ``num_stages`` stages: ``pipeline.cut`` where it fits, else by FLOPs."""
@@ -223,7 +223,7 @@ class Workbench:
             0,
             key.last,
             key.policy,
-            jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32,
+            self._master_dtype,
             self.cache,
             self.sharding.tensor,
         )
@@ -235,10 +235,10 @@ class Workbench:
         held = {op: _ports(functions, op) for op in ("B", "W")}
         kept = {p for ports in held.values() for p in ports if p.kind in ("x", "res")}
         layout = functions.layout
-        acc = layout.acc_avals(jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32)
+        acc = layout.acc_avals(self._master_dtype)
         grads = float(sum(aval_bytes(a) for a in acc))
-        master = 0.0 if acc and all(a.dtype == self.compute_dtype for a in acc) else grads
-        trained = (s for s in layout.slots if s.buffer < layout.num_trained)
+        master = float(sum(aval_bytes(a) for a, b in zip(acc, layout.buffers, strict=False) if a.dtype != b.dtype))
+        floats = (s for s in layout.slots if jnp.issubdtype(s.dtype, jnp.inexact))
         return PlannedStage(
             key=key,
             functions=functions,
@@ -250,7 +250,7 @@ class Workbench:
             parameters=functions.param_bytes,
             gradients=grads,
             optimizer=(2 * grads + master) / (self.sharding.dp if self.sharding.zero1 else 1),
-            num_params=sum(math.prod(s.whole_shape(layout.shards)) for s in trained),
+            num_params=sum(math.prod(s.whole_shape(layout.shards)) for s in floats),
             work=work,
             collectives={op: collectives(jaxpr) for op, jaxpr in jaxprs.items()},
             passing={op: total_device_bytes(_passing(functions, op, kept)) for op in OPS},

@@ -22,8 +22,8 @@ def without_leaves(tree: Any, prefix: Path, drop: set[Path]) -> Any:
     return {k: without_leaves(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
 
 
-def overlaid(tree: Any, new: Any) -> Any:
-    """A nested dict with the leaves of ``new`` in place of its own."""
-    if not isinstance(tree, Mapping):
-        return new
-    return {k: overlaid(v, new[k]) if k in new else v for k, v in tree.items()}
+def merged(tree: Any, more: Any) -> Any:
+    """Two nested dicts as one; where both have a leaf, that of ``more``."""
+    if not (isinstance(tree, Mapping) and isinstance(more, Mapping)):
+        return more
+    return {**tree, **{k: merged(tree[k], v) if k in tree else v for k, v in more.items()}}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +41,7 @@ from jaxpipe.runtime.batches import (
 )
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.leaves import overlaid, replace_leaf, without_leaves
+from jaxpipe.runtime.leaves import replace_leaf, without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
@@ -52,7 +52,7 @@ from jaxpipe.stage.footprint import footprint
 from jaxpipe.stage.functions import Braids, StageFunction, StageFunctions
 from jaxpipe.stage.layer import Layer, Model, Params, Path
 from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.params import ParamLayout, get_leaf, stage_params
+from jaxpipe.stage.params import ParamLayout, compute_avals, get_leaf, stage_params
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.policies import STANDARD
 from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
@@ -161,7 +161,7 @@ class Pipeline:
             ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
             built = build_all(
                 layers,
-                param_avals=_param_avals(model.layers, compute),
+                param_avals=compute_avals(model.layers, compute, master),
                 data_avals=model.batch_spec(microbatch_size),
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
@@ -260,11 +260,6 @@ class Pipeline:
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
 
     @property
-    def casts(self) -> bool:
-        """Whether master parameters are kept beside those that are computed with."""
-        return bool(self.master_dtype != self.compute_dtype)
-
-    @property
     def all_instances(self) -> tuple[Instance, ...]:
         return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
 
@@ -284,7 +279,7 @@ class Pipeline:
         stages = range(len(self.boundaries))
         return compare_policies(
             [self.layers(s) for s in stages],
-            _param_avals(self.model.layers, self.compute_dtype),
+            compute_avals(self.model.layers, self.compute_dtype, self.master_dtype),
             self.model.batch_spec(self.microbatch_size),
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
@@ -299,33 +294,37 @@ class Pipeline:
         copies = {(name, *path) for name, path in self.layout(stage).shared}
         return {name: without_leaves(leaves, (name,), copies) for name, leaves in tree.items()}
 
-    def with_owned(self, tree: Mapping[str, Params], owned: Mapping[str, Params]) -> dict[str, Params]:
-        """``tree`` with the leaves of ``owned`` in place of its own; others (tied copies) stay."""
-        return {name: overlaid(leaves, owned[name]) for name, leaves in tree.items()}
-
     def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
-        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained
-        (integers) come as zeros."""
+        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained come
+        as zeros."""
         functions = self.functions[self.primary(stage)]
         untrained = functions.param_avals[functions.layout.num_trained :]
         return functions.layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in untrained)])
 
-    def place(self, params: Mapping[str, Params], dtype: Any = None) -> dict[Instance, Buffers]:
-        """Parameters by layer name → buffers on every rank that needs them, floats in ``dtype`` (default: the compute dtype).
+    def place(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
+        """Parameters by layer name → buffers on every rank that needs them, in the dtypes that are computed with.
 
         Raises:
             CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
         """
-        dtype = self.compute_dtype if dtype is None else dtype
         placed = {}
         for rank, stage in self.all_instances:
-            try:
-                tree = jax.tree.map(partial(_cast, dtype=dtype), stage_params(self.layers(stage), params))
-                buffers = self.layout(stage).pack(tree)
-            except StageError as error:
-                raise CheckpointError(f"these parameters do not fit the model: {error}") from None
+            buffers = self.packed(stage, params)
             placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
         return placed
+
+    def packed(self, stage: int, params: Mapping[str, Params], dtype: Any = None) -> Buffers:
+        """The buffers of a stage's parameters, out of the whole model's by layer name, floats in ``dtype`` or as they are
+        computed with.
+
+        Raises:
+            CheckpointError: as :meth:`place`.
+        """
+        layout = self.layout(stage)
+        try:
+            return layout.pack(layout.cast(stage_params(self.layers(stage), params), dtype))
+        except StageError as error:
+            raise CheckpointError(f"these parameters do not fit the model: {error}") from None
 
     def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
         """Where each parameter buffer of one (rank, stage) lives; reduced gradients live there too."""
@@ -427,7 +426,7 @@ class Pipeline:
         """The last stage's function without the loss, what it returns as a pytree, and the whole shapes of its arrays."""
         last = len(self.boundaries) - 1
         spec = self.model.batch_spec(self.microbatch_size)
-        params = _param_avals(self.model.layers, self.compute_dtype)
+        params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         whole = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         mesh = self.submeshes[self.primary(last)[0]]
         return *build_output(self.layers(last), self.stages[last], mesh, spec, self.tp), whole
@@ -458,10 +457,12 @@ class Pipeline:
         return acc
 
     def copy_to_replicas(self, buffers: dict[Instance, Buffers]) -> None:
-        """Copy a stage's parameters from its primary to its replicas, in place."""
+        """Copy a stage's trained parameters from its primary to its replicas, in place."""
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                buffers[(other, s)] = list(jax.device_put(buffers[(ranks[0], s)], self.param_homes((other, s))))
+                n, homes = self.layout(s).num_trained, self.param_homes((other, s))
+                new = jax.device_put(buffers[(ranks[0], s)][:n], homes[:n])
+                buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
 
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
@@ -618,15 +619,3 @@ def _ties(functions: Sequence[StageFunctions]) -> tuple[Tie, ...]:
         for f in functions
         for (layer, path), (owner, owner_path) in f.layout.shared.items()
     )
-
-
-def _param_avals(layers: Sequence[Layer], dtype: Any) -> dict[str, Any]:
-    def cast(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(a.shape, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
-
-    return {layer.name: jax.tree.map(cast, jax.eval_shape(layer.init, jax.random.key(0))) for layer in layers}
-
-
-def _cast(leaf: Any, dtype: Any) -> np.ndarray:
-    array = np.asarray(leaf)
-    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array

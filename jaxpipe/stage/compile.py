@@ -209,7 +209,7 @@ def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
     layers = tuple((layer.reads, layer.uses_key, tuple(sorted(layer.tied))) for layer in spec.layers)
     slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset, s.axis) for s in spec.layout.slots)
-    shards = (spec.layout.kinds, spec.tp)
+    shards = (spec.layout.kinds, spec.layout.num_trained, spec.tp)
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     return (

@@ -57,13 +57,15 @@ class FlatJaxpr:
         return close_jaxpr(list(self.consts.items()), self.invars, self.eqns, self.outvars)
 
 
-def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "") -> FlatJaxpr:
+def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "", *, at_calls: bool = False) -> FlatJaxpr:
     """``jaxpr`` without call-like equations.
 
     ``sources``: prefix of names; a value named so is cut off from what computes it and becomes a free variable (found in
     ``names``): how cotangents, whose types are known only once the forward pass has been traced, enter as inputs.
+    ``at_calls``: equations of a body tell the place of the call as their source. Their own may be another caller's: JAX traces
+    a jitted function once.
     """
-    flat = _Flattening(sources)
+    flat = _Flattening(sources, at_calls)
     env: dict[Var, Atom] = {v: flat.const(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
     invars = tuple(_bind(env, v) for v in jaxpr.invars)
     for eqn in jaxpr.eqns:
@@ -75,8 +77,8 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "") -> FlatJaxpr
 class _Flattening:
     """The equations gathered so far. ``tainted``: variables that depend on a source."""
 
-    def __init__(self, sources: str) -> None:
-        self.sources = sources
+    def __init__(self, sources: str, at_calls: bool) -> None:
+        self.sources, self.at_calls = sources, at_calls
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
         self.recomputed: set[int] = set()
@@ -100,19 +102,27 @@ class _Flattening:
         call = called_jaxpr(eqn)
         if call is None:
             outvars = [_bind(env, v) for v in eqn.outvars]
-            self.eqns.append(with_outer_names(plain_collective(map_bodies(eqn, _flat_body)), outer, invars, outvars))
+            plain = plain_collective(map_bodies(eqn, self._flat_body))
+            self.eqns.append(self._placed(with_outer_names(plain, outer, invars, outvars), outer))
             if in_checkpoint:
                 self.recomputed.add(len(self.eqns) - 1)
             if tainted:
                 self.tainted.update(outvars)
             return
         body, consts = call
-        caller = with_outer_names(eqn, outer, invars, eqn.outvars)
+        caller = self._placed(with_outer_names(eqn, outer, invars, eqn.outvars), outer)
         inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
         inner.update((v, self.const(v, c)) for v, c in zip(body.constvars, consts, strict=True))
         for sub in body.eqns:
             self.add(sub, caller, inner, in_checkpoint=in_checkpoint or (tainted and is_checkpoint(eqn)))
         env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+
+    def _flat_body(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+        return flatten(jaxpr, consts, at_calls=self.at_calls).close()
+
+    def _placed(self, eqn: JaxprEqn, outer: JaxprEqn | None) -> JaxprEqn:
+        placed: JaxprEqn = eqn.replace(source_info=outer.source_info) if self.at_calls and outer is not None else eqn
+        return placed
 
     def _identity(self, eqn: JaxprEqn, value: Atom) -> Atom:
         name = checkpoint_name_of(eqn)
@@ -123,10 +133,6 @@ class _Flattening:
             self.tainted.add(value)
         self.names.append((name, value))
         return value
-
-
-def _flat_body(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
-    return flatten(jaxpr, consts).close()
 
 
 def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:

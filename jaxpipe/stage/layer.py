@@ -9,10 +9,11 @@ the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.adapters`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
@@ -52,6 +53,10 @@ class Layer:
     gradient is added to the owner's. ``kind``: what sort of layer it is, for people; nothing is computed, shared or timed
     by it.
 
+    ``trainable(path)``: whether the floating-point leaf at that path is trained; None: all are. One that is not has no
+    gradient, no W, no accumulator and no optimizer state. ``float32(path)``: whether it stays float32 where the others are
+    computed with in a narrower dtype; None: none does. Neither is asked about tied leaves: those are as their owner's.
+
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
     """
@@ -64,12 +69,23 @@ class Layer:
     tied: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
     kind: str = ""
     shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None
+    trainable: Callable[[Path], bool] | None = None
+    float32: Callable[[Path], bool] | None = None
 
     @property
     def code(self) -> Hashable:
-        """Equal for layers that make, compute, read and tie the same: their functions are the same objects."""
+        """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects."""
         functions = (function_key(self.init), function_key(self.apply))
-        return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items()))
+        rules = (self.trainable, self.float32)
+        return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules
+
+    def trains(self, path: Path) -> bool:
+        """Whether a floating-point leaf that the layer creates is trained."""
+        return self.trainable is None or bool(self.trainable(path))
+
+    def stays_float32(self, path: Path) -> bool:
+        """Whether a floating-point leaf that the layer creates is computed with in float32."""
+        return self.float32 is not None and bool(self.float32(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,57 @@ class Model:
         problems = _model_problems(self)
         if problems:
             raise StageError(f"model {self.name}: " + "; ".join(problems))
+
+
+LeafRule = Callable[[str, Path], bool]
+"""Of a layer's name and a path in its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """A rule for a layer's leaves that is equal to others for the same paths."""
+
+    paths: frozenset[Path]
+
+    def __call__(self, path: Path) -> bool:
+        return path in self.paths
+
+
+def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32: LeafRule | None = None) -> Model:
+    """``model`` with :attr:`Layer.trainable` and :attr:`Layer.float32` as these rules say; None leaves them as they are.
+
+    Raises:
+        StageError: ``trainable`` picks no leaf or every leaf, or ``float32`` picks none: then it says nothing.
+    """
+    paths = {layer.name: leaf_paths(layer) for layer in model.layers}
+    every = [(name, path) for name, own in paths.items() for path in own]
+
+    def picked(what: str, rule: LeafRule, most: int) -> dict[str, _OneOf]:
+        found = {name: _OneOf(frozenset(p for p in own if rule(name, p))) for name, own in paths.items()}
+        count = sum(len(f.paths) for f in found.values())
+        if not 0 < count <= most:
+            example = f", such as {every[0]}" if every else ""
+            raise StageError(
+                f"{what} picks {'every one' if count else 'none'} of the {len(every)} parameters of model {model.name}; it is "
+                f"called with a layer's name and a path in it{example}"
+            )
+        return found
+
+    rules: dict[str, dict[str, _OneOf]] = {}
+    if trainable is not None:
+        rules["trainable"] = picked("trainable", trainable, len(every) - 1)
+    if float32 is not None:
+        rules["float32"] = picked("float32", float32, len(every))
+    layers = [replace(layer, **{k: v[layer.name] for k, v in rules.items()}) for layer in model.layers]  # type: ignore[arg-type]
+    return replace(model, layers=tuple(layers))
+
+
+def leaf_paths(layer: Layer) -> tuple[Path, ...]:
+    """The paths of the floating-point leaves that ``layer`` creates."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    made = jax.tree_util.tree_leaves_with_path(jax.eval_shape(layer.init, key))
+    floats = [keys for keys, leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return tuple(tuple(str(getattr(k, "key", k)) for k in keys) for keys in floats)
 
 
 def _model_problems(model: Model) -> list[str]:

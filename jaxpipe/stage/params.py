@@ -3,7 +3,8 @@
 A call costs about 1 µs per argument on top of a fixed price, and a transformer layer has a dozen small leaves. So leaves of up
 to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vectors (biases and scales, whose gradients B makes
 in passing) and one for the rest. Larger leaves keep their own buffer and shape. The gradient accumulators mirror the buffers.
-Integer leaves go into buffers after all others and have no accumulator.
+Leaves that are not trained (integers, and what :attr:`Layer.trainable` leaves out) go into buffers after all others and have no
+accumulator.
 
 With tensor parallelism a buffer holds leaves of one kind: split over the shards, whole on each (``same``), or whole on each
 with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's; what a rank holds of a split buffer
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -34,6 +36,50 @@ SMALL_BYTES = 64 * 1024
 
 BufferKind = Literal["same", "split", "partial"]
 """How a buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamAval:
+    """The shape of a parameter, the dtype that it is computed with, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    trained: bool = True
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float32) -> dict[str, Any]:
+    """What the layers create, by layer name: floats in ``compute``, those that stay float32 in ``master``."""
+
+    def aval(layer: Layer, keys: Any, leaf: Any) -> ParamAval:
+        path = tuple(getattr(k, "key", k) for k in keys)
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        dtype = leaf.dtype if not floating else master if layer.stays_float32(path) else compute
+        return ParamAval(leaf.shape, dtype, layer.trains(path))
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return {
+        layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), jax.eval_shape(layer.init, key))
+        for layer in layers
+    }
+
+
+def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
+    """Of parameters by layer (or shapes of them), those that are trained: what an optimizer gets."""
+    found: dict[str, Params] = {layer.name: {} for layer in layers}
+    for layer in layers:
+        for path, leaf in _leaves(layer.name, params):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and layer.trains(path):
+                insert_leaf(found[layer.name], path, leaf)
+    return found
+
+
+def is_trained(leaf: Any) -> bool:
+    """Whether a parameter, or the shape of one, has a gradient: arrays of floats do, unless :class:`ParamAval` says else."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact)) and getattr(leaf, "trained", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +113,8 @@ class LeafSlot:
 class ParamLayout:
     """The leaves of one stage's parameters and the buffers that hold them.
 
-    ``slots``: in order of layer, then path. ``buffers``: a shard's shapes and dtypes; the first ``num_trained`` are
-    floating-point. ``kinds``: how each lies on the ``tp`` shards, of which there are ``shards``.
+    ``slots``: in order of layer, then path. ``buffers``: a shard's shapes and dtypes; the leaves of the first ``num_trained``
+    are trained. ``kinds``: how each lies on the ``tp`` shards, of which there are ``shards``.
     ``aliases``: (layer, path) of a leaf tied within the stage → (owner layer, owner path). ``shared``: the same for leaves
     whose owner lives in another stage; these have slots of their own, and the caller adds their gradients to the owner's.
     ``layers``: all layers of the stage, those without parameters too.
@@ -91,7 +137,8 @@ class ParamLayout:
         small_bytes: int = SMALL_BYTES,
         tp: TensorParallel = ONE_SHARD,
     ) -> ParamLayout:
-        """Lay out the parameters of a stage (whole arrays or ``ShapeDtypeStruct``), which :func:`stage_params` selects.
+        """Lay out the parameters of a stage (whole arrays, ``ShapeDtypeStruct`` or :class:`ParamAval`), which
+        :func:`stage_params` selects.
 
         Raises:
             StageError: a layer's parameters are missing, are not a dict pytree of arrays, or a tied leaf has no owner; a layer
@@ -112,6 +159,23 @@ class ParamLayout:
         axes = [axis if isinstance(axis := lie.get((s.layer, s.path)), int) else None for s in slots]
         slots = tuple(replace(s, axis=axis) for s, axis in zip(slots, axes, strict=True))
         return cls(names, slots, buffers, num_trained, aliases, shared, buffer_kinds, tp.size)
+
+    def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
+        """A stage's whole parameters as NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
+
+        def cast(slot: LeafSlot) -> np.ndarray:
+            leaf = np.asarray(self._find(params, slot))
+            return (
+                leaf.astype(slot.dtype if dtype is None else dtype)
+                if jnp.issubdtype(leaf.dtype, jnp.floating)
+                else leaf
+            )
+
+        return self.tree([cast(slot) for slot in self.slots], ties=False)
+
+    def trains(self, slot: LeafSlot) -> bool:
+        """Whether a leaf has a gradient."""
+        return slot.buffer < self.num_trained
 
     def pack(self, params: Mapping[str, Params]) -> list[jax.Array]:
         """What a rank holds of a stage's whole parameters, or of anything shaped like them (gradients, another dtype).
@@ -140,8 +204,7 @@ class ParamLayout:
         return leaf[(slice(None),) * slot.axis + (slice(shard * n, (shard + 1) * n),)]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """A shard's buffers of its leaves in slot order; a prefix of the buffers when only their leaves are given as non-None.
-        Traceable."""
+        """A shard's buffers of its leaves in slot order; of leaves that are None there is no buffer. Traceable."""
         members: list[list[Any]] = [[] for _ in self.buffers]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             if leaf is not None:
@@ -149,11 +212,11 @@ class ParamLayout:
         return [m[0] if len(m) == 1 else jnp.concatenate(m) for m in members if m]
 
     def unpack_leaves(self, buffers: Sequence[Any]) -> list[Any]:
-        """A shard's leaves in slot order, from its buffers. Traceable."""
+        """A shard's leaves in slot order, from its buffers; None for those of a buffer that is None. Traceable."""
         assert len(buffers) == len(self.buffers), f"{len(buffers)} buffers for a layout of {len(self.buffers)}"
         return [
             buffers[s.buffer]
-            if s.offset is None
+            if s.offset is None or buffers[s.buffer] is None
             else jax.lax.slice_in_dim(buffers[s.buffer], s.offset, s.offset + s.size).reshape(s.shape)
             for s in self.slots
         ]
@@ -180,10 +243,10 @@ class ParamLayout:
         """The parameters by layer name, from the leaves in slot order."""
         params: dict[str, Params] = {name: {} for name in self.layers}
         for slot, leaf in zip(self.slots, leaves, strict=True):
-            _insert(params[slot.layer], slot.path, leaf)
+            insert_leaf(params[slot.layer], slot.path, leaf)
         if ties:
             for (layer, path), (owner, owner_path) in self.aliases.items():
-                _insert(params[layer], path, get_leaf(params[owner], owner_path))
+                insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -227,7 +290,7 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
                 ) from None
-            _insert(own, path, leaf)
+            insert_leaf(own, path, leaf)
         chosen[layer.name] = own
     return chosen
 
@@ -312,7 +375,7 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], S
                 f"tp {shards}"
             )
         shape[axis] //= shards
-    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+    return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
 
 
 def _check_tied_shards(
@@ -329,7 +392,7 @@ def _check_tied_shards(
 def _assign(
     leaves: Sequence[tuple[str, Path, Any]], kinds: Sequence[BufferKind], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
-    trained = [jnp.issubdtype(leaf.dtype, jnp.inexact) for _, _, leaf in leaves]
+    trained = [is_trained(leaf) for _, _, leaf in leaves]
     buffers: list[jax.ShapeDtypeStruct] = []
     buffer_kinds: list[BufferKind] = []
     slots: dict[int, LeafSlot] = {}
@@ -378,7 +441,8 @@ def _has(tree: Any, path: Path) -> bool:
     return True
 
 
-def _insert(tree: Params, path: Path, leaf: Any) -> None:
+def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:
+    """Put a leaf into a nested dict, which is changed."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf

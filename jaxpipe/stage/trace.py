@@ -164,8 +164,8 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace forward, gradients and accumulation of a stage.
 
     ``roots`` of the result is empty where ``x`` has inexact leaves: B then computes what ``dx`` needs. A stage without (the
-    first one) has the cotangents of its first inexact activation as roots instead, so that its B walks the whole chain down to
-    the embedding and W holds the weight products, as in every other stage.
+    first one) has the cotangents of its first activation behind a trained parameter as roots instead, so that its B walks the
+    whole chain down to the embedding and W holds the weight products, as in every other stage.
 
     Raises:
         StageError: a layer fails, or returns what can't cross a boundary; batch sizes don't divide by ``dp``.
@@ -176,8 +176,8 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]
     ) -> tuple[Any, ...]:
         leaves = spec.layout.unpack_leaves(_varying_params(spec, buffers))
-        theta, theta_of = _partition(leaves)
-        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x])
+        theta, theta_of = _partition(leaves, [spec.layout.trains(slot) for slot in spec.layout.slots])
+        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x], [is_inexact(leaf) for leaf in x])
 
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
@@ -330,17 +330,16 @@ def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
             )
 
 
-def _partition(leaves: Sequence[Any]) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """The inexact leaves, and how to put others in their places between the remaining leaves."""
-    trained = [is_inexact(leaf) for leaf in leaves]
-    rest = [None if t else leaf for t, leaf in zip(trained, leaves, strict=True)]
+def _partition(leaves: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any], Callable[..., list[Any]]]:
+    """The chosen leaves, and how to put others in their places between the remaining leaves."""
+    rest = [None if c else leaf for c, leaf in zip(chosen, leaves, strict=True)]
 
     def merge(values: Sequence[Any], missing: Any = rest) -> list[Any]:
         others = rest if missing is not None else [None] * len(rest)
         it = iter(values)
-        return [next(it) if t else other for t, other in zip(trained, others, strict=True)]
+        return [next(it) if c else other for c, other in zip(chosen, others, strict=True)]
 
-    return [leaf for t, leaf in zip(trained, leaves, strict=True) if t], merge
+    return [leaf for c, leaf in zip(chosen, leaves, strict=True) if c], merge
 
 
 def _zeros(like: Any) -> Any:
@@ -498,7 +497,7 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
         flat.consts,
         inputs,
         tuple(zip(ports, outvars, strict=True)),
-        () if any(float_x) else _first_cotangents(_layer_cotangents(names)),
+        () if any(float_x) else _first_cotangents(_layer_cotangents(names), _first_trained(spec)),
         tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
         _layer_cotangents(names),
         tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
@@ -514,6 +513,15 @@ def _layer_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[tuple[int, Ato
     return tuple((int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/"))
 
 
-def _first_cotangents(marks: Sequence[tuple[int, Atom]]) -> tuple[Atom, ...]:
-    first = min((layer for layer, _ in marks), default=None)
+def _first_trained(spec: TraceSpec) -> int:
+    """Position in the stage of the first layer with a parameter that is trained (or tied); past the last where none is."""
+    trained = {slot.layer for slot in spec.layout.slots if spec.layout.trains(slot)} | {
+        a for a, _ in spec.layout.aliases
+    }
+    return next((i for i, layer in enumerate(spec.layers) if layer.name in trained), len(spec.layers))
+
+
+def _first_cotangents(marks: Sequence[tuple[int, Atom]], start: int) -> tuple[Atom, ...]:
+    """The cotangents of what the first layer from ``start`` on returns."""
+    first = min((layer for layer, _ in marks if layer >= start), default=None)
     return tuple(a for layer, a in marks if layer == first and not isinstance(a, Literal))

@@ -258,7 +258,7 @@ class _Run:
         if self.pending is None:
             return
         step, metrics = self.pending
-        finite = getattr(metrics, "finite", True)
+        finite = metrics.finite
         with self.watchdog.watch(step):
             loss, norm, applied, weight, finite = jax.device_get(
                 (metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight, finite)

@@ -26,11 +26,15 @@ from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]
 
+SHRUNK = 2.0**-66
+"""Gradients times this have squares that do not overflow, up to a norm of 3e38: their sum counts where the plain one does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Of one stage: ``grads``, the summed gradients as the update takes them; ``square``, the sum of their squares, each
-    parameter counted once; ``acc``: accumulators for the next step, empty where the update makes them of ``grads``."""
+    """Of one stage: ``grads``, the summed gradients as the update takes them; ``square``: ``[2]``, the sum of their squares and
+    that of the gradients · :data:`SHRUNK`, each parameter counted once; ``acc``: accumulators for the next step, empty where
+    the update makes them of ``grads``."""
 
     grads: Buffers
     square: jax.Array
@@ -51,7 +55,7 @@ class GradientReduction:
         if shards.mesh.size == 1:
             self.function = jax.jit(lambda acc: square_sum(shards, gradient_tree(shards, acc)))
         elif shards.chunked:
-            buckets = [shards.bucket_spec(i) for i in shards.bucketed]
+            buckets = [shards.bucket_spec(i) for i in shards.updated]
             self.function = on_rank(self._scattered, shards.mesh, (specs,), (buckets, P(), specs), donate=(0,))
         else:
             self.function = on_rank(self._summed, shards.mesh, (specs,), (specs, P()), donate=(0,))
@@ -69,7 +73,7 @@ class GradientReduction:
     def read(self, flat: Sequence[jax.Array]) -> Reduced:
         """What was dispatched."""
         square, *arrays = flat
-        count = len(self.shards.bucketed) if self.shards.chunked else len(arrays)
+        count = len(self.shards.updated) if self.shards.chunked else len(arrays)
         return Reduced(arrays[:count], square, arrays[count:])
 
     def _summed(self, acc: Buffers) -> tuple[Buffers, jax.Array]:
@@ -86,7 +90,7 @@ def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators with what this stage updates of them added up over the rank."""
     sums = list(acc)
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index in shards.bucketed:
+    for index in shards.updated:
         groups.setdefault(reduced_axes(shards.mesh, shards.layout.kinds[index]), []).append(index)
     for axes, members in groups.items():
         if axes:
@@ -99,8 +103,8 @@ def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
 def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
-    buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.bucketed]
-    partial = [k for k, i in enumerate(shards.bucketed) if TP in reduced_axes(shards.mesh, shards.layout.kinds[i])]
+    buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.updated]
+    partial = [k for k, i in enumerate(shards.updated) if TP in reduced_axes(shards.mesh, shards.layout.kinds[i])]
     if partial:
         for k, total in zip(partial, jax.lax.psum([buckets[k] for k in partial], TP), strict=True):
             buckets[k] = total
@@ -108,24 +112,21 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
 
 
 def gathered(shards: StageShards, buckets: Sequence[jax.Array], old: Sequence[jax.Array]) -> Buffers:
-    """Local parameter buffers of the buckets of all dp devices; what this stage does not update stays as in ``old``."""
-    buffers = list(old)
-    for bucket, index in zip(buckets, shards.bucketed, strict=True):
-        buffers[index] = shards.join(jax.lax.all_gather(bucket, DP), index, old[index])
-    return buffers
+    """Updated local buffers of the buckets of all dp devices; what this stage does not update in them stays as in ``old``."""
+    given = zip(buckets, shards.updated, old, strict=True)
+    return [shards.join(jax.lax.all_gather(bucket, DP), index, buffer) for bucket, index, buffer in given]
 
 
-def own_buckets(shards: StageShards, buffers: Sequence[jax.Array]) -> Buffers:
-    """This device's buckets of local parameter buffers. No collective."""
+def own_bucket(shards: StageShards, buffer: jax.Array, index: int) -> jax.Array:
+    """This device's bucket of a local parameter buffer. No collective."""
     me = jax.lax.axis_index(DP)
-    return [
-        jax.lax.dynamic_index_in_dim(shards.cut(buffers[i], i), me, axis=0, keepdims=False) for i in shards.bucketed
-    ]
+    bucket: jax.Array = jax.lax.dynamic_index_in_dim(shards.cut(buffer, index), me, axis=0, keepdims=False)
+    return bucket
 
 
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:
-    """The sum of squares of reduced gradients (local leaves or chunks), each parameter counted once: every shard of split
-    leaves, one of the others."""
+    """``[2]``: the sum of squares of reduced gradients (local leaves or chunks), plain and :data:`SHRUNK`. Each parameter is
+    counted once: every shard of split leaves, one of the others."""
     leaves = jax.tree.leaves(tree)
     kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
     dtype = leaves[0].dtype if leaves else jnp.float32
@@ -133,9 +134,9 @@ def square_sum(shards: StageShards, tree: Any) -> jax.Array:
 
     def total(split: bool) -> jax.Array:
         mine = [g for g, kind in zip(leaves, kinds, strict=True) if (kind == "split") == split]
-        local = sum((jnp.sum(jnp.square(g)) for g in mine), start=jnp.zeros((), dtype))
+        sums = [sum((jnp.sum(jnp.square(g * f)) for g in mine), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
         axes = (*over_dp, TP) if split and shards.tp > 1 else over_dp
-        return jax.lax.psum(local, axes) if axes else local
+        return jnp.stack(jax.lax.psum(sums, axes) if axes else sums)
 
     return total(split=False) + total(split=True) if "split" in kinds else total(split=False)
 
@@ -143,8 +144,7 @@ def square_sum(shards: StageShards, tree: Any) -> jax.Array:
 def gradient_tree(shards: StageShards, acc: Sequence[Any]) -> dict[str, Any]:
     """Local leaves of accumulators, by layer, of the parameters that this stage updates."""
     layout = shards.layout
-    integers = [jnp.zeros(b.shape, b.dtype) for b in layout.buffers[layout.num_trained :]]
-    return shards.tree(layout.unpack_leaves([*acc, *integers]))
+    return shards.tree(layout.unpack_leaves([*acc, *[None] * (len(layout.buffers) - len(acc))]))
 
 
 def on_rank(

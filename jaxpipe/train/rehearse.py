@@ -104,10 +104,10 @@ def rehearsals(
 def resident(step: TrainStep, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
     """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
     pipeline, states = step.pipeline, step.stage_states()
-    here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
+    here = [s for s in pipeline.instances if pipeline.primary(s)[0] == rank]
     return {
-        "masters": [a for s in here if pipeline.casts for a in states[s].master],
-        "optimizer": [a for s in here if pipeline.primary(s)[0] == rank for a in jax.tree.leaves(states[s].optimizer)],
+        "masters": [a for s in here for a in states[s].master],
+        "optimizer": [a for s in here for a in jax.tree.leaves(states[s].optimizer)],
     }
 
 

@@ -18,14 +18,15 @@ import jax
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.layer import Model, Params
+from jaxpipe.stage.params import trained_params
 from jaxpipe.stage.reference import apply_model
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
+from jaxpipe.train.optimizer_state import fitted, state_leaves
 from jaxpipe.train.setup import Prepared, optimizer_of, stored_params
-from jaxpipe.train.step import trained
 
 Note = Callable[[str], None]
 
@@ -117,10 +118,11 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     if state.step != origin.step:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     params = stored_params(prepared.model)
-    tx = optimizer_of(prepared.config)
-    optimizer = jax.eval_shape(lambda tree: {name: tx.init(trained(leaves)) for name, leaves in tree.items()}, params)
     batches = _batches(prepared, state)
-    loaded = store.load(origin.step, like={"params": params, "optimizer": optimizer})
+    loaded = store.load(origin.step, like={"params": params})
+    trained = trained_params(prepared.model.layers, params)
+    leaves = state_leaves(jax.eval_shape(optimizer_of(prepared.config).init, trained), trained)
+    fitted(leaves, list(trained), loaded.optimizer)  # raises here, and not when everything has been compiled
     for remark in remarks:
         note(remark)
     return Start(origin.step, batches, loaded.params, loaded.optimizer)

@@ -6,8 +6,11 @@ is an array of each leaf's whole shape, split along the leaf's own axis.
 With ZeRO-1 (Rajbhandari et al. 2020, stage 1) over ``dp`` devices, each holds a *chunk* of every leaf of its shard: the leaf
 flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that
 what an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is
-the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and integers are in no
-bucket: their owner's stage updates the first, nothing the second.
+the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and those that are not trained
+are in no bucket: their owner's stage updates the first, nothing the second.
+
+A trained buffer that is computed with in a narrower dtype than ``master`` has a *master* beside it, which the update changes
+and casts (with ZeRO-1 a bucket); other buffers are updated themselves.
 
 :class:`StageShards` converts between whole leaves on the host (checkpoints), a device's buffers, and chunks. It makes no
 collective: :mod:`jaxpipe.train.reduction` does.
@@ -15,30 +18,31 @@ collective: :mod:`jaxpipe.train.reduction` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated
-from jaxpipe.stage.params import LeafSlot, ParamLayout, get_leaf
+from jaxpipe.stage.params import LeafSlot, ParamLayout, get_leaf, insert_leaf
 
 Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StageShards:
-    """See the module. ``zero``: divide over dp too. *Local*: of one device, inside ``shard_map`` over ``mesh``."""
+    """See the module. ``zero``: divide over dp too. ``master``: dtype that parameters are updated in. *Local*: of one device,
+    inside ``shard_map`` over ``mesh``."""
 
     layout: ParamLayout
     mesh: Mesh
     zero: bool = False
+    master: Any = jnp.float32
 
     @property
     def dp(self) -> int:
@@ -57,17 +61,18 @@ class StageShards:
 
     def updates(self, slot: LeafSlot) -> bool:
         """Whether this stage updates the leaf: it is trained, and not tied to another stage's."""
-        return bool(jnp.issubdtype(slot.dtype, jnp.inexact)) and (slot.layer, slot.path) not in self.layout.shared
+        return self.layout.trains(slot) and (slot.layer, slot.path) not in self.layout.shared
+
+    def divides(self, slot: LeafSlot) -> bool:
+        """Whether a device updates only a piece of the leaf."""
+        return self.updates(slot) and (self.chunked or slot.axis is not None)
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Of leaves in slot order, those that this stage updates, by layer; layers without any are there too."""
         tree: dict[str, Any] = {name: {} for name in self.layout.layers}
         for slot, leaf in zip(self.layout.slots, leaves, strict=True):
-            inner = tree[slot.layer]
-            for key in slot.path[:-1]:
-                inner = inner.setdefault(key, {})
             if self.updates(slot):
-                inner[slot.path[-1]] = leaf
+                insert_leaf(tree[slot.layer], slot.path, leaf)
         return tree
 
     def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
@@ -78,13 +83,23 @@ class StageShards:
         ]
 
     @property
-    def bucketed(self) -> tuple[int, ...]:
-        """The buffers with a leaf that this stage updates, in order: these have a bucket."""
-        return tuple(sorted({slot.buffer for slot in self.layout.slots if self.updates(slot)}))
+    def updated_slots(self) -> tuple[LeafSlot, ...]:
+        """The leaves that this stage updates."""
+        return tuple(slot for slot in self.layout.slots if self.updates(slot))
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        """The buffers with a leaf that this stage updates, in order."""
+        return tuple(sorted({slot.buffer for slot in self.updated_slots}))
+
+    @property
+    def mastered(self) -> tuple[int, ...]:
+        """Those of :attr:`updated` that have a master beside them."""
+        return tuple(i for i in self.updated if self.layout.buffers[i].dtype != self.master)
 
     def members(self, buffer: int) -> list[LeafSlot]:
         """The leaves of ``buffer`` that this stage updates, as they lie in it."""
-        mine = [slot for slot in self.layout.slots if slot.buffer == buffer and self.updates(slot)]
+        mine = [slot for slot in self.updated_slots if slot.buffer == buffer]
         return sorted(mine, key=lambda slot: slot.offset or 0)
 
     def part(self, buffer: Any, index: int) -> Any:
@@ -111,11 +126,6 @@ class StageShards:
         """Of a parameter buffer: the shards of a split one are stacked on axis 0."""
         return P(TP) if self._is_split(buffer) else P()
 
-    @property
-    def buffer_specs(self) -> list[P]:
-        """:meth:`buffer_spec` of each."""
-        return [self.buffer_spec(i) for i in range(len(self.layout.buffers))]
-
     def bucket_spec(self, buffer: int) -> P:
         """Of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
         return P((TP, DP)) if self._is_split(buffer) else P(DP)
@@ -133,9 +143,14 @@ class StageShards:
 
     # -- shapes over the rank -----------------------------------------------------------------------------------------
 
-    def whole_avals(self, dtype: Any) -> dict[str, Any]:
+    def whole_avals(self) -> dict[str, Any]:
         """Shapes of the whole leaves that this stage updates, by layer."""
-        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), dtype) for s in self.layout.slots])
+        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), self.master) for s in self.layout.slots])
+
+    def local_avals(self) -> dict[str, Any]:
+        """Shapes of what the update on a device sees of them."""
+        shapes = [self.chunk_shape(s) if self.chunked else s.shape for s in self.layout.slots]
+        return self.tree([jax.ShapeDtypeStruct(shape, self.master) for shape in shapes])
 
     def leaf_aval(self, leaf: Any, slot: LeafSlot) -> jax.ShapeDtypeStruct:
         """What a rank holds of a leaf of optimizer state of ``leaf``'s dtype."""
@@ -145,11 +160,11 @@ class StageShards:
             shape = (k * self.dp * (self.tp if self._is_split(slot.buffer) else 1), *ones)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
 
-    def bucket_aval(self, index: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """What a rank holds of a buffer's bucket."""
+    def bucket_aval(self, index: int) -> jax.ShapeDtypeStruct:
+        """What a rank holds of a buffer's bucket of masters or gradients."""
         k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
         shape = (k * self.dp * (self.tp if self._is_split(index) else 1),)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
+        return jax.ShapeDtypeStruct(shape, self.master, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
 
     def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """What a rank holds of an array that is the same on all devices."""
@@ -183,9 +198,9 @@ class StageShards:
         return (flat[0] if len(flat) == 1 else jnp.concatenate(flat)).reshape(old.shape)
 
     def chunks(self, buckets: Sequence[Any]) -> dict[str, Any]:
-        """The tree of chunks in local ``buckets``, which are in the order of :attr:`bucketed`."""
+        """The tree of chunks in local ``buckets``, which are in the order of :attr:`updated`."""
         found: dict[LeafSlot, Any] = {}
-        for bucket, index in zip(buckets, self.bucketed, strict=True):
+        for bucket, index in zip(buckets, self.updated, strict=True):
             start = 0
             for slot in self.members(index):
                 shape = self.chunk_shape(slot)
@@ -197,36 +212,8 @@ class StageShards:
         """The local buckets of a tree of chunks."""
         return [
             jnp.concatenate([jnp.ravel(get_leaf(tree[slot.layer], slot.path)) for slot in self.members(index)])
-            for index in self.bucketed
+            for index in self.updated
         ]
-
-    # -- optimizer state ----------------------------------------------------------------------------------------------
-
-    def state_specs(self, tx: optax.GradientTransformation, states: Tree) -> dict[str, Any]:
-        """The specs of optimizer states by layer (arrays or shapes)."""
-        return self.on_states(tx, states, lambda leaf, slot: self.leaf_spec(slot), lambda other: P())
-
-    def on_states(
-        self,
-        tx: optax.GradientTransformation,
-        states: Tree,
-        on_leaf: Callable[[Any, LeafSlot], Any],
-        on_other: Callable[[Any], Any],
-    ) -> dict[str, Any]:
-        """``states`` by layer, with ``on_leaf`` of each leaf that stands for a parameter's and ``on_other`` of the rest."""
-        if self.mesh.size == 1:
-            return {name: jax.tree.map(on_other, state) for name, state in states.items()}
-        owned = self.tree(self.layout.slots)
-
-        def mapped(leaf: Any, slot: LeafSlot) -> Any:
-            return leaf if isinstance(leaf, optax.MaskedNode) else on_leaf(leaf, slot)
-
-        return {
-            name: optax.tree_utils.tree_map_params(
-                tx.init, mapped, state, owned[name], transform_non_params=on_other, is_leaf=_is_masked
-            )
-            for name, state in states.items()
-        }
 
     # -- on the host --------------------------------------------------------------------------------------------------
 
@@ -247,16 +234,16 @@ class StageShards:
         rows = [self.host_rows(get_leaf(params[slot.layer], slot.path), slot) for slot in self.members(index)]
         return np.concatenate(rows, axis=2).reshape(-1)
 
-    def host_tree(self, buckets: Sequence[Any]) -> dict[str, Any]:
-        """Whole leaves, by layer, of a rank's buckets: the inverse of :meth:`host_bucket`."""
-        found: dict[LeafSlot, Any] = {}
-        for bucket, index in zip(buckets, self.bucketed, strict=True):
+    def host_leaves(self, buckets: Mapping[int, Any]) -> dict[LeafSlot, np.ndarray]:
+        """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
+        found: dict[LeafSlot, np.ndarray] = {}
+        for index, bucket in buckets.items():
             members = self.members(index)
             widths = [self.chunk_shape(slot)[0] for slot in members]
             rows = np.asarray(bucket).reshape(-1, sum(widths))
             for slot, chunk in zip(members, np.split(rows, np.cumsum(widths)[:-1], axis=1), strict=True):
                 found[slot] = self.host_whole(chunk, slot)
-        return self.tree([found.get(slot) for slot in self.layout.slots])
+        return found
 
     def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
         """The whole leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`."""
@@ -267,7 +254,3 @@ class StageShards:
 
 def _member(buffer: Any, slot: LeafSlot) -> Any:
     return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
-
-
-def _is_masked(value: Any) -> bool:
-    return isinstance(value, optax.MaskedNode)

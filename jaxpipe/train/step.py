@@ -1,41 +1,47 @@
 """One training step: the pipeline's gradients, one reduction of each, one global norm, an optax update per stage.
 
-Master parameters are float32 (float64 under x64) buffers on the rank that runs the stage; with bfloat16 compute, the update
-also emits the cast buffers, so no stage function ever casts a parameter. Each device sums its own gradients over the
-microbatches; after the pipeline tied copies and replicas are added to their owner, and each parameter is reduced once over the
-devices of its rank (:mod:`jaxpipe.train.reduction`). The norm for clipping is taken over all ranks and devices, each parameter
-once. With ZeRO-1 the update and its state are divided over dp. A step whose norm is not finite leaves parameters and optimizer
-state as they were. Nothing here waits for a device.
+Parameters are updated in float32 (float64 under x64) on the rank that runs the stage; with bfloat16 compute, they are kept as
+masters there, and the update also emits the cast buffers, so no stage function ever casts a parameter. Each device sums its own
+gradients over the microbatches; after the pipeline tied copies and replicas are added to their owner, and each parameter is
+reduced once over the devices of its rank (:mod:`jaxpipe.train.reduction`). The norm for clipping is taken over all ranks and
+devices, each parameter once. The optimizer is one of the whole model, of which each stage runs its layers' part
+(:mod:`jaxpipe.train.layerwise`); with ZeRO-1 the update and its state are divided over dp. A step whose norm is not finite
+leaves parameters and optimizer state as they were. Nothing here waits for a device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.accounting import MemoryReport
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.functions import Metrics
 from jaxpipe.stage.layer import Params
-from jaxpipe.stage.params import LeafSlot
-from jaxpipe.train.reduction import GradientReduction, Reduced, on_rank, own_buckets
+from jaxpipe.stage.params import get_leaf, insert_leaf
+from jaxpipe.train.optimizer import LearningRate
+from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced, on_rank
 from jaxpipe.train.shards import StageShards
-from jaxpipe.train.step_memory import StageState, master_avals, step_memory
+from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
+from jaxpipe.train.step_memory import StageState, step_memory
 from jaxpipe.train.ties import TiedLeaves
-from jaxpipe.train.update import check_elementwise, compile_update, takes_params
+from jaxpipe.train.update import compile_update, fresh_state, taken
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
@@ -43,31 +49,36 @@ Buffers = list[jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Everything that a step changes. ``master``, ``compute``, ``acc`` by (rank, stage); ``optimizer`` by stage, then layer.
+    """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
+    accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
+    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.shards`). ``optimizer``: by stage, the
+    state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
 
-    ``compute`` is ``master`` itself when both have one dtype; when they differ, ZeRO-1 keeps masters as buckets
-    (:mod:`jaxpipe.train.shards`) on the primary ranks only. ``acc`` is all zeros between steps. A state is consumed by the
-    step that takes it (its buffers are donated).
+    A state is consumed by the step that takes it (its buffers are donated).
     """
 
     step: int
     master: Mapping[Instance, Buffers]
     compute: Mapping[Instance, Buffers]
     acc: Mapping[Instance, Buffers]
-    optimizer: Mapping[int, Mapping[str, Any]]
+    optimizer: Mapping[int, Any]
+    fixed: Mapping[str, Params]
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
-    was applied, the sum of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its weight (NaN where that is
-    0). ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
+    was applied, whether all parameters are finite after it, the sum of weights; ``metrics``, by name, what the loss layer
+    reports: each sum ÷ its weight (NaN where that is 0); ``learning_rate``, if the step knows it. ``timeline``: measured, on
+    recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
 
     loss: jax.Array
     grad_norm: jax.Array
     applied: jax.Array
+    finite: jax.Array
     weight: jax.Array
     metrics: Mapping[str, jax.Array]
+    learning_rate: jax.Array | None
     timeline: Timeline | None
     outputs: StepOutputs
 
@@ -77,37 +88,51 @@ class TrainStep:
 
     Args:
         pipeline: compiled stages on their ranks.
-        optimizer: an optax transformation of one layer's parameters (no clipping by norm: that is global and done here).
+        optimizer: any optax transformation of ``{layer: leaves}``, the trained parameters of the whole model, that can be
+            applied layer by layer (no clipping by norm: that is global and done here). Its update gets the mean loss as
+            ``value``, if it takes that.
         clip_norm: bound on the global gradient norm; 0 for none.
         zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.shards`).
+        learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
+            ``optax.inject_hyperparams`` needs no telling.
+        extra: arguments of the optimizer's update by name, numbers or arrays, which a call may give other values.
 
     Raises:
-        ConfigError: devices would see pieces of parameters, and the optimizer does not treat elements alone.
+        ConfigError: the optimizer mixes layers, or can't be applied; devices would see pieces of parameters, and it does not
+            treat elements alone; there is nothing to train.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        optimizer: optax.GradientTransformation,
+        optimizer: Any,
         *,
         clip_norm: float = 0.0,
         zero1: bool = False,
+        learning_rate: float | optax.Schedule | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._tx = optimizer
+        self._tx, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._shards = {
-            s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1) for s, r in self._primary.items()
+            s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
+            for s, r in self._primary.items()
         }
-        if any(x.chunked or x.tp > 1 for x in self._shards.values()):
-            check_elementwise(optimizer)
+        if not any(x.updated for x in self._shards.values()):
+            raise ConfigError(f"model {pipeline.model.name} has nothing to train: no parameter of it is trainable")
         self.pipeline = pipeline
+        self._reads = {s: taken(x) for s, x in self._shards.items()}
+        self._writes = {s: x.updated for s, x in self._shards.items()}
+        self._optimizers = self._optimizers_for(extra)
+        self._updates = {_kinds(extra): {s: self._compile_update(s, x) for s, x in self._optimizers.items()}}
         self._states = {s: self._stage_state(s) for s in self._primary}
         self._reduce = {s: GradientReduction(x, self._states[s].acc) for s, x in self._shards.items()}
-        self._update = {s: self._compile_update(s) for s in self._primary}
         self._unpack = {s: self._compile_unpack(s) for s in self._primary}
         self._fresh = {s: self._compile_fresh(s) for s in self._primary}
+        self._rate = LearningRate(learning_rate, self._states[0].optimizer)
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(partial(_sum_losses, metrics=pipeline.stages[-1].metrics))
+        self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
@@ -122,41 +147,50 @@ class TrainStep:
         self, params: Mapping[str, Params], optimizer: Mapping[str, Any] | None = None, *, step: int = 0
     ) -> TrainState:
         """Place parameters (whole, by layer name, any float dtype) and optimizer state (as :meth:`by_layer` gives it, from any
-        ranks and devices; fresh unless given) on the ranks.
+        ranks and devices, its classes or plain dicts and lists; fresh unless given) on the ranks.
 
         Raises:
             CheckpointError: layers or leaves are missing, or shapes differ.
         """
         pipe = self.pipeline
-        compute = pipe.place(params, pipe.compute_dtype)
-        master = compute if not pipe.casts else self._masters(params)
+        compute, master = pipe.place(params), self._masters(params)
         acc = {at: pipe.zeros(at) for at in pipe.all_instances}
-        states: dict[int, dict[str, Any]] = {}
+        states: dict[int, Any] = {}
         for s, rank in self._primary.items():
-            if optimizer is None:
-                homes = jax.tree.map(lambda a: a.sharding, self._states[s].optimizer)
-                states[s] = jax.device_put(self._fresh[s](master[(rank, s)]), homes)  # zeros know no device
+            if optimizer is not None:
+                states[s] = self._optimizers[s].place(optimizer)
                 continue
-            layers = pipe.layout(s).layers
-            if missing := [name for name in layers if name not in optimizer]:
-                raise CheckpointError(
-                    f"no optimizer state for layer {min(missing)}; there is one for {', '.join(optimizer)}"
-                )
-            states[s] = self._place_states(s, {name: optimizer[name] for name in layers})
-        state = TrainState(step, master, compute, acc, states)
+            fresh = self._fresh[s](self._taken(s, compute[rank, s]), master[rank, s])
+            states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self._states[s].optimizer))
+        state = TrainState(step, master, compute, acc, states, self._fixed(params))
         for s in self._primary:  # compiles it now, and not at the first checkpoint
             self._unpack[s](self._whole_buffers(s, state))
         return state
 
     def __call__(
-        self, state: TrainState, batch: Batch, key: jax.Array | None = None, *, record: bool = False
+        self,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array | None = None,
+        *,
+        record: bool = False,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[TrainState, StepMetrics]:
-        """Run the pipeline on ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name) and update.
+        """Run the pipeline on ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name) and update. ``extra``:
+        arguments of the optimizer's update; ones of another name or shape than before compile it anew.
 
         Raises:
-            RunError: an instruction failed.
+            RunError: an instruction failed, or the state has been used.
+            ConfigError: the optimizer can't be applied with these arguments.
         """
         pipe = self.pipeline
+        if any(a.is_deleted() for buffers in state.acc.values() for a in buffers):
+            raise RunError(
+                f"the state after step {state.step} is used up: a TrainState is consumed by the step that takes it; keep the "
+                "new one"
+            )
+        extra = {**self._extra, **extra}
+        updates = self._updates_for(extra)
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._primary.items()}
@@ -168,24 +202,24 @@ class TrainStep:
         )
         squares = [reduced[s].square for s in self._primary]
         loss, norm, scale, ok = self._combine(*jax.device_put((squares, loss_sum, weight), first))
-        master, compute = dict(state.master), dict(state.compute)
-        optimizer = dict(state.optimizer)
+        rate = self._rate.before(state.optimizer[0])
+        master, compute, optimizer = dict(state.master), dict(state.compute), dict(state.optimizer)
+        finite = []
         for s, r in self._primary.items():
-            at, shards = (r, s), self._shards[s]
-            local_scale, local_ok = jax.device_put((scale, ok), replicated(pipe.submeshes[r]))
-            params = compute[at] if takes_params(shards, pipe.casts) else []
-            masters = master[at] if pipe.casts else []
-            new = self._update[s](params, masters, reduced[s].grads, optimizer[s], local_scale, local_ok)
-            compute[at], master[at], optimizer[s], zeros = new
+            at, home = (r, s), replicated(pipe.submeshes[r])
+            given = jax.device_put((scale, ok, {"value": loss, **extra}), home)
+            new = updates[s](self._taken(s, compute[at]), master[at], reduced[s].grads, optimizer[s], *given)
+            buffers, master[at], optimizer[s], zeros, all_finite = new
+            compute[at] = _with_buffers(compute[at], self._writes[s], buffers)
             acc[at] = zeros or reduced[s].acc
-        self._share(compute)
-        if not pipe.casts:
-            master = compute
-        elif not self._chunked:
-            self._share(master)
+            finite.append(all_finite)
+        self._ties.spread(compute)
+        pipe.copy_to_replicas(compute)
         timeline = pipe.measured_timeline(outputs) if record else None
-        metrics = StepMetrics(loss, norm, ok, weight, reported, timeline, outputs)
-        return TrainState(state.step + 1, master, compute, acc, optimizer), metrics
+        rate = self._rate.after(optimizer[0]) if rate is None else rate
+        all_finite = self._all(jax.device_put(finite, first))
+        metrics = StepMetrics(loss, norm, ok, all_finite, weight, reported, rate, timeline, outputs)
+        return TrainState(state.step + 1, master, compute, acc, optimizer, state.fixed), metrics
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
         """Master parameters and optimizer state by layer name, whole, each parameter once: what a checkpoint stores. The same
@@ -193,19 +227,28 @@ class TrainStep:
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
         for s, r in self._primary.items():
-            shards, at = self._shards[s], (r, s)
-            whole = self.pipeline.owned(s, self._unpack[s](self._whole_buffers(s, state)))
-            if self.pipeline.casts and shards.chunked:  # whole has what is not trained
-                whole = self.pipeline.with_owned(whole, shards.host_tree(state.master[at]))
-            params.update(whole)
-            gather = shards.host_whole if shards.chunked else _as_it_is
-            optimizer.update(shards.on_states(self._tx, state.optimizer[s], gather, lambda other: other))
+            shards = self._shards[s]
+            leaves = dict(zip(shards.updated_slots, self._unpack[s](self._whole_buffers(s, state)), strict=True))
+            if shards.chunked:
+                leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
+            trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
+            params |= {name: merged(state.fixed[name], tree) for name, tree in trained.items()}
+            optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
         return params, optimizer
 
+    def optimizer_shapes(self) -> dict[str, Any]:
+        """Shapes of the optimizer state by layer, as :meth:`by_layer` gives it."""
+        return {name: shapes for x in self._optimizers.values() for name, shapes in x.shapes().items()}
+
+    def _taken(self, stage: int, params: Buffers) -> Buffers:
+        """Of a stage's parameter buffers, those that its update reads."""
+        return [params[i] for i in self._reads[stage]]
+
     def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
-        """A stage's master parameters; those that are computed with where masters are divided over dp."""
-        at = (self._primary[stage], stage)
-        return state.compute[at] if self.pipeline.casts and self._shards[stage].chunked else state.master[at]
+        """The buffers that a stage updates, masters in place of what is computed with unless they are divided over dp."""
+        at, shards = (self._primary[stage], stage), self._shards[stage]
+        masters = {} if shards.chunked else dict(zip(shards.mastered, state.master[at], strict=True))
+        return [masters.get(i, state.compute[at][i]) for i in shards.updated]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +263,7 @@ class TrainStep:
     def costs_with_state(self) -> CostProfile:
         """The pipeline's costs with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
         costs, states = self.pipeline.costs, self.stage_states()
-        more = [s.optimizer_bytes + s.master_bytes * self.pipeline.casts for s in states.values()]
+        more = [s.optimizer_bytes + s.master_bytes for s in states.values()]
         return replace(
             costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
         )
@@ -231,14 +274,20 @@ class TrainStep:
 
     def _stage_state(self, stage: int) -> StageState:
         pipe, shards = self.pipeline, self._shards[stage]
-        buckets = [shards.bucket_aval(i, pipe.master_dtype) for i in shards.bucketed] if shards.chunked else []
-        leaves = shards.whole_avals(pipe.master_dtype)
-        fresh = {name: jax.eval_shape(self._tx.init, tree) for name, tree in leaves.items()}
+        functions = pipe.functions[pipe.primary(stage)]
+
+        def master(i: int) -> jax.ShapeDtypeStruct:
+            b = functions.param_avals[i]
+            whole = jax.ShapeDtypeStruct(b.shape, shards.master, sharding=b.sharding)
+            return shards.bucket_aval(i) if shards.chunked else whole
+
         return StageState(
-            master=buckets if shards.chunked and pipe.casts else master_avals(pipe, stage),
-            acc=pipe.functions[pipe.primary(stage)].acc_avals,
-            optimizer=shards.on_states(self._tx, fresh, shards.leaf_aval, shards.same_aval),
-            grads=buckets,
+            params=[functions.param_avals[i] for i in self._reads[stage]],
+            master=[master(i) for i in shards.mastered],
+            made=[functions.param_avals[i] for i in shards.mastered],
+            acc=functions.acc_avals,
+            optimizer=self._optimizers[stage].avals,
+            grads=[shards.bucket_aval(i) for i in shards.updated] if shards.chunked else [],
             divided=shards.chunked,
         )
 
@@ -246,13 +295,13 @@ class TrainStep:
         """Of the update, with the reduction before it where that is a program of its own."""
         if stage in self._footprints:
             return self._footprints[stage]
-        pipe, state, shards = self.pipeline, self._states[stage], self._shards[stage]
+        state, shards = self._states[stage], self._shards[stage]
         dtype = state.acc[0].dtype if state.acc else jnp.float32
-        scale, ok = (shards.same_aval(jax.ShapeDtypeStruct((), d)) for d in (dtype, jnp.bool_))
-        params = list(pipe.functions[pipe.primary(stage)].param_avals) if takes_params(shards, pipe.casts) else []
-        masters = list(state.master) if pipe.casts else []
+        scale, ok = (shards.same_aval(jax.ShapeDtypeStruct(*a)) for a in (((2,), dtype), ((), jnp.bool_)))
+        extra = jax.tree.map(shards.same_aval, _shapes(self._extra))
         grads = list(state.grads) if shards.chunked else list(state.acc)
-        lowered = self._update[stage].lower(params, masters, grads, state.optimizer, scale, ok)
+        update = self._updates[_kinds(self._extra)][stage]
+        lowered = update.lower(list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra)
         found = compiled_footprint(lowered.compile())
         if shards.mesh.size > 1:
             before = compiled_footprint(self._reduce[stage].function.lower(list(state.acc)).compile())
@@ -279,92 +328,99 @@ class TrainStep:
         at = (self._primary[stage], stage)
         return self._reduce[stage].read(outputs.reduced[at]) if at in outputs.reduced else self._reduce[stage](acc)
 
-    @property
-    def _chunked(self) -> bool:
-        return any(x.chunked for x in self._shards.values())
-
-    def _share(self, buffers: dict[Instance, Buffers]) -> None:
-        """Give updated parameters to tied copies, and then to replicas."""
-        self._ties.spread(buffers)
-        self.pipeline.copy_to_replicas(buffers)
-
     def _masters(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
-        """Master parameters on the ranks: buffers, or buckets where they are divided over dp."""
-        pipe = self.pipeline
-        if not self._chunked:
-            return pipe.place(params, pipe.master_dtype)
-        return {
-            (r, s): [
-                jax.device_put(self._shards[s].host_bucket(params, i).astype(aval.dtype), aval.sharding)
-                for i, aval in zip(self._shards[s].bucketed, self._states[s].master, strict=True)
-            ]
-            for s, r in self._primary.items()
-        }
+        """Master parameters on the primary ranks: buffers, or buckets where they are divided over dp."""
+        placed = {}
+        for s, r in self._primary.items():
+            shards, avals = self._shards[s], self._states[s].master
+            if shards.chunked:
+                made: Any = [shards.host_bucket(params, i).astype(shards.master) for i in shards.mastered]
+            else:
+                whole = self.pipeline.packed(s, params, shards.master) if shards.mastered else []
+                made = [whole[i] for i in shards.mastered]
+            placed[(r, s)] = [jax.device_put(b, a.sharding) for b, a in zip(made, avals, strict=True)]
+        return placed
 
-    def _place_states(self, stage: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Whole optimizer states of layers on the devices of their rank.
+    def _fixed(self, params: Mapping[str, Params]) -> dict[str, Params]:
+        """Copies of the parameters that are not trained."""
+        fixed: dict[str, Params] = {layer.name: {} for layer in self.pipeline.model.layers}
+        for shards in self._shards.values():
+            layout = shards.layout
+            for slot in layout.slots:
+                if not layout.trains(slot) and (slot.layer, slot.path) not in layout.shared:
+                    dtype = shards.master if jnp.issubdtype(slot.dtype, jnp.floating) else slot.dtype
+                    insert_leaf(fixed[slot.layer], slot.path, np.array(get_leaf(params[slot.layer], slot.path), dtype))
+        return fixed
 
-        Raises:
-            CheckpointError: they are of another optimizer or model.
-        """
-        shards = self._shards[stage]
-        if shards.mesh.size == 1:
-            placed: dict[str, Any] = jax.device_put(dict(given), replicated(shards.mesh))
-            return placed
+    def _optimizers_for(self, extra: Mapping[str, Any]) -> dict[int, StageOptimizer]:
+        """The optimizer of each stage, with arguments like ``extra``."""
+        return stage_optimizers(self._tx, self._shards, _shapes(extra))
 
-        def put(leaf: Any, slot: LeafSlot) -> Any:
-            if tuple(leaf.shape) != slot.whole_shape(shards.tp):
-                raise ValueError(f"{slot} has shape {tuple(leaf.shape)}, the model wants {slot.whole_shape(shards.tp)}")
-            aval = shards.leaf_aval(leaf, slot)
-            return jax.device_put(shards.host_chunk(leaf, slot) if shards.chunked else leaf, aval.sharding)
+    def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, Any]:
+        """The compiled updates for arguments like ``extra``."""
+        kinds = _kinds(extra)
+        if kinds not in self._updates:
+            optimizers = self._optimizers_for(extra)
+            if any(x.leaves != self._optimizers[s].leaves for s, x in optimizers.items()):
+                raise ConfigError(
+                    f"the optimizer keeps another state with the arguments {', '.join(extra)}; give them to TrainStep"
+                )
+            self._updates[kinds] = {s: self._compile_update(s, x) for s, x in optimizers.items()}
+        return self._updates[kinds]
 
-        try:
-            return shards.on_states(self._tx, given, put, partial(jax.device_put, device=replicated(shards.mesh)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"the optimizer state of stage {stage} does not fit: {reason}") from error
-
-    def _compile_update(self, stage: int) -> Any:
-        cast_to = self.pipeline.compute_dtype if self.pipeline.casts else None
-        state = self._states[stage]
-        return compile_update(self._shards[stage], self._tx, state.acc, state.optimizer, cast_to)
+    def _compile_update(self, stage: int, optimizer: StageOptimizer) -> Any:
+        acc = self.pipeline.functions[self.pipeline.primary(stage)].acc_avals
+        return compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
 
     def _compile_unpack(self, stage: int) -> Any:
-        """From parameter buffers to whole leaves by layer, split ones still on their shards."""
+        """From the buffers that a stage updates to whole leaves, split ones still on their shards."""
         shards, layout = self._shards[stage], self.pipeline.layout(stage)
 
-        def unpack(buffers: Buffers) -> dict[str, Params]:
-            return layout.tree(layout.unpack_leaves(buffers), ties=False)
+        def unpack(buffers: Buffers) -> list[jax.Array]:
+            given = dict(zip(shards.updated, buffers, strict=True))
+            leaves = layout.unpack_leaves([given.get(i) for i in range(len(layout.buffers))])
+            return [leaf for leaf, slot in zip(leaves, layout.slots, strict=True) if shards.updates(slot)]
 
-        specs = layout.tree([shards.whole_spec(slot) for slot in layout.slots], ties=False)
-        return on_rank(unpack, shards.mesh, (shards.buffer_specs,), specs)
+        given = [shards.buffer_spec(i) for i in shards.updated]
+        return on_rank(unpack, shards.mesh, (given,), [shards.whole_spec(slot) for slot in shards.updated_slots])
 
     def _compile_fresh(self, stage: int) -> Any:
-        """From master parameters, as they are kept, to optimizer states by layer."""
-        shards, tx = self._shards[stage], self._tx
-        in_buckets = shards.chunked and self.pipeline.casts
-
-        def fresh(master: Buffers) -> dict[str, Any]:
-            if shards.chunked:
-                tree = shards.chunks(master if in_buckets else own_buckets(shards, master))
-            else:
-                tree = shards.tree(shards.layout.unpack_leaves(master))
-            return {name: tx.init(leaves) for name, leaves in tree.items()}
-
-        given = [shards.bucket_spec(i) for i in shards.bucketed] if in_buckets else shards.buffer_specs
-        return on_rank(fresh, shards.mesh, (given,), shards.state_specs(tx, self._states[stage].optimizer))
+        """From parameters and masters, as the update takes them, to the optimizer's state."""
+        shards, optimizer = self._shards[stage], self._optimizers[stage]
+        masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
+        given = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
+        fresh = partial(fresh_state, shards, optimizer.part)
+        return on_rank(fresh, shards.mesh, given, optimizer.specs)
 
 
-def _as_it_is(leaf: Any, slot: LeafSlot) -> Any:
-    return leaf
+def _with_buffers(buffers: Buffers, at: Sequence[int], new: Sequence[jax.Array]) -> Buffers:
+    """``buffers`` with others in some places."""
+    changed = dict(zip(at, new, strict=True))
+    return [changed.get(i, b) for i, b in enumerate(buffers)]
 
 
-def trained(tree: Any) -> Any:
-    """A nested dict without its integer leaves, which no optimizer changes."""
-    if not isinstance(tree, Mapping):
-        return tree
-    kept = {k: trained(v) for k, v in tree.items()}
-    return {k: v for k, v in kept.items() if isinstance(v, Mapping) or jnp.issubdtype(v.dtype, jnp.inexact)}
+def _shapes(extra: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the arguments that an update gets, the mean loss with them.
+
+    Raises:
+        ConfigError: one is not a number or an array.
+    """
+    shapes = {}
+    for name, value in {"value": 0.0, **extra}.items():
+        try:
+            aval = jax.typeof(value)
+        except TypeError:
+            kind = type(value).__name__
+            raise ConfigError(
+                f"extra argument {name!r} of the optimizer is a {kind}; want a number or an array"
+            ) from None
+        shapes[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return shapes
+
+
+def _kinds(extra: Mapping[str, Any]) -> Hashable:
+    """Equal for arguments of the same names, shapes and dtypes."""
+    return tuple((name, a.shape, a.dtype) for name, a in sorted(_shapes(extra).items()))
 
 
 def _sum_losses(
@@ -378,9 +434,15 @@ def _sum_losses(
 def _combine(
     squares: Sequence[jax.Array], loss_sum: jax.Array, weight: jax.Array, *, clip_norm: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Mean loss, norm of the mean gradient, factor for the summed gradient, and whether the step is finite."""
+    """Mean loss, norm of the mean gradient, the factors (first one, then the other) of the summed gradient, and whether the
+    step is finite. Of a gradient whose squares overflow, norm and factors come from :data:`SHRUNK` ones."""
     total = jnp.where(weight > 0, weight, 1.0)
-    norm = jnp.sqrt(sum(squares, start=jnp.zeros((), squares[0].dtype))) / total
-    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0)
+    plain, shrunk = jnp.sqrt(sum(squares, start=jnp.zeros(2, squares[0].dtype)))
+    large = jnp.isinf(plain)
+    norm = jnp.where(large, shrunk / total / SHRUNK, plain / total)
     shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm > 0 else jnp.ones_like(norm)
-    return loss_sum / total, norm, jnp.where(ok, shrink / total, 0.0), ok
+    twice = large & (shrink < 1)
+    first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
+    normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero
+    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & normal
+    return loss_sum / total, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok

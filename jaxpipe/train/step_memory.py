@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
 from jaxpipe.runtime.pipeline import Pipeline
@@ -24,11 +23,13 @@ from jaxpipe.stage.footprint import Footprint, device_bytes, total_device_bytes
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What the update of one stage takes, as shapes on the stage's primary rank. ``grads``: what gradients take beside the
-    accumulators once they are reduced. ``divided``: over dp (ZeRO-1), so that masters in a wider dtype are buckets, and on the
-    primary rank only."""
+    """What the update of one stage takes, as shapes on the stage's primary rank. ``params``: parameter buffers that it reads
+    and replaces; ``master``: masters, and ``made``, the parameter buffers that it makes of them; ``grads``: what gradients take
+    beside the accumulators once they are reduced. ``divided``: over dp (ZeRO-1)."""
 
+    params: Sequence[jax.ShapeDtypeStruct]
     master: Sequence[jax.ShapeDtypeStruct]
+    made: Sequence[jax.ShapeDtypeStruct]
     acc: Sequence[jax.ShapeDtypeStruct]
     optimizer: Any
     grads: Sequence[jax.ShapeDtypeStruct] = ()
@@ -43,16 +44,6 @@ class StageState:
         return sum(device_bytes(leaf) for leaf in jax.tree.leaves(self.optimizer))
 
 
-def master_avals(pipeline: Pipeline, stage: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of a stage's master buffers on its primary rank."""
-
-    def aval(b: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dtype = pipeline.master_dtype if jnp.issubdtype(b.dtype, jnp.floating) else b.dtype
-        return jax.ShapeDtypeStruct(b.shape, dtype, sharding=b.sharding)
-
-    return [aval(b) for b in pipeline.functions[pipeline.primary(stage)].param_avals]
-
-
 def step_memory(
     pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint], *, workspace: bool = True
 ) -> MemoryReport:
@@ -63,13 +54,12 @@ def step_memory(
         updates: by stage, the compiled update.
         workspace: count temporaries.
     """
-    casts = pipeline.casts
     resident: dict[int, dict[Kind, int]] = {}
     for s, ranks in pipeline.instances.items():
         for r in ranks:
-            held = resident.setdefault(r, {"masters": 0, "optimizer": 0, "code": 0})
-            held["masters"] += states[s].master_bytes if casts and (r == ranks[0] or not states[s].divided) else 0
+            resident.setdefault(r, {"masters": 0, "optimizer": 0, "code": 0})
         primary = resident[ranks[0]]
+        primary["masters"] += states[s].master_bytes
         primary["optimizer"] += states[s].optimizer_bytes
         primary["code"] += updates[s].code_bytes if workspace else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
@@ -88,7 +78,6 @@ def _update(
 ) -> dict[Kind, int]:
     """Bytes by kind on a rank while its stages are updated."""
     rank = before.rank
-    casts = pipeline.casts
     here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
     shared = [s for s in here if len(pipeline.instances[s]) > 1]
     held: dict[Kind, int] = {k: n for k, n in resident.items() if n}
@@ -97,42 +86,36 @@ def _update(
     held["code"] = before.peaks.get("code", 0)
     acc = {s: total_device_bytes(states[s].acc) for s in here}
     sums = sum(acc[s] for s in shared) + max((acc[s] for s in shared if pipeline.primary(s)[0] == rank), default=0)
-    copies = {
-        s: total_device_bytes(master_avals(pipeline, s))
-        for s in shared
-        if pipeline.primary(s)[0] != rank and not (casts and states[s].divided)
-    }
     primaries = [s for s in here if pipeline.primary(s)[0] == rank]
     held["gradients"] += sums + sum(total_device_bytes(states[s].grads) for s in primaries)
-    held["masters" if casts else "parameters"] = held.get("masters" if casts else "parameters", 0) + sum(
-        copies.values()
+    held["parameters"] += sum(  # new buffers beside the old
+        total_device_bytes(states[s].made if s in primaries else _trained(pipeline, (rank, s))) for s in here
     )
-    if casts:
-        held["parameters"] += sum(total_device_bytes(pipeline.functions[(rank, s)].param_avals) for s in here)
     held["communication"] = _tied_bytes(pipeline, rank)
     if workspace:
         held["temporaries"] = max((_workspace(updates[s], states[s]) for s in here), default=0)
     return {k: n for k, n in held.items() if n}
 
 
+def _trained(pipeline: Pipeline, instance: tuple[int, int]) -> Sequence[jax.ShapeDtypeStruct]:
+    functions = pipeline.functions[instance]
+    return functions.param_avals[: functions.layout.num_trained]
+
+
 def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
     """Leaves that are carried between this rank and others, so that tied copies stay equal: gradients, then values."""
-    itemsize = pipeline.master_dtype.itemsize
-    sizes = {
-        tie: next(
-            slot.size * itemsize
-            for slot in pipeline.layout(tie.owner_stage).slots
-            if (slot.layer, *slot.path) == tie.owner_path
-        )
-        for tie in pipeline.tied
-    }
+    sizes = {}
+    for tie in pipeline.tied:
+        layout = pipeline.layout(tie.owner_stage)
+        slot = next(slot for slot in layout.slots if (slot.layer, *slot.path) == tie.owner_path)
+        sizes[tie] = slot.size * pipeline.master_dtype.itemsize if layout.trains(slot) else 0
     ends = [(pipeline.primary(s)[0], n) for tie, n in sizes.items() for s in (tie.owner_stage, tie.copy_stage)]
     return sum(n for home, n in ends if home == rank)
 
 
 def _workspace(update: Footprint, state: StageState) -> int:
-    """What an update allocates beside the new compute copies: XLA's temporaries, and what it does not write in place."""
-    donated = state.master_bytes + state.optimizer_bytes
+    """What an update allocates beside new parameter buffers: XLA's temporaries, and what it does not write in place."""
+    donated = state.master_bytes + state.optimizer_bytes + total_device_bytes(state.params)
     if not state.divided:
         donated += total_device_bytes(state.acc)
     return update.temp_bytes + max(0, donated - update.alias_bytes)

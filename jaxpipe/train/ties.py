@@ -25,7 +25,7 @@ Buffers = list[jax.Array]
 
 
 class TiedLeaves:
-    """Exchanges between the primary instances of the stages that share a leaf.
+    """Exchanges between the primary instances of the stages that share a leaf that is trained.
 
     Raises:
         StageError: a leaf lies differently on the shards of its two stages.
@@ -33,7 +33,8 @@ class TiedLeaves:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipe = pipeline
-        self._slots = {tie: _slots(pipeline, tie) for tie in pipeline.tied}
+        slots = {tie: _slots(pipeline, tie) for tie in pipeline.tied}
+        self._slots = {t: pair for t, pair in slots.items() if pipeline.layout(t.owner_stage).trains(pair[0])}
         self._take_grad = {t: self._taker(t.copy_stage, copy, "acc") for t, (_, copy) in self._slots.items()}
         self._add = {t: self._putter(t.owner_stage, owner, "acc") for t, (owner, _) in self._slots.items()}
         self._take_value = {t: self._taker(t.owner_stage, owner, "param") for t, (owner, _) in self._slots.items()}
@@ -41,7 +42,7 @@ class TiedLeaves:
 
     def gather(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
         """Accumulators with those of copies added to their owner's. The owner's are donated."""
-        for t in self._pipe.tied:
+        for t in self._slots:
             owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
             leaf = self._carry(self._take_grad[t](acc[copy]), owner[0])
             acc[owner] = list(self._add[t](acc[owner], leaf))
@@ -49,7 +50,7 @@ class TiedLeaves:
 
     def spread(self, buffers: dict[Instance, Buffers]) -> None:
         """Put the owners' values into the copies' parameter buffers, which are donated."""
-        for t in self._pipe.tied:
+        for t in self._slots:
             owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
             leaf = self._carry(self._take_value[t](buffers[owner]), copy[0])
             buffers[copy] = list(self._put[t](buffers[copy], leaf))

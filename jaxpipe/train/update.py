@@ -1,14 +1,13 @@
-"""The optimizer's update of one stage, on the devices of its rank: each layer's parameters by an optax transformation.
+"""The optimizer's update of one stage, on the devices of its rank.
 
 Without ZeRO-1 every device updates its ``tp`` shard of every leaf. With it a device updates its chunks
 (:mod:`jaxpipe.train.shards`) and the new parameters are gathered, in the dtype that is computed with; masters, where they are
-kept beside, stay in chunks. Either way the transformation sees pieces of leaves, so it must treat each element by itself, as
-AdamW, SGD and Lion do; :func:`check_elementwise` refuses others (Adafactor, LAMB, norms), which would compute something else.
+kept beside, stay in chunks. Either way the transformation may see pieces of leaves (:mod:`jaxpipe.train.pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,146 +16,125 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, shape_of
-from jaxpipe.errors import ConfigError
-from jaxpipe.train.reduction import gathered, gradient_tree, on_rank, own_buckets, spec_of
+from jaxpipe.mesh import TP
+from jaxpipe.train.layerwise import OptimizerPart
+from jaxpipe.train.reduction import gathered, gradient_tree, on_rank, own_bucket, spec_of
 from jaxpipe.train.shards import StageShards
 
 Buffers = Sequence[jax.Array]
 
 
 def compile_update(
-    shards: StageShards,
-    tx: optax.GradientTransformation,
-    acc_avals: Sequence[jax.ShapeDtypeStruct],
-    states: Mapping[str, Any],
-    cast_to: Any | None,
+    shards: StageShards, part: OptimizerPart, acc_avals: Sequence[jax.ShapeDtypeStruct], state_specs: Any
 ) -> Any:
-    """``update(params, masters, grads, states, scale, ok) -> (params, masters, states, acc)``, compiled when it first runs.
+    """``update(params, masters, grads, state, scale, ok, extra) -> (params, masters, state, acc, finite)``, compiled when it
+    first runs.
 
-    ``params``: the buffers that are computed with; empty where they do not matter (:func:`takes_params`). ``masters``: in a
-    wider dtype, where ``cast_to`` is that of ``params``; else empty, and ``params`` are updated themselves. ``grads``: as
-    :class:`~jaxpipe.train.reduction.GradientReduction` gives them. ``states``: by layer (here: their shapes). ``scale``: factor
-    of the gradients; ``ok``: whether to change anything. ``acc``: accumulators at zero, in place of ``grads``; empty with
-    ZeRO-1. What is replaced is donated.
+    ``params``: the buffers that :func:`taken` names, then all of :attr:`StageShards.updated`. ``masters``: of
+    :attr:`StageShards.mastered`. ``grads``: as :class:`~jaxpipe.train.reduction.GradientReduction` gives them. ``state``: of
+    the layers in ``part``. ``scale``: ``[2]``, factors of the gradients, one after the other; ``ok``: whether to change
+    anything; ``extra``: arguments of the transformation by name. ``acc``: accumulators at zero, in place of ``grads``; empty
+    with ZeRO-1. ``finite``: whether all new parameters are. What is replaced is donated.
     """
-    buffers, casts = shards.buffer_specs, cast_to is not None
-    buckets = [shards.bucket_spec(i) for i in shards.bucketed]
+    buckets = [shards.bucket_spec(i) for i in shards.updated]
     acc = [spec_of(a) for a in acc_avals]
-    state_specs = shards.state_specs(tx, states)
-    if shards.chunked:
-        masters, grads, zeros = (buckets if casts else []), buckets, []
-    else:
-        masters, grads, zeros = (buffers if casts else []), acc, acc
-    params = buffers if takes_params(shards, casts) else []
-    function = partial(_chunked if shards.chunked else _whole, shards, tx, cast_to)
+    masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
     return on_rank(
-        function,
+        partial(_chunked if shards.chunked else _whole, shards, part),
         shards.mesh,
-        (params, masters, grads, state_specs, P(), P()),
-        (buffers, masters, state_specs, zeros),
+        (
+            [shards.buffer_spec(i) for i in taken(shards)],
+            masters,
+            buckets if shards.chunked else acc,
+            state_specs,
+            *[P()] * 3,
+        ),
+        ([shards.buffer_spec(i) for i in shards.updated], masters, state_specs, [] if shards.chunked else acc, P()),
         donate=(0, 1, 3) if shards.chunked else (0, 1, 2, 3),
     )
 
 
-def takes_params(shards: StageShards, casts: bool) -> bool:
-    """Whether the update reads the parameters that are computed with: not where it makes them anew of whole masters."""
-    return shards.chunked or not casts
+def taken(shards: StageShards) -> tuple[int, ...]:
+    """The parameter buffers that the update reads: not those that it makes anew of whole masters."""
+    return shards.updated if shards.chunked else tuple(i for i in shards.updated if i not in shards.mastered)
 
 
 def _whole(
     shards: StageShards,
-    tx: optax.GradientTransformation,
-    cast_to: Any | None,
+    part: OptimizerPart,
     params: Buffers,
     masters: Buffers,
     grads: Buffers,
-    states: Mapping[str, Any],
+    state: Any,
     scale: jax.Array,
     ok: jax.Array,
+    extra: Mapping[str, Any],
 ) -> Any:
-    layout = shards.layout
-    old = layout.unpack_leaves(masters if cast_to is not None else params)
-    new, new_states = _updated(tx, shards.tree(old), gradient_tree(shards, grads), states, scale, ok)
-    packed = layout.pack_leaves(shards.leaves(new, old))
+    layout, old = shards.layout, _leaves(shards, params, masters)
+    new, new_state = _updated(part, shards.tree(old), gradient_tree(shards, grads), state, scale, ok, extra)
+    packed = dict(zip(shards.updated, layout.pack_leaves(shards.leaves(new, old)), strict=True))
+    computed = [b.astype(layout.buffers[i].dtype) for i, b in packed.items()]
     zeros = [jnp.zeros_like(a) for a in grads]
-    if cast_to is None:
-        return packed, [], new_states, zeros
-    return [_cast(b, cast_to) for b in packed], packed, new_states, zeros
+    return computed, [packed[i] for i in shards.mastered], new_state, zeros, _all_finite(shards, computed)
 
 
 def _chunked(
     shards: StageShards,
-    tx: optax.GradientTransformation,
-    cast_to: Any | None,
+    part: OptimizerPart,
     params: Buffers,
     masters: Buffers,
     grads: Buffers,
-    states: Mapping[str, Any],
+    state: Any,
     scale: jax.Array,
     ok: jax.Array,
+    extra: Mapping[str, Any],
 ) -> Any:
-    old = shards.chunks(masters if cast_to is not None else own_buckets(shards, params))
-    new, new_states = _updated(tx, old, shards.chunks(grads), states, scale, ok)
-    buckets = shards.buckets(new)
-    sent = buckets if cast_to is None else [_cast(b, cast_to) for b in buckets]
-    return gathered(shards, sent, params), buckets if cast_to is not None else [], new_states, []
+    old = _own_chunks(shards, params, masters)
+    new, new_state = _updated(part, old, shards.chunks(grads), state, scale, ok, extra)
+    buckets = dict(zip(shards.updated, shards.buckets(new), strict=True))
+    sent = [b.astype(shards.layout.buffers[i].dtype) for i, b in buckets.items()]
+    computed = gathered(shards, sent, params)
+    return computed, [buckets[i] for i in shards.mastered], new_state, [], _all_finite(shards, computed)
+
+
+def fresh_state(shards: StageShards, part: OptimizerPart, params: Buffers, masters: Buffers) -> Any:
+    """The optimizer's state of fresh parameters, given as to the update."""
+    if shards.chunked:
+        return part.init(_own_chunks(shards, params, masters))
+    return part.init(shards.tree(_leaves(shards, params, masters)))
+
+
+def _leaves(shards: StageShards, params: Buffers, masters: Buffers) -> list[Any]:
+    """Local leaves in slot order, None for those of buffers that are not updated."""
+    given = {**dict(zip(taken(shards), params, strict=True)), **dict(zip(shards.mastered, masters, strict=True))}
+    return shards.layout.unpack_leaves([given.get(i) for i in range(len(shards.layout.buffers))])
+
+
+def _own_chunks(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, Any]:
+    """This device's chunks, by layer."""
+    beside = dict(zip(shards.mastered, masters, strict=True))
+    given = zip(shards.updated, params, strict=True)
+    return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in given])
 
 
 def _updated(
-    tx: optax.GradientTransformation,
+    part: OptimizerPart,
     params: Mapping[str, Any],
     grads: Mapping[str, Any],
-    states: Mapping[str, Any],
+    state: Any,
     scale: jax.Array,
     ok: jax.Array,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """New parameters and states by layer, or the old ones where not ``ok``."""
-    new_params, new_states = {}, {}
-    for name, leaves in params.items():
-        scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads[name], leaves)
-        updates, new_state = tx.update(scaled, states[name], leaves)
-        fresh = optax.apply_updates(leaves, updates)
-        new_params[name] = jax.tree.map(partial(jnp.where, ok), fresh, leaves)
-        new_states[name] = jax.tree.map(partial(jnp.where, ok), new_state, states[name])
-    return new_params, new_states
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """New parameters by layer and new state, or the old ones where not ``ok``."""
+    scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), grads, params)
+    updates, new_state = part.update(scaled, state, params, extra)
+    fresh = optax.apply_updates(params, updates)
+    keep = partial(jnp.where, ok)
+    return jax.tree.map(keep, fresh, params), jax.tree.map(keep, new_state, state)
 
 
-def _cast(buffer: jax.Array, dtype: Any) -> jax.Array:
-    return buffer.astype(dtype) if jnp.issubdtype(buffer.dtype, jnp.floating) else buffer
-
-
-# -- which transformations may see pieces ---------------------------------------------------------------------------------
-
-_MIXING = ("reduce", "cum", "arg", "sort", "dot_general", "conv", "random", "threefry", "iota", "fft", "top_k", "rev")
-
-
-def check_elementwise(tx: optax.GradientTransformation) -> None:
-    """Refuse a transformation in which one element's update depends on another's, or on where it is.
-
-    Raises:
-        ConfigError: it does; names the operation.
-    """
-    probe = {"matrix": jnp.zeros((3, 5)), "vector": jnp.zeros(7)}
-    state = jax.eval_shape(tx.init, probe)
-    closed = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(probe, state, probe)
-    for eqn in _equations(closed.jaxpr):
-        read = {shape for v in eqn.invars if (shape := shape_of(v))}
-        made = {shape for v in eqn.outvars if (shape := shape_of(v))}
-        mixes = eqn.primitive.name.startswith(_MIXING) and (read or made)
-        if mixes or (read and made != read):
-            raise ConfigError(
-                f"the optimizer uses {eqn.primitive.name} across a parameter's elements, and with zero1 or tp above 1 a device "
-                "sees only a piece of each: use one that treats elements alone (AdamW, SGD, Lion), or zero1=false and tp=1"
-            )
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations, those of called functions in place of the calls."""
-    for eqn in jaxpr.eqns:
-        inner = [v for v in eqn.params.values() if isinstance(v, ClosedJaxpr)]
-        if inner:
-            for closed in inner:
-                yield from _equations(closed.jaxpr)
-        else:
-            yield eqn
+def _all_finite(shards: StageShards, buffers: Buffers) -> jax.Array:
+    """Whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of dp."""
+    bad = sum((jnp.sum(~jnp.isfinite(b)) for b in buffers), start=jnp.zeros((), jnp.int32))
+    return (jax.lax.psum(bad, TP) if shards.tp > 1 else bad) == 0

@@ -1,0 +1,130 @@
+"""Optimizer state by layer: which leaf belongs to which layer, the state of some layers alone, and stored states fitted to it.
+
+A node of the state is *like the parameters* if it is a dict with a key for each layer: what is under a layer's key belongs to
+that layer. The state of some layers has those keys only, as if the transformation had been given these layers and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.stage.layer import Path
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLeaf:
+    """An array of the state. ``names``: its path. ``layer``: the one that it belongs to; None: each layer has it. ``param``: in
+    the layer, the path of the parameter in whose place it stands, if it does."""
+
+    names: Path
+    layer: str | None
+    param: Path | None
+    aval: jax.ShapeDtypeStruct
+
+    def __str__(self) -> str:
+        return "/".join(self.names)
+
+
+def state_leaves(state: Any, params: Tree) -> list[StateLeaf]:
+    """The leaves of a state (shapes), in order. ``params``: what it is the state of."""
+    paths = {name: {names for names, _ in named_leaves(tree)} for name, tree in params.items()}
+
+    def walk(node: Any, names: Path, layer: str | None, inside: Path) -> Iterator[StateLeaf]:
+        if isinstance(node, jax.ShapeDtypeStruct):
+            starts = (inside[:n] for n in range(len(inside), -1, -1))
+            param = next((p for p in starts if p in paths[layer]), None) if layer is not None else None
+            yield StateLeaf(names, layer, param, node)
+            return
+        by_layer = layer is None and _is_like(node, params)
+        children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+        for name, child in ((_name(keys[0]), child) for keys, child in children):
+            within = inside if layer is None else (*inside, name)
+            yield from walk(child, (*names, name), name if by_layer else layer, () if by_layer else within)
+
+    return list(walk(state, (), None, ()))
+
+
+def of_layers(state: Any, layers: Collection[str], every: Collection[str], owners: Sequence[str | None]) -> Any:
+    """The state of ``layers`` alone, of one whose leaves are numbers. ``every``: all layers; ``owners``: by number, the layer
+    that the leaf belongs to."""
+
+    def stays(number: int) -> bool:
+        return owners[number] is None or owners[number] in layers
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, int):
+            return node if stays(node) else None
+        if _is_like(node, every):
+            return {
+                k: walk(child) for k, child in node.items() if k in layers or any(map(stays, jax.tree.leaves(child)))
+            }
+        children, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        return jax.tree.unflatten(structure, map(walk, children))
+
+    return walk(state)
+
+
+def fitted(leaves: Sequence[StateLeaf], layers: Sequence[str], given: Tree) -> list[Any]:
+    """The values of the leaves of the state of ``layers``, out of ``given``: states by layer, also as plain dicts and lists.
+
+    States that jaxpipe 0.1.0 stored had no layer's name in their paths; they fit as well.
+
+    Raises:
+        CheckpointError: they are of another optimizer or model.
+    """
+    if missing := [layer for layer in layers if layer not in given]:
+        raise CheckpointError(f"no optimizer state for layer {min(missing)}; there is one for {', '.join(given)}")
+    have = {layer: dict(named_leaves(given[layer])) for layer in layers}
+    values = []
+    for leaf in leaves:
+        found = [_value_of(layer, have[layer], leaf) for layer in ([leaf.layer] if leaf.layer is not None else layers)]
+        if not all(np.allclose(np.asarray(found[0]), np.asarray(a), rtol=1e-5, equal_nan=True) for a in found[1:]):
+            raise _misfit(layers[0], f"has another {leaf} than other layers")
+        values.append(found[0])
+    for layer, rest in have.items():
+        if rest:
+            raise _misfit(layer, f"has {'/'.join(min(rest))}, which the optimizer does not")
+    return values
+
+
+def _value_of(layer: str, have: dict[Path, Any], leaf: StateLeaf) -> Any:
+    """The value of a leaf, taken out of what a layer has."""
+    names, aval = leaf.names, leaf.aval
+    unnamed = (names[:k] + names[k + 1 :] for k, name in enumerate(names) if name == layer)
+    found = next((path for path in (names, *unnamed) if path in have), None)
+    if found is None:
+        raise _misfit(layer, f"has no {leaf}")
+    value = have.pop(found)
+    value = value if hasattr(value, "dtype") else np.asarray(value, aval.dtype)
+    if tuple(value.shape) != tuple(aval.shape) or value.dtype != aval.dtype:
+        wants = f"{value.dtype}{list(value.shape)}, the optimizer wants {aval.dtype}{list(aval.shape)}"
+        raise _misfit(layer, f"has {leaf} as {wants}")
+    return value
+
+
+def _misfit(layer: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer state of layer {layer} {what}; go on with the optimizer that it was made by, or start with a fresh one"
+    )
+
+
+def named_leaves(tree: Any) -> list[tuple[Path, Any]]:
+    """The leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(_name(key) for key in keys), leaf) for keys, leaf in found]
+
+
+def _name(key: Any) -> str:
+    return str(next(getattr(key, attribute) for attribute in ("key", "name", "idx") if hasattr(key, attribute)))
+
+
+def _is_like(node: Any, layers: Collection[str]) -> bool:
+    return isinstance(node, dict) and len(node) == len(layers) and all(name in node for name in layers)

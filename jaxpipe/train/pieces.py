@@ -1,0 +1,180 @@
+"""Whether a transformation of pieces of parameters gives the pieces of what it gives for the whole.
+
+With ``tp`` above 1 or ZeRO-1 a device holds a piece of a parameter, and the transformation sees only that. Both programs, of
+whole leaves and of pieces, are traced and walked side by side. Every value is the *same* in both (counts, rates, parameters
+that are not divided), *uniform* (one number in each element) or a *piece*; equations on pieces must be the same in both and
+treat each element by itself, on operands that are divided alike. Anything else is refused: Adafactor's factors where it makes
+any (from 128 rows on), norms, noise, sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape_of
+from jaxpipe.errors import ConfigError
+from jaxpipe.stage.identity import array_key, value_key
+from jaxpipe.stage.inline import FlatJaxpr
+from jaxpipe.stage.layer import Path
+from jaxpipe.train.dataflow import part_of
+from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
+from jaxpipe.train.optimizer_state import StateLeaf
+
+Place = tuple[str, Path]
+"""Of a parameter: layer and path."""
+Division = Mapping[Place, Hashable]
+"""Of each parameter that is divided: equal for those of one shape that are divided alike."""
+
+_SAME, _UNIFORM, _DIFFERENT = "same", "uniform", "different"
+_ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+    "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem",
+    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
+    "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
+})  # fmt: skip
+
+
+def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
+    """Refuse a transformation of which devices that hold pieces would compute something else.
+
+    Args:
+        whole: traced on whole parameters.
+        local: traced on what a device holds of each.
+        division: the parameters that are divided.
+
+    Returns:
+        By leaf of the state, the parameter that it is divided like, or None.
+
+    Raises:
+        ConfigError: names the operation.
+    """
+    places = _places(whole.params)
+    leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
+    shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places, leaves, strict=True)}
+
+    def divided_like(leaf: StateLeaf, piece: StateLeaf) -> Place | None:
+        at = (leaf.layer or "", leaf.param or ())
+        return at if at in division and (leaf.aval.shape, piece.aval.shape) == shapes[at] else None
+
+    divided = tuple(divided_like(a, b) for a, b in zip(whole.leaves, local.leaves, strict=True))
+    params = [division.get(at, _SAME) for at in places]
+    state = [_SAME if at is None else division[at] for at in divided]
+    extra = [_SAME] * len(jax.tree.leaves(whole.extra))
+    _check(whole.start, local.start, params, state)
+    _check(whole.update, local.update, [*params, *state, *params, *extra], [*params, *state])
+    return divided
+
+
+def _check(whole: FlatJaxpr, local: FlatJaxpr, given: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:
+    """Compare two programs whose inputs are of the kinds ``given``, and whose results must be of those ``wanted``."""
+    pair = _Pair(part_of(whole, whole.invars, whole.outvars), part_of(local, local.invars, local.outvars), given)
+    for a, b, kind, want in zip(whole.outvars, local.outvars, pair.results(), wanted, strict=True):
+        number = kind == _UNIFORM or (kind == _SAME and not shape_of(a))
+        if kind != want and not (number and (want != _SAME or shape_of(a) == shape_of(b))):
+            _refuse(pair.maker.get(a) if isinstance(a, Var) else None)
+
+
+def _places(params: Mapping[str, Any]) -> list[Place]:
+    found = jax.tree_util.tree_leaves_with_path(params)
+    return [(keys[0].key, tuple(k.key for k in keys[1:])) for keys, _ in found]
+
+
+class _Pair:
+    """A jaxpr of whole values and the same of pieces. ``kinds``: of the first one's variables; ``twin``: what stands for them
+    in the second. A number that is only spread over a shape counts as the number."""
+
+    def __init__(self, whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable]) -> None:
+        self.whole, self.local = whole, local
+        self.kinds: dict[Var, Hashable] = dict(zip(whole.jaxpr.invars, given, strict=True))
+        self.twin: dict[Var, Atom] = dict(zip(whole.jaxpr.invars, local.jaxpr.invars, strict=True))
+        self.maker = {v: eqn for eqn in whole.jaxpr.eqns for v in eqn.outvars}
+        self._spread: dict[Var, Atom] = {}
+        for (v, c), (w, d) in zip(_consts(whole), _consts(local), strict=False):
+            if array_key(c) == array_key(d):
+                self.kinds[v], self.twin[v] = _SAME, w
+
+    def results(self) -> list[Hashable]:
+        """The kinds of the results, which must be those of the second program."""
+        eqns = [self._without_spreading(p.jaxpr.eqns) for p in (self.whole, self.local)]
+        for a, b in zip(*eqns, strict=False):
+            alike = a.primitive is b.primitive and len(a.invars) == len(b.invars)
+            if not alike or not all(map(self._stands_for, a.invars, b.invars)):
+                _refuse(a)
+            self.kinds.update(zip(a.outvars, self._through(a, b), strict=True))
+            self.twin.update(zip(a.outvars, b.outvars, strict=True))
+        if len(eqns[0]) != len(eqns[1]):
+            _refuse(max(eqns, key=len)[min(map(len, eqns))])
+        outvars = zip(self.whole.jaxpr.outvars, self.local.jaxpr.outvars, strict=True)
+        return [self._kind(a) if self._stands_for(a, b) else _DIFFERENT for a, b in outvars]
+
+    def _without_spreading(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+        kept = []
+        for eqn in eqns:
+            if eqn.primitive.name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
+                self._spread[eqn.outvars[0]] = self._number(eqn.invars[0])
+            else:
+                kept.append(eqn)
+        return kept
+
+    def _number(self, atom: Atom) -> Atom:
+        return self._spread.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def _kind(self, atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return _UNIFORM
+        return _UNIFORM if atom in self._spread else self.kinds.get(atom, _DIFFERENT)
+
+    def _stands_for(self, whole: Atom, local: Atom) -> bool:
+        a, b = self._number(whole), self._number(local)
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            return isinstance(a, Literal) and isinstance(b, Literal) and value_key(a.val) == value_key(b.val)
+        return self.twin.get(a) is b
+
+    def _through(self, a: JaxprEqn, b: JaxprEqn) -> list[Hashable]:
+        """The kinds of an equation's results."""
+        kinds = [self._kind(atom) for atom in a.invars]
+        pieces = set(kinds) - {_SAME, _UNIFORM}
+        if a.primitive.name == "cond" and kinds[0] in (_SAME, _UNIFORM):
+            pairs = zip(a.params["branches"], b.params["branches"], strict=True)
+            branches = [_Pair(*pair, kinds[1:]).results() for pair in pairs]
+            return [_either(a, each) for each in zip(*branches, strict=True)]
+        if value_key(a.params) != value_key(b.params):
+            _refuse(a)
+        if not pieces and _shapes(a) == _shapes(b):
+            return [_SAME] * len(a.outvars)
+        alone = all(kind != _SAME or not shape_of(atom) for kind, atom in zip(kinds, a.invars, strict=True))
+        if a.primitive.name not in _ELEMENTWISE or not alone or len(pieces) > 1:
+            _refuse(a)
+        return [pieces.pop() if pieces else _UNIFORM]
+
+
+def _consts(closed: ClosedJaxpr) -> list[tuple[Var, Any]]:
+    return list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def _shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    return [shape_of(a) for a in (*eqn.invars, *eqn.outvars)]
+
+
+def _either(eqn: JaxprEqn, kinds: Sequence[Hashable]) -> Hashable:
+    """The kind of a branch's result."""
+    several = set(kinds)
+    if len(several) > 1:
+        several.discard(_UNIFORM)
+    if len(several) > 1 or _DIFFERENT in several:
+        _refuse(eqn)
+    return several.pop()
+
+
+def _refuse(eqn: JaxprEqn | None) -> NoReturn:
+    function, place = blamed(eqn)
+    what = "makes its state" if eqn is None else f"uses {eqn.primitive.name}"
+    raise ConfigError(
+        f"the optimizer's {function}{place} {what} across a parameter's elements, and with zero1 or tp above 1 a device sees "
+        "only a piece of each: use one that treats elements alone (AdamW, SGD, Lion), or zero1=false and tp=1"
+    )

@@ -1,0 +1,110 @@
+"""The optimizer of one stage's layers, and how its state lies on the devices of the stage's rank.
+
+A leaf of the state that is like a divided parameter is divided as that is (:mod:`jaxpipe.train.shards`,
+:mod:`jaxpipe.train.pieces`); every other leaf is whole on each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.stage.params import LeafSlot
+from jaxpipe.train.layerwise import LayerwiseOptimizer, OptimizerPart
+from jaxpipe.train.optimizer_state import StateLeaf, fitted, of_layers
+from jaxpipe.train.pieces import Division, Place, check_pieces
+from jaxpipe.train.shards import StageShards
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptimizer:
+    """``part``: the programs for what a device holds. ``leaves``: of the state, whole; ``slots``: the parameter that each is
+    divided like, or None."""
+
+    shards: StageShards
+    part: OptimizerPart
+    leaves: tuple[StateLeaf, ...]
+    slots: tuple[LeafSlot | None, ...]
+
+    @property
+    def avals(self) -> Any:
+        """What the rank holds."""
+        return self._tree(
+            self.shards.same_aval(leaf.aval) if slot is None else self.shards.leaf_aval(leaf.aval, slot)
+            for leaf, slot in zip(self.leaves, self.slots, strict=True)
+        )
+
+    @property
+    def specs(self) -> Any:
+        """How it lies."""
+        return self._tree(P() if slot is None else self.shards.leaf_spec(slot) for slot in self.slots)
+
+    def place(self, given: Mapping[str, Any]) -> Any:
+        """States by layer, whole, on the devices.
+
+        Raises:
+            CheckpointError: they are of another optimizer or model.
+        """
+        values = fitted(self.leaves, self.shards.layout.layers, given)
+        divided = [
+            self.shards.host_chunk(value, slot) if slot is not None and self.shards.chunked else value
+            for value, slot in zip(values, self.slots, strict=True)
+        ]
+        return jax.device_put(self._tree(divided), jax.tree.map(lambda a: a.sharding, self.avals))
+
+    def by_layer(self, state: Any) -> dict[str, Any]:
+        """The state of each layer alone, whole: as ``optimizer.init({layer: leaves})`` makes it."""
+        whole = [
+            self.shards.host_whole(value, slot) if slot is not None and self.shards.chunked else value
+            for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
+        ]
+        return self._by_layer(whole)
+
+    def shapes(self) -> dict[str, Any]:
+        """The shapes of what :meth:`by_layer` gives."""
+        return self._by_layer([leaf.aval for leaf in self.leaves])
+
+    def _by_layer(self, values: Sequence[Any]) -> dict[str, Any]:
+        layers = self.shards.layout.layers
+        numbers, owners = self._tree(range(len(values))), [leaf.layer for leaf in self.leaves]
+        return {name: jax.tree.map(values.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
+
+    def _tree(self, leaves: Iterable[Any]) -> Any:
+        return jax.tree.unflatten(self.part.structure, leaves)
+
+
+def stage_optimizers(
+    optimizer: Any, shards: Mapping[int, StageShards], extra: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[int, StageOptimizer]:
+    """The optimizer of each stage; ``extra``: shapes of the arguments that its update gets.
+
+    Raises:
+        ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it does not treat
+            elements alone.
+    """
+    whole = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
+    division: Division = {
+        (slot.layer, slot.path): (s.chunked, slot.axis)
+        for s in shards.values()
+        for slot in s.layout.slots
+        if s.divides(slot)
+    }
+    local = whole
+    divided: tuple[Place | None, ...] = (None,) * len(whole.leaves)
+    if division:
+        local = LayerwiseOptimizer.trace(optimizer, _joined(s.local_avals() for s in shards.values()), extra)
+        divided = check_pieces(whole, local, division)
+    made = {}
+    for s, x in shards.items():
+        part, slots = local.part(x.layout.layers), {(slot.layer, slot.path): slot for slot in x.layout.slots}
+        like = tuple(None if (at := divided[k]) is None else slots[at] for k in part.numbers)
+        made[s] = StageOptimizer(x, part, tuple(whole.leaves[k] for k in part.numbers), like)
+    return made
+
+
+def _joined(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: leaves for tree in trees for name, leaves in tree.items()}

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpipe.errors import ConfigError, ProgramError, StageError
-from jaxpipe.mesh import TP, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
+from jaxpipe.stage.adapters import from_nnx
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.reference import apply_model, init_params
 
@@ -154,6 +156,31 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
     total, weight = pipe.evaluate(pipe.place(params), batch)
     np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
+
+
+class NnxMLP(nnx.Module):
+    """The layer ``mlp`` written with nnx: a shard's module has a part of the hidden units."""
+
+    def __init__(self, rngs: nnx.Rngs, tp: TensorParallel = ONE_SHARD) -> None:
+        self.tp = tp
+        self.up = nnx.Linear(D, F // tp.size, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(F // tp.size, D, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + _scattered(self.down(jnp.tanh(self.up(_gathered(x, self.tp)))), self.tp)
+
+
+def test_nnx_modules_are_divided_too(x64: None) -> None:
+    block = from_nnx("nnx", NnxMLP, shards=lambda tp: {("up", "kernel"): 1, ("down", "kernel"): 0})
+    model = Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model, 1, 1, TensorParallel(2))
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    _, want = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    with pytest.raises(StageError, match="layer 'nnx' has shards=, which takes a function"):
+        from_nnx("nnx", NnxMLP(nnx.Rngs(0)), shards=lambda tp: {})
 
 
 @pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])

@@ -12,7 +12,8 @@ constants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import flax.errors
@@ -23,7 +24,7 @@ from flax import linen, nnx
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.stage.layer import Layer, LayerContext, Params, Path, Shard
-from jaxpipe.stage.nnx_modules import SplitModule, blueprint, mode_keyword
+from jaxpipe.stage.nnx_modules import SplitModule, blueprint, mode_keyword, typed_key
 
 
 def from_linen(
@@ -61,11 +62,9 @@ def from_linen(
 
     def init(key: jax.Array) -> Params:
         arguments = jax.tree.map(_zeros, tuple(example))
-        try:
+        with as_stage_error(label):
             variables = module.init(key, *arguments, **mode(False))
-        except flax.errors.FlaxError as error:
-            raise StageError(f"{label}: {_first_line(error)}") from error
-        _refuse_state(label, [c for c in variables if c != "params"])
+        refuse_state(label, [c for c in variables if c != "params"])
         params: Params = linen.meta.unbox(dict(variables.get("params", {})))
         for path in ties:
             params = _without(params, path, label)
@@ -73,17 +72,10 @@ def from_linen(
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
         arguments = _arguments(x, context, reads)
-        keys = _streams(context.key, rngs) if context.train and uses_key else {}
-        try:
+        keys = streams(context.key, rngs) if context.train and uses_key else {}
+        with as_stage_error(label):
             shard = module if context.tp.size == 1 else module.clone(tp=context.tp)
             return shard.apply({"params": params}, *arguments, rngs=keys, **mode(context.train))
-        except flax.errors.InvalidRngError as error:
-            raise StageError(
-                f"{label} draws random numbers and got no key; make its layer with uses_key=True "
-                f"and give a key in training ({_first_line(error)})"
-            ) from error
-        except flax.errors.FlaxError as error:
-            raise StageError(f"{label}: {_first_line(error)}") from error
 
     return Layer(name, jax.jit(init), apply, tuple(reads), uses_key, ties, kind, shards)
 
@@ -124,13 +116,13 @@ def from_nnx(
     divided: dict[TensorParallel, SplitModule] = {}
 
     def init(key: jax.Array) -> Params:
-        params = split.nested(whole.draw(_typed_key(key), split.params))
+        params = split.nested(whole.draw(typed_key(key), split.params))
         for path in ties:
             params = _without(params, path, split.label)
         return params
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
-        key = _typed_key(context.key) if context.train and draws and context.key is not None else None
+        key = typed_key(context.key) if context.train and draws and context.key is not None else None
         if context.train and split.streams and key is None:
             raise StageError(
                 f"{split.label} holds random streams and got no key; make its layer with uses_key=True "
@@ -140,7 +132,7 @@ def from_nnx(
         if context.tp.size > 1:
             shard = divided.get(context.tp) or blueprint(label, module, tp=context.tp).module
             divided[context.tp] = shard
-        return shard.call(params, _arguments(x, context, reads), key, context.train)
+        return shard.call(params, _arguments(x, context, reads), shard.mode(context.train), key, context.train)
 
     made = init if isinstance(module, nnx.Module) else jax.jit(init)
     return Layer(name, made, apply, tuple(reads), draws, ties, kind, shards)
@@ -150,7 +142,25 @@ def _arguments(x: Any, context: LayerContext, reads: Sequence[str]) -> tuple[Any
     return (() if x is None else (x,)) + tuple(context.data[name] for name in reads)
 
 
-def _streams(key: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
+@contextmanager
+def as_stage_error(label: str) -> Iterator[None]:
+    """Raises what linen refuses as StageError, in one line."""
+    try:
+        yield
+    except flax.errors.InvalidRngError as error:
+        raise StageError(
+            f"{label} draws random numbers and got no key; make its layer with uses_key=True and give a key in training "
+            f"({_first_line(error)})"
+        ) from error
+    except flax.errors.FlaxError as error:
+        raise StageError(f"{label}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def streams(key: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array]:
     """A key for each named stream. The only stream gets the key itself."""
     if key is None:
         return {}
@@ -159,16 +169,11 @@ def _streams(key: jax.Array | None, names: Sequence[str]) -> dict[str, jax.Array
     return {name: jax.random.fold_in(key, index) for index, name in enumerate(names)}
 
 
-def _typed_key(key: jax.Array) -> jax.Array:
-    """``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-
-
 def _zeros(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
-def _refuse_state(label: str, kinds: Sequence[str]) -> None:
+def refuse_state(label: str, kinds: Sequence[str]) -> None:
     if kinds:
         raise StageError(
             f"{label} keeps state beside its parameters ({', '.join(kinds)}), which microbatches in flight would overwrite; "
@@ -184,7 +189,3 @@ def _without(params: Params, path: Path, label: str) -> Params:
     kept = {key: value for key, value in params.items() if key != head}
     below = _without(params[head], tuple(rest), label) if rest else {}
     return {**kept, head: below} if below else kept
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

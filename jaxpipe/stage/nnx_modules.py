@@ -36,7 +36,7 @@ class SplitModule:
     """``definitions``: the structure by whether it trains. ``leaves``: by path an empty variable (None: a bare array) of the
     parameters and constants; ``constants``: values of the latter. ``streams``: empty variables of the random streams.
     ``rewritten``: parameters that a call may assign to, as ``nnx.WeightNorm`` does with what it normalises: the result is the
-    same whether or not it is kept, and it is not."""
+    same whether or not it is kept, and it is not. ``mode``: keywords that tell the module whether it trains."""
 
     label: str
     definitions: Mapping[bool, Any]
@@ -44,6 +44,7 @@ class SplitModule:
     constants: Mapping[KeyPath, Any]
     streams: Mapping[KeyPath, Any]
     rewritten: frozenset[KeyPath]
+    mode: Callable[[bool], dict[str, bool]]
 
     @property
     def params(self) -> tuple[KeyPath, ...]:
@@ -62,62 +63,76 @@ class SplitModule:
             node[last] = leaf
         return tree
 
-    def call(self, params: Params, arguments: tuple[Any, ...], key: jax.Array | None, train: bool) -> Any:
-        """What the module returns for positional ``arguments``. ``params``: as :meth:`nested` makes them.
+    def skeleton(self) -> nnx.Module:
+        """The module, in training mode, with types of arrays in place of parameters and random streams."""
+        leaves = {
+            path: _filled(leaf, self.constants[path]) if path in self.constants else leaf
+            for path, leaf in self.leaves.items()
+        }
+        return nnx.merge(self.definitions[True], nnx.from_flat_state({**leaves, **self.streams}))
+
+    def call(
+        self,
+        params: Params,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        key: jax.Array | None,
+        train: bool,
+        prepare: Callable[[Any], None] = lambda module: None,
+    ) -> Any:
+        """What the module returns. ``params``: as :meth:`nested` makes them. ``prepare``: what is done to it before.
 
         Raises:
             StageError: a parameter is missing; the call changes a parameter or a constant.
         """
         given = {path: self._at(params, path) for path in self.params} | dict(self.constants)
-        y, after = self._run(given, arguments, key, train)
-        moved = [path for path, value in given.items() if after.get(path) is not value]
-        if moved:  # or handed back as another tracer, by a transformation of nnx
-            self._check_unchanged(given, moved, arguments, key, train)
-        return y
+        left: dict[KeyPath, Any] = {}
 
-    def _run(
-        self, given: Mapping[KeyPath, Any], arguments: tuple[Any, ...], key: jax.Array | None, train: bool
-    ) -> tuple[Any, dict[KeyPath, Any]]:
-        """What a call returns, and the values by path that it leaves behind."""
-        filled = {path: _filled(self.leaves[path], value) for path, value in given.items()}
-        base = jax.random.key(0) if key is None else key  # evaluation mode draws nothing
-        for index, (path, stream) in enumerate(self.streams.items()):
-            filled[path] = _filled(stream, _stream_value(stream, jax.random.fold_in(base, index)))
-        module = nnx.merge(self.definitions[train], nnx.from_flat_state(filled))
-        y = module(*arguments, **mode_keyword(module.__call__)(train))
-        return y, {path: _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(module))}
+        def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> Any:
+            module = nnx.merge(self.definitions[train], nnx.from_flat_state(self._filled(values, key)))
+            prepare(module)
+            y = module(*arguments[0], **arguments[1])
+            left.update((path, _value(leaf)) for path, leaf in nnx.to_flat_state(nnx.state(module)))
+            return y
 
-    def _check_unchanged(
-        self,
-        given: Mapping[KeyPath, Any],
-        moved: Sequence[KeyPath],
-        arguments: tuple[Any, ...],
-        key: jax.Array | None,
-        train: bool,
-    ) -> None:
-        """Trace the call again, and see whether what it leaves behind is what it was given."""
+        y = run(given, (args, kwargs), key)
+        moved = [path for path, value in given.items() if left[path] is not value]
+        if not moved:
+            return y
 
         def left_behind(values: list[Any], arrays: list[Any], key: jax.Array | None) -> list[Any]:
-            _, after = self._run(dict(zip(given, values, strict=True)), fill(arguments, arrays), key, train)
-            return [after[path] for path in moved if path in after]
+            run(dict(zip(given, values, strict=True)), fill((args, kwargs), arrays), key)
+            return [left[path] for path in moved]
 
-        closed = jax.make_jaxpr(left_behind)(list(given.values()), array_leaves(arguments), key)
+        # Or handed back as another tracer, by a transformation of nnx: the jaxpr tells.
+        closed = jax.make_jaxpr(left_behind)(list(given.values()), array_leaves((args, kwargs)), key)
         flat = flatten(closed.jaxpr, closed.consts)
         entered = dict(zip(given, flat.invars, strict=False))
-        left = handed_on(flat.eqns, flat.outvars)
-        assert len(left) == len(moved), "variables do not vanish"
-        for path, value in zip(moved, left, strict=True):
-            if value is entered[path] or path in self.rewritten or isinstance(self.leaves[path], nnx.Intermediate):
-                continue
-            if path not in self.constants:
-                raise StageError(
-                    f"{self.label} assigns to its parameter {joined(path)} in a call; only the optimizer may"
-                )
-            kind = type(self.leaves[path]).__name__ if self.leaves[path] is not None else "array"
-            raise StageError(
-                f"{self.label} changes its state {joined(path)} ({kind}) in a call, which microbatches in flight would "
-                "overwrite; use a layer without it (LayerNorm or RMSNorm in place of BatchNorm, no cache in training)"
-            )
+        for path, value in zip(moved, handed_on(flat.eqns, flat.outvars), strict=True):
+            if value is not entered[path]:
+                self._refuse_change(path)
+        return y
+
+    def _filled(self, values: Mapping[KeyPath, Any], key: jax.Array | None) -> dict[KeyPath, Any]:
+        """The variables of a call by path."""
+        base = jax.random.key(0) if key is None else key  # evaluation mode draws nothing
+        streams = {
+            path: _filled(stream, _stream_value(stream, jax.random.fold_in(base, index)))
+            for index, (path, stream) in enumerate(self.streams.items())
+        }
+        return {**{path: _filled(self.leaves[path], value) for path, value in values.items()}, **streams}
+
+    def _refuse_change(self, path: KeyPath) -> None:
+        """Raise StageError unless a call may change what is at ``path``."""
+        if path in self.rewritten or isinstance(self.leaves[path], nnx.Intermediate):
+            return
+        if path not in self.constants:
+            raise StageError(f"{self.label} assigns to its parameter {joined(path)} in a call; only the optimizer may")
+        kind = "array" if self.leaves[path] is None else type(self.leaves[path]).__name__
+        raise StageError(
+            f"{self.label} changes its state {joined(path)} ({kind}) in a call, which microbatches in flight would overwrite; "
+            "use a layer without it (LayerNorm or RMSNorm in place of BatchNorm, no cache in training)"
+        )
 
     def _at(self, params: Params, path: KeyPath) -> Any:
         node: Any = params
@@ -202,7 +217,8 @@ def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyP
         copy.train() if train else copy.eval()
         definitions[train] = nnx.graphdef(copy)
     _refuse_traced(label, definitions[True])
-    return SplitModule(label, definitions, leaves, constants, streams, _normalised(module)), values
+    mode = mode_keyword(module.__call__)
+    return SplitModule(label, definitions, leaves, constants, streams, _normalised(module), mode), values
 
 
 def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
@@ -212,6 +228,11 @@ def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
         if name in names:
             return lambda train: {name: train is sign}
     return lambda train: {}
+
+
+def typed_key(key: jax.Array) -> jax.Array:
+    """``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
+    return key if is_key_dtype(key.dtype) else jax.random.wrap_key_data(key)
 
 
 def joined(path: KeyPath) -> str:

@@ -1,0 +1,517 @@
+"""A Flax module cut into layers at its blocks, whatever its call does around them.
+
+The call is traced with its blocks left out (:mod:`jaxpipe.stage.outline`). Then it is known what each block receives, and the
+layers follow: ``embed`` computes what the first block receives, ``block_00`` … are the blocks in the order of their calls,
+``head`` computes what the module returns, ``loss`` is a function of the caller's. Where a block receives something computed
+after another one (encoder norm before the decoder), a layer ``between_06`` before it computes that.
+
+Between layers flows a tuple of the arrays that a later layer reads: results of blocks, and what blocks receive. What depends on
+the batch alone (positions, masks) does not flow: each layer that reads it computes it again. A parameter that several layers
+read belongs to the first; the others are tied to it. All this is read off the jaxpr, none of it assumed; what can't be cut so
+is refused.
+
+Differs from the module: each layer draws random numbers from a key of its own, and ``jax.checkpoint`` around a block is left to
+recompute policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._jax_compat import Atom, Var, dtype_of, only_results, shape_of, vary, varying_axes
+from jaxpipe.errors import StageError
+from jaxpipe.stage.identity import value_key
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.outline import Outline, Stubs, trace_outline
+from jaxpipe.stage.trace import array_leaves, fill, is_array
+
+Wire = tuple[str, int, int]
+"""An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
+
+Home = tuple[Path, int | None]
+"""Where a leaf lies in the module's own parameters: its path, and its place on axis 0 if blocks are stacked there."""
+
+
+class CuttableModule(Protocol):
+    """A module whose blocks can be left out of its call. ``leaves``: types of all its parameters by path. ``names``: what its
+    blocks are called."""
+
+    label: str
+    names: Sequence[str]
+    leaves: Mapping[Path, jax.ShapeDtypeStruct]
+
+    def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
+        """The module's call on batch arrays, with stubs for its blocks."""
+
+    def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
+        """A block's call on ``(args, kwargs)``."""
+
+    def homes(self, block: int) -> Mapping[Path, Home]:
+        """Where the parameters of a block, by their paths in it, lie in the module."""
+
+    def alike(self, block: int) -> Hashable:
+        """Equal for blocks of which :meth:`call` computes the same."""
+
+    def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
+        """Initial values of these parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel(Model):
+    """A module's layers. ``homes``: by layer and path in it, where each leaf lies in the module's own parameters."""
+
+    homes: Mapping[str, Mapping[Path, Home]]
+
+    def by_layer(self, whole: Params) -> dict[str, Params]:
+        """The module's own parameters (a nested dict with string keys) by layer name: what :meth:`Pipeline.place` takes.
+
+        Raises:
+            StageError: one is missing.
+        """
+        return {
+            name: nested({path: _part(_found(whole, home[0]), home[1]) for path, home in homes.items()})
+            for name, homes in self.homes.items()
+        }
+
+    def whole(self, params: Mapping[str, Params]) -> Params:
+        """Parameters by layer name as the module's own. Parameters that its call never reads are left out."""
+        stacks: dict[Path, dict[int, Any]] = {}
+        single: dict[Path, Any] = {}
+        for name, homes in self.homes.items():
+            for path, (home, index) in homes.items():
+                leaf = _found(params.get(name, {}), path)
+                if index is None:
+                    single[home] = leaf
+                else:
+                    stacks.setdefault(home, {})[index] = leaf
+        stacked = {home: jnp.stack([leaves[i] for i in sorted(leaves)]) for home, leaves in stacks.items()}
+        return nested({**single, **stacked})
+
+
+def cut_module(
+    module: CuttableModule,
+    *,
+    name: str,
+    batch: Mapping[str, Any],
+    reads: Sequence[str],
+    loss: Callable[[Any, Mapping[str, jax.Array]], Any],
+) -> CutModel:
+    """The model of a module. ``batch``: arrays of an example microbatch, or their types, batch axis first. ``reads``: what
+    of them the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
+
+    Raises:
+        StageError: the module can't be cut; says what was found.
+    """
+    absent = [n for n in reads if n not in batch]
+    if absent:
+        raise StageError(f"{module.label} reads {absent[0]!r}, and the batch has {', '.join(batch)}")
+    avals = {n: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for n, v in batch.items()}
+    tracing = _Tracing(module, tuple(reads))
+    data = [avals[n] for n in reads]
+    train, evaluation = (tracing.outline(dict(module.leaves), data, mode) for mode in (True, False))
+    wiring = _Wiring(module, {True: train, False: evaluation})
+    layers, homes = _Layers(tracing, wiring).made()
+    layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
+    homes["loss"] = {}
+    output = tracing.output(train)
+    shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
+
+    def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in avals.items()}
+
+    return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
+
+
+class _Tracing:
+    """Outlines of a module's call at whatever shapes, and what its blocks return."""
+
+    def __init__(self, module: CuttableModule, reads: tuple[str, ...]) -> None:
+        self.module = module
+        self.reads = reads
+        self._probed: dict[Hashable, tuple[Any, bool]] = {}
+        self._outlines: dict[Hashable, Outline] = {}
+
+    def outline(
+        self,
+        leaves: Mapping[Path, Any],
+        data: Sequence[Any],
+        train: bool,
+        key: Any = None,
+        given: Mapping[tuple[int, int], Any] | None = None,
+    ) -> Outline:
+        """The outline with inputs ``leaves`` (in order), ``data``, the key, ``given`` (known results of blocks)."""
+        given = given or {}
+        key = _KEY if key is None else key
+
+        def call(arrays: list[Any]) -> tuple[Any, Stubs]:
+            rest = iter(arrays)
+            own = {path: next(rest) for path in leaves}
+            batch, drawn = [next(rest) for _ in data], next(rest)
+            stubs = Stubs(
+                self.module.label,
+                lambda block, arguments: self.probe(block, arguments, train)[0],
+                {at: next(rest) for at in given},
+            )
+            return self.module.run(own, batch, drawn, train, stubs), stubs
+
+        return trace_outline(self.module.label, call, [*leaves.values(), *data, key, *given.values()])
+
+    def from_data(self, data: Sequence[Any], train: bool) -> Outline:
+        """The outline for values that depend on the batch alone; traced once for arrays of these types."""
+        key = (train, tuple(map(jax.typeof, data)))
+        if key not in self._outlines:
+            self._outlines[key] = self.outline(self.module.leaves, data, train)
+        return self._outlines[key]
+
+    def probe(self, block: int, arguments: Any, train: bool) -> tuple[Any, bool]:
+        """What a block returns for arguments of these types, and whether it draws random numbers."""
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in array_leaves(arguments)]
+        types = tuple((v.shape, str(v.dtype)) for v in shapes)
+        signature = (self.module.alike(block), structure_key(arguments), types, train)
+        if signature not in self._probed:
+            homes = self.module.homes(block)
+            params = {path: _part_type(self.module.leaves[home], at) for path, (home, at) in homes.items()}
+            made: list[Any] = []
+
+            def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:
+                made.append(self.module.call(block, params, fill(arguments, arrays), key, train))
+                return array_leaves(made[-1])
+
+            closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, _KEY)
+            used = only_results(closed, range(len(out)))[1]
+            self._probed[signature] = (fill(made[-1], out), used[-1])
+        return self._probed[signature]
+
+    def output(self, outline: Outline) -> Any:
+        """What the call returns, as types."""
+        return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+class _Wiring:
+    """Where each argument of each block comes from, read off the outlines in both modes.
+
+    ``sources``: by block and position, the wire. ``computed``: by entry, the wires that a layer before it must compute.
+    ``free``: wires that depend on the batch alone, and the entry at which they first appear. ``at``: by mode, a wire in the
+    outline.
+    """
+
+    def __init__(self, module: CuttableModule, outlines: Mapping[bool, Outline]) -> None:
+        self.module = module
+        self.outlines = outlines
+        self.sources: dict[tuple[int, int], Wire] = {}
+        self.computed: dict[int, list[Wire]] = {}
+        self.free: dict[Wire, int] = {}
+        self.at: dict[bool, dict[Wire, Atom]] = {True: {}, False: {}}
+        self._check_entries()
+        known: dict[bool, dict[Var, Wire]] = {True: {}, False: {}}
+        for c, entry in enumerate(outlines[True].entries):
+            self.computed[c] = []
+            for i in range(len(entry.entering)):
+                self._connect(c, i, known)
+            for mode, outline in outlines.items():
+                last = outline.entries[c]
+                for i, atom in enumerate(last.entering):
+                    if isinstance(atom, Var):
+                        known[mode].setdefault(atom, ("in", last.first, i))
+                for j, var in enumerate(last.leaving):
+                    if var is not None:
+                        known[mode][var] = self._name(mode, ("out", last.first + last.count - 1, j), var)
+
+    def _name(self, mode: bool, wire: Wire, atom: Atom) -> Wire:
+        self.at[mode][wire] = atom
+        return wire
+
+    def _connect(self, c: int, i: int, known: Mapping[bool, Mapping[Var, Wire]]) -> None:
+        """Find where argument ``i`` of entry ``c`` comes from."""
+        entry = self.outlines[True].entries[c]
+        atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
+        aliases = {known[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
+        wire: Wire = ("in", entry.first, i)
+        (source,) = aliases if len(aliases) == 1 else (None,)
+        if source is None:
+            source = wire
+            for mode, atom in atoms.items():
+                self._name(mode, wire, atom)
+            if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
+                self.free[wire] = c
+            else:
+                self.computed[c].append(wire)
+        self.sources[(entry.first, i)] = source
+        for k in range(entry.first + 1, entry.first + entry.count):
+            self.sources[(k, i)] = ("out", k - 1, entry.flow[i]) if i in entry.flow else source
+
+    def _is_free(self, mode: bool, atom: Atom) -> bool:
+        """Whether a value depends on batch arrays alone."""
+        outline = self.outlines[mode]
+        params = len(self.module.leaves)
+        _, starts = outline.needed([atom])
+        return starts <= set(outline.invars[params:-1])
+
+    def _check_entries(self) -> None:
+        train, evaluation = (self.outlines[mode].entries for mode in (True, False))
+        called = [k for e in train for k in range(e.first, e.first + e.count)]
+        missing = [k for k in range(len(self.module.names)) if k not in called]
+        if missing or len(called) > len(self.module.names):
+            what = (
+                f"block {missing[0]} ({self.module.names[missing[0]]}) is not called"
+                if missing
+                else "more blocks than there are"
+            )
+            raise StageError(
+                f"{self.module.label}: {what}; each is called once. Write the layers by hand where they are not"
+            )
+        alike = [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in train]
+        if alike != [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in evaluation]:
+            raise StageError(
+                f"{self.module.label} calls its blocks otherwise in training than in evaluation; write the layers by hand"
+            )
+
+
+@dataclass(slots=True)
+class _Step:
+    """A layer to be. ``entry``: what it computes stands before this entry (blocks: in it). ``block``: None for what is around
+    blocks. ``wires``: what it computes. ``takes``: what it reads of what flows. ``leaves``: parameters, by path in it."""
+
+    name: str
+    entry: int
+    block: int | None
+    wires: tuple[Wire, ...]
+    takes: frozenset[Wire]
+    leaves: Mapping[Path, Home]
+    draws: bool
+    enters: tuple[Wire, ...] = field(default=())
+    leaves_behind: tuple[Wire, ...] = field(default=())
+
+
+class _Layers:
+    """Makes the layers of a wiring."""
+
+    def __init__(self, tracing: _Tracing, wiring: _Wiring) -> None:
+        self.tracing = tracing
+        self.module = tracing.module
+        self.wiring = wiring
+        blocks = range(len(self.module.names))
+        self.stacked = {p for k in blocks for p, index in self.module.homes(k).values() if index is not None}
+        self.steps = list(self._steps())
+        self._carry()
+        self._applies: dict[Hashable, Callable[..., Any]] = {}
+
+    def made(self) -> tuple[list[Layer], dict[str, dict[Path, Home]]]:
+        """The layers, and by name where the leaves that each owns lie."""
+        owner: dict[Home, tuple[str, Path]] = {}
+        layers: list[Layer] = []
+        homes: dict[str, dict[Path, Home]] = {}
+        for step in self.steps:
+            tied = {path: owner[home] for path, home in step.leaves.items() if home in owner}
+            own = {path: home for path, home in step.leaves.items() if path not in tied}
+            owner.update((home, (step.name, path)) for path, home in own.items())
+            homes[step.name] = own
+            apply = self._around(step) if step.block is None else self._block(step, step.block)
+            traces = step.block is None or self._free(step) or self._numbered(step)
+            reads = self.tracing.reads if traces else ()
+            layers.append(Layer(step.name, self._init(own), apply, reads, step.draws, tied))
+        return layers, homes
+
+    def _steps(self) -> Iterable[_Step]:
+        train = self.wiring.outlines[True]
+        width = len(str(max(len(self.module.names) - 1, 10)))
+        for c, entry in enumerate(train.entries):
+            if c == 0 or self.wiring.computed[c]:
+                name = "embed" if c == 0 else f"between_{entry.first:0{width}}"
+                yield self._around_step(name, c, tuple(self.wiring.computed[c]))
+            for k in range(entry.first, entry.first + entry.count):
+                arguments = [self.wiring.sources[(k, i)] for i in range(len(entry.entering))]
+                takes = frozenset(w for w in arguments if w not in self.wiring.free)
+                made = tuple(("out", k, j) for j in range(len(entry.leaving)))
+                _, draws = self.tracing.probe(k, entry.arguments, True)
+                yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes(k), draws)
+        yield self._around_step("head", len(train.entries), ())
+
+    def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
+        """What is computed before entry ``c``: ``wires``, or what the module returns."""
+        takes: set[Wire] = set()
+        leaves: dict[Path, Home] = {}
+        draws = False
+        for mode, outline in self.wiring.outlines.items():
+            targets = [self.wiring.at[mode][w] for w in wires] if c < len(outline.entries) else outline.results
+            known = self._known(outline, mode, c)
+            eqns, starts = outline.needed(targets, known)
+            takes.update(known[v] for v in starts if v in known)
+            paths = list(self.module.leaves)
+            read = [p for p, v in zip(paths, outline.invars, strict=False) if v in starts - known.keys()]
+            if self.stacked.intersection(read):
+                where = "/".join(min(self.stacked.intersection(read)))
+                raise StageError(
+                    f"{self.module.label} reads {where}, which its blocks share out, outside of them; write the layers by hand"
+                )
+            leaves.update((p, (p, None)) for p in read)
+            key = outline.invars[len(paths) + len(self.tracing.reads)]
+            draws = draws or key in starts
+            if mode and c and outline.draws_before(eqns, c - 1):
+                raise StageError(
+                    f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "
+                    "outside of blocks; pass what was computed with them through the blocks"
+                )
+        return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
+
+    def _known(self, outline: Outline, mode: bool, c: int) -> dict[Var, Wire]:
+        """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
+        earlier = [w for k in range(c) for w in self.wiring.computed[k]]
+        last = {e.first + e.count - 1 for e in outline.entries[:c]}
+        at = self.wiring.at[mode]
+        wires = [*earlier, *(w for w in at if w[0] == "out" and w[1] in last)]
+        return {v: w for w in wires if isinstance(v := at[w], Var)}
+
+    def _carry(self) -> None:
+        """What each step is handed and hands on: what later steps read."""
+        later: set[Wire] = set()
+        behind: list[set[Wire]] = []
+        for step in reversed(self.steps):
+            behind.append(set(later))
+            later = later.difference(step.wires) | step.takes
+        order: list[Wire] = []
+        enters: tuple[Wire, ...] = ()
+        for step, needed in zip(self.steps, reversed(behind), strict=True):
+            order += step.wires
+            step.enters = enters
+            step.leaves_behind = enters = tuple(w for w in order if w in needed)
+
+    def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
+        def init(key: jax.Array) -> Params:
+            drawn = self.module.draw(key, list(dict.fromkeys(home for home, _ in own.values())))
+            return nested({path: _part(drawn[home], index) for path, (home, index) in own.items()})
+
+        return init
+
+    def _around(self, step: _Step) -> Callable[[Params, Any, LayerContext], Any]:
+        """The function of a layer around blocks."""
+
+        def apply(params: Params, x: Any, context: LayerContext) -> Any:
+            flowing = dict(zip(step.enters, x or (), strict=True))
+            data = [context.data[n] for n in self.tracing.reads]
+            key = jax.random.key(0) if context.key is None else context.key
+            own = {path: _found(params, path) for path in step.leaves}
+            given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
+            leaves = {**_stand_ins(self.module, [*own.values(), *data, *flowing.values()]), **own}
+            leaves = {path: leaves[path] for path in self.module.leaves}
+            outline = self.tracing.outline(leaves, data, context.train, key, given)
+            inputs = [*leaves.values(), *data, key]
+            known = {
+                v: value
+                for v, value, path in zip(
+                    outline.invars, inputs, [*leaves, *[None] * (len(inputs) - len(leaves))], strict=False
+                )
+                if path is None or path in own
+            }
+            known.update(_places(outline, flowing))
+            if step.entry == len(outline.entries):
+                return outline.returned(outline.evaluate(outline.results, known))
+            entering = outline.entries[step.entry].entering
+            made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
+            return tuple({**flowing, **made}[w] for w in step.leaves_behind)
+
+        return apply
+
+    def _free(self, step: _Step) -> list[Wire]:
+        """What a block receives that depends on the batch alone."""
+        entry = self.wiring.outlines[True].entries[step.entry]
+        sources = [self.wiring.sources[(entry.first, i)] for i in range(len(entry.entering))]
+        return list(dict.fromkeys(w for w in sources if w in self.wiring.free))
+
+    def _numbered(self, step: _Step) -> bool:
+        """Whether a block is given numbers, which may depend on the batch's shape."""
+        leaves = jax.tree.leaves(self.wiring.outlines[True].entries[step.entry].arguments)
+        return any(isinstance(v, int | float) and not isinstance(v, bool) for v in leaves)
+
+    def _block(self, step: _Step, block: int) -> Callable[[Params, Any, LayerContext], Any]:
+        """The function of a block's layer; the same for blocks that are alike and in like places."""
+        entries = {mode: outline.entries[step.entry] for mode, outline in self.wiring.outlines.items()}
+        sources = [self.wiring.sources[(block, i)] for i in range(len(entries[True].entering))]
+        places = [step.enters.index(w) if w in step.enters else w for w in sources]
+        leaving = [
+            ("out", w[2]) if w[:2] == ("out", block) else ("enters", step.enters.index(w)) for w in step.leaves_behind
+        ]
+        free, numbered = self._free(step), self._numbered(step)
+        structures = tuple(structure_key(entries[mode].arguments) for mode in (True, False))
+        key = (self.module.alike(block), tuple(places), tuple(leaving), structures, numbered and step.entry)
+
+        def apply(params: Params, x: Any, context: LayerContext) -> Any:
+            arguments = entries[context.train].arguments
+            computed: Mapping[Wire, Any] = {}
+            if free or numbered:
+                data = [context.data[n] for n in self.tracing.reads]
+                arguments, computed = self._from_data(step.entry, free, data, context.train)
+            arrays = [x[p] if isinstance(p, int) else computed[p] for p in places]
+            y = array_leaves(self.module.call(block, params, fill(arguments, arrays), context.key, context.train))
+            return tuple(y[at] if way == "out" else x[at] for way, at in leaving)
+
+        return self._applies.setdefault(key, apply)
+
+    def _from_data(
+        self, entry: int, free: Sequence[Wire], data: Sequence[Any], train: bool
+    ) -> tuple[Any, dict[Wire, Any]]:
+        """The arguments of an entry for this batch, and the values of ``free`` ones."""
+        outline = self.tracing.from_data(data, train)
+        targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
+        start = len(self.module.leaves)
+        known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
+        values = outline.evaluate(targets, known) if targets else []
+        return outline.entries[entry].arguments, dict(zip(free, values, strict=True))
+
+
+def structure_key(arguments: Any) -> Hashable:
+    """The structure of a call's arguments and what among them is no array."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(None if is_array(leaf) else value_key(leaf) for leaf in leaves)
+
+
+def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
+    """What flows, by variable of an outline."""
+    last = {e.first + e.count - 1: e.leaving for e in outline.entries}
+    first = {e.first: e.entering for e in outline.entries}
+    at = {w: (last if w[0] == "out" else first)[w[1]][w[2]] for w in flowing if w[0] == "in" or w[1] in last}
+    return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
+
+
+def _stand_ins(module: CuttableModule, like: Sequence[Any]) -> dict[Path, Any]:
+    """For parameters that a layer does not have: arrays that nothing it returns depends on, varying over the mesh as ``like``
+    do, so that what is traced from them has the types of what flows."""
+    axes = sorted({axis for v in like if isinstance(v, jax.Array) for axis in varying_axes(v)})
+    if not axes:
+        return dict(module.leaves)
+    return {path: vary(jnp.zeros(v.shape, v.dtype), axes) for path, v in module.leaves.items()}
+
+
+def nested(flat: Mapping[Path, Any]) -> Params:
+    tree: Params = {}
+    for (*inner, last), leaf in flat.items():
+        node = tree
+        for part in inner:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
+def _found(tree: Any, path: Path) -> Any:
+    node = tree
+    for part in path:
+        if not isinstance(node, Mapping) or part not in node:
+            raise StageError(f"there is no parameter {'/'.join(path)} in what was given")
+        node = node[part]
+    return node
+
+
+def _part(leaf: Any, index: int | None) -> Any:
+    return leaf if index is None else leaf[index]
+
+
+def _part_type(leaf: jax.ShapeDtypeStruct, index: int | None) -> jax.ShapeDtypeStruct:
+    return leaf if index is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -183,6 +183,48 @@ def test_nnx_modules_are_divided_too(x64: None) -> None:
         from_nnx("nnx", NnxMLP(nnx.Rngs(0)), shards=lambda tp: {})
 
 
+def _recurrent(p: Params, x: Any, c: LayerContext) -> Any:
+    """A loop whose state starts from zeros."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(x + h @ p["w"])
+        return h, h
+
+    ys = jax.lax.scan(step, jnp.zeros((len(x), D), x.dtype), x.transpose(1, 0, 2))[1]
+    return ys.transpose(1, 0, 2)
+
+
+def _centred(axis: str | None) -> Any:
+    """Subtracts the mean over the batch, all shards of it if ``axis`` names them."""
+
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        mean = x.mean(0, keepdims=True)
+        return (x - (mean if axis is None else jax.lax.pmean(mean, axis))) @ p["w"]
+
+    return apply
+
+
+@pytest.mark.parametrize(("ours", "plain"), [(_recurrent, _recurrent), (_centred("dp"), _centred(None))])
+def test_loops_from_zeros_and_exchanges_over_dp(ours: Any, plain: Any, x64: None) -> None:
+    """Gradients are those of the losses of all shards together, also where layers make shards of a batch exchange something."""
+
+    def model(apply: Any) -> Model:
+        block = Layer("block", lambda k: {"w": _normal(k, D, D)}, apply)
+        return Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
+
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model(plain), 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model(ours), 1, 2, 1)
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+
+    def mean(params: Any) -> Any:
+        parts = [apply_model(model(plain), params, {n: v[i] for n, v in batch.items()}) for i in range(4)]
+        return sum(a for a, _ in parts) / sum(b for _, b in parts)
+
+    want = jax.grad(mean)(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+
+
 @pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])
 def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) -> None:
     model = toy_model()

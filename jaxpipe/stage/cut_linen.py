@@ -138,8 +138,8 @@ class _LinenCut:
             for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, linen.Module)):
                 if isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, linen.Module) and leaf.scope is not None):
                     raise StageError(
-                        f"{self.label}: block {self.names[block]} is made with {name}={type(leaf).__name__}, which belongs to the "
-                        "rest of the module; pass it as an argument of the call, or write the layers by hand"
+                        f"{self.label}: block {self.names[block]} is made with {name}={type(leaf).__name__}, which belongs to "
+                        "the rest of the module; pass it as an argument of the call, or write the layers by hand"
                     )
         return module.clone(parent=None, name=None)
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._jax_compat import Atom, Var, dtype_of, only_results, shape_of, vary, varying_axes
+from jaxpipe._jax_compat import Atom, Var, dtype_of, only_results, shape_of
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
@@ -400,17 +400,12 @@ class _Layers:
             key = jax.random.key(0) if context.key is None else context.key
             own = {path: _found(params, path) for path in step.leaves}
             given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
-            leaves = {**_stand_ins(self.module, [*own.values(), *data, *flowing.values()]), **own}
-            leaves = {path: leaves[path] for path in self.module.leaves}
+            leaves = {**self.module.leaves, **own}
             outline = self.tracing.outline(leaves, data, context.train, key, given)
-            inputs = [*leaves.values(), *data, key]
-            known = {
-                v: value
-                for v, value, path in zip(
-                    outline.invars, inputs, [*leaves, *[None] * (len(inputs) - len(leaves))], strict=False
-                )
-                if path is None or path in own
-            }
+            inputs = zip(
+                [*leaves, *[None] * (len(data) + 1)], outline.invars, [*leaves.values(), *data, key], strict=False
+            )
+            known = {var: value for path, var, value in inputs if path is None or path in own}
             known.update(_places(outline, flowing))
             if step.entry == len(outline.entries):
                 return outline.returned(outline.evaluate(outline.results, known))
@@ -479,15 +474,6 @@ def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
     first = {e.first: e.entering for e in outline.entries}
     at = {w: (last if w[0] == "out" else first)[w[1]][w[2]] for w in flowing if w[0] == "in" or w[1] in last}
     return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
-
-
-def _stand_ins(module: CuttableModule, like: Sequence[Any]) -> dict[Path, Any]:
-    """For parameters that a layer does not have: arrays that nothing it returns depends on, varying over the mesh as ``like``
-    do, so that what is traced from them has the types of what flows."""
-    axes = sorted({axis for v in like if isinstance(v, jax.Array) for axis in varying_axes(v)})
-    if not axes:
-        return dict(module.leaves)
-    return {path: vary(jnp.zeros(v.shape, v.dtype), axes) for path, v in module.leaves.items()}
 
 
 def nested(flat: Mapping[Path, Any]) -> Params:

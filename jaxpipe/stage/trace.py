@@ -1,8 +1,9 @@
 """Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
 
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
-the rank's submesh with varying-axis types on. Parameters are cast to varying over ``dp`` first, so gradients stay per-shard
-sums and no microbatch pays a reduction. Nothing is executed; splitting (:mod:`jaxpipe.stage.split`) cuts the result.
+the rank's submesh, with varying-axis types on where layers are divided over ``tp``. Parameters are cast to varying
+over ``dp`` first, so gradients stay per-shard sums and no microbatch pays a reduction. Nothing is executed; splitting
+(:mod:`jaxpipe.stage.split`) cuts the result.
 
 Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
 :func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
@@ -303,7 +304,10 @@ def _trace(
         captured.append(jax.make_jaxpr(fn)(*shards))
         return jnp.zeros(())
 
-    jax.eval_shape(jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P()), *args)
+    # Types make derivatives right where parameters are divided; elsewhere they would only refuse loops that start from zeros.
+    typed = spec.tp.size > 1
+    mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
+    jax.eval_shape(mapped, *args)
     offset_at = len(spec.layout.buffers) + len(x) + len(spec.data) + 1
     return captured[0], offset_at
 

@@ -395,7 +395,10 @@ class _Layers:
         """The function of a layer around blocks."""
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
-            flowing = dict(zip(step.enters, x or (), strict=True))
+            atoms = self.wiring.at[context.train]
+            flowing = {
+                w: _unboxed(v, shape_of(atoms[w])) for w, v in zip(step.enters, x or (), strict=True) if w in step.takes
+            }
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
             own = {path: _found(params, path) for path in step.leaves}
@@ -411,7 +414,8 @@ class _Layers:
                 return outline.returned(outline.evaluate(outline.results, known))
             entering = outline.entries[step.entry].entering
             made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
-            return tuple({**flowing, **made}[w] for w in step.leaves_behind)
+            handed = {**dict(zip(step.enters, x or (), strict=True)), **{w: _boxed(v) for w, v in made.items()}}
+            return tuple(handed[w] for w in step.leaves_behind)
 
         return apply
 
@@ -444,9 +448,13 @@ class _Layers:
             if free or numbered:
                 data = [context.data[n] for n in self.tracing.reads]
                 arguments, computed = self._from_data(step.entry, free, data, context.train)
-            arrays = [x[p] if isinstance(p, int) else computed[p] for p in places]
+            types = array_leaves(arguments)
+            arrays = [
+                _unboxed(x[p], v.shape) if isinstance(p, int) else computed[p]
+                for p, v in zip(places, types, strict=True)
+            ]
             y = array_leaves(self.module.call(block, params, fill(arguments, arrays), context.key, context.train))
-            return tuple(y[at] if way == "out" else x[at] for way, at in leaving)
+            return tuple(_boxed(y[at]) if way == "out" else x[at] for way, at in leaving)
 
         return self._applies.setdefault(key, apply)
 
@@ -460,6 +468,15 @@ class _Layers:
         known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
         values = outline.evaluate(targets, known) if targets else []
         return outline.entries[entry].arguments, dict(zip(free, values, strict=True))
+
+
+def _boxed(value: jax.Array) -> jax.Array:
+    """As it flows between layers: a scalar as an array of one, so that shards of a batch can have one each."""
+    return value[None] if value.ndim == 0 else value
+
+
+def _unboxed(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return value if shape else value.reshape(())
 
 
 def structure_key(arguments: Any) -> Hashable:

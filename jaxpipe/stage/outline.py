@@ -246,7 +246,7 @@ class _Lifting:
         if more or entry.count > 1 or scan.reverse:
             self._refuse(entry.first, "is called with others in one scan" if more else "is called in an unusual scan")
         self.consts.update(inner.consts)
-        operand: dict[Atom, Atom] = dict(zip(inner.invars, invars, strict=True))
+        operand: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
         carries = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
         xs = set(inner.invars[scan.num_consts + scan.num_carry :])
         result = {v: j for j, v in enumerate(entry.leaving)}
@@ -254,12 +254,14 @@ class _Lifting:
         flow: dict[int, int] = {}
         entering: list[Atom] = []
         for i, a in enumerate(entry.entering):
-            end = end_of.get(a, a) if isinstance(a, Var) else a
-            if isinstance(end, Var) and end in result:
-                flow[i] = result[end]
-            elif end is not a or a in xs or (isinstance(a, Var) and a not in operand and a not in self.consts):
-                self._refuse(entry.first, "is given something else than its scan carries from block to block")
-            entering.append(operand.get(a, a) if isinstance(a, Var) else a)
+            if isinstance(a, Var):
+                end = end_of.get(a, a)
+                if isinstance(end, Var) and end in result:
+                    flow[i] = result[end]
+                elif end is not a or a in xs or (a not in operand and a not in self.consts):
+                    self._refuse(entry.first, "is given something else than its scan carries from block to block")
+                a = operand.get(a, a)
+            entering.append(a)
         leaving: list[Var | None] = [None] * len(entry.leaving)
         for k, (v, end) in enumerate(zip(eqn.outvars, ends, strict=True)):
             if k < scan.num_carry and isinstance(end, Var) and end in result:

@@ -166,6 +166,28 @@ def test_shorter_sequences_than_the_example() -> None:
     np.testing.assert_allclose(short, whole[:, :4], rtol=1e-5, atol=1e-6)
 
 
+def test_a_cast_between_blocks_is_kept_whatever_the_dtype() -> None:
+    """The module widens what its blocks narrow; in float32 nothing of that is seen."""
+
+    class Widening(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(D, D, dtype=dtype, rngs=rngs) for dtype in (None, jnp.float32)])
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = x + layer(x.astype(jnp.float32)).astype(jnp.float32)
+            return x
+
+    model = layers_from_nnx(Widening, batch=BATCH, reads=("tokens",), loss=cross_entropy)
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init_params(model, 0))
+    whole, batch = Widening(nnx.Rngs(0)), one(model)
+    update_module(whole, model.whole(params))
+    want = cross_entropy(whole(batch["tokens"]), batch)[0]
+    np.testing.assert_allclose(apply_model(model, params, batch)[0], want, rtol=1e-6)
+
+
 def test_shards_of_a_batch_and_scalars_that_flow() -> None:
     """Two shards of each microbatch: each has a balance loss of its own."""
     model = foreign.moe()
@@ -271,10 +293,10 @@ def reading_the_stack(m: Any, tokens: jax.Array) -> jax.Array:
     ("call", "blocks", "message"),
     [
         (twice, "layers", "block 1 is called more than once; blocks are called once each"),
-        (skipping, "layers", r"block 1 \(layers/1\) is not called"),
+        (skipping, "layers", r"does not call block 1 \(layers/1\); write the layers by hand"),
         (branching, "layers", "block 0 is called inside cond"),
         (remembering_noise, "layers", "random numbers drawn before block 2 are used after it outside of blocks"),
-        (by_mode, "layers", "calls its blocks otherwise in training than in evaluation"),
+        (by_mode, "layers", "calls its blocks otherwise in evaluation, or in bfloat16, than in training"),
         (normed, "layers", r"nnx module Odd changes its state norm/mean \(BatchStat\) in a call"),
         (collecting, "stacked", "what its scan collects from the blocks is used afterwards"),
         (working_in_between, "stacked", "block 0 is given something else than its scan carries from block to block"),

@@ -22,12 +22,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpipe._jax_compat import Atom, Var, dtype_of, only_results, shape_of
+from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, only_results, shape_of
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.outline import Outline, Stubs, trace_outline
+from jaxpipe.stage.outline import Outline, Stubs, trace_outline, type_of
 from jaxpipe.stage.trace import array_leaves, fill, is_array
 
 Wire = tuple[str, int, int]
@@ -113,18 +114,24 @@ def cut_module(
     avals = {n: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for n, v in batch.items()}
     tracing = _Tracing(module, tuple(reads))
     data = [avals[n] for n in reads]
-    train, evaluation = (tracing.outline(dict(module.leaves), data, mode) for mode in (True, False))
-    wiring = _Wiring(module, {True: train, False: evaluation})
-    layers, homes = _Layers(tracing, wiring).made()
+    outlines = {mode: tracing.outline(tracing.leaves(mode[1]), data, mode) for mode in _MODES}
+    layers, homes = _Layers(tracing, _Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
     homes["loss"] = {}
-    output = tracing.output(train)
+    output = tracing.output(outlines[_TRAIN])
     shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
 
     def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in avals.items()}
 
     return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
+
+
+_Mode = tuple[bool, Any]
+"""Whether a call trains, and the dtype of its parameters (None: as declared)."""
+
+_TRAIN: _Mode = (True, None)
+_MODES: tuple[_Mode, ...] = (_TRAIN, (False, None), (True, jnp.bfloat16))  # a cast to float32 is none in float32
 
 
 class _Tracing:
@@ -136,11 +143,18 @@ class _Tracing:
         self._probed: dict[Hashable, tuple[Any, bool]] = {}
         self._outlines: dict[Hashable, Outline] = {}
 
+    def leaves(self, dtype: Any) -> Mapping[Path, jax.ShapeDtypeStruct]:
+        """Types of the parameters, floating-point ones in ``dtype``."""
+        if dtype is None:
+            return self.module.leaves
+        cast = {path: jnp.issubdtype(v.dtype, jnp.floating) for path, v in self.module.leaves.items()}
+        return {p: jax.ShapeDtypeStruct(v.shape, dtype if cast[p] else v.dtype) for p, v in self.module.leaves.items()}
+
     def outline(
         self,
         leaves: Mapping[Path, Any],
         data: Sequence[Any],
-        train: bool,
+        mode: _Mode,
         key: Any = None,
         given: Mapping[tuple[int, int], Any] | None = None,
     ) -> Outline:
@@ -154,10 +168,10 @@ class _Tracing:
             batch, drawn = [next(rest) for _ in data], next(rest)
             stubs = Stubs(
                 self.module.label,
-                lambda block, arguments: self.probe(block, arguments, train)[0],
+                lambda block, arguments: self.probe(block, arguments, mode)[0],
                 {at: next(rest) for at in given},
             )
-            return self.module.run(own, batch, drawn, train, stubs), stubs
+            return self.module.run(own, batch, drawn, mode[0], stubs), stubs
 
         return trace_outline(self.module.label, call, [*leaves.values(), *data, key, *given.values()])
 
@@ -165,21 +179,21 @@ class _Tracing:
         """The outline for values that depend on the batch alone; traced once for arrays of these types."""
         key = (train, tuple(map(jax.typeof, data)))
         if key not in self._outlines:
-            self._outlines[key] = self.outline(self.module.leaves, data, train)
+            self._outlines[key] = self.outline(self.module.leaves, data, (train, None))
         return self._outlines[key]
 
-    def probe(self, block: int, arguments: Any, train: bool) -> tuple[Any, bool]:
+    def probe(self, block: int, arguments: Any, mode: _Mode) -> tuple[Any, bool]:
         """What a block returns for arguments of these types, and whether it draws random numbers."""
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in array_leaves(arguments)]
-        types = tuple((v.shape, str(v.dtype)) for v in shapes)
-        signature = (self.module.alike(block), structure_key(arguments), types, train)
+        shapes = [type_of(leaf) for leaf in array_leaves(arguments)]
+        types = tuple((v.shape, str(v.dtype), v.weak_type) for v in shapes)
+        signature = (self.module.alike(block), structure_key(arguments), types, mode)
         if signature not in self._probed:
-            homes = self.module.homes(block)
-            params = {path: _part_type(self.module.leaves[home], at) for path, (home, at) in homes.items()}
+            leaves = self.leaves(mode[1])
+            params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes(block).items()}
             made: list[Any] = []
 
             def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:
-                made.append(self.module.call(block, params, fill(arguments, arrays), key, train))
+                made.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
                 return array_leaves(made[-1])
 
             closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, _KEY)
@@ -203,16 +217,16 @@ class _Wiring:
     outline.
     """
 
-    def __init__(self, module: CuttableModule, outlines: Mapping[bool, Outline]) -> None:
+    def __init__(self, module: CuttableModule, outlines: Mapping[_Mode, Outline]) -> None:
         self.module = module
         self.outlines = outlines
         self.sources: dict[tuple[int, int], Wire] = {}
         self.computed: dict[int, list[Wire]] = {}
         self.free: dict[Wire, int] = {}
-        self.at: dict[bool, dict[Wire, Atom]] = {True: {}, False: {}}
+        self.at: dict[_Mode, dict[Wire, Atom]] = {mode: {} for mode in outlines}
         self._check_entries()
-        known: dict[bool, dict[Var, Wire]] = {True: {}, False: {}}
-        for c, entry in enumerate(outlines[True].entries):
+        known: dict[_Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
+        for c, entry in enumerate(outlines[_TRAIN].entries):
             self.computed[c] = []
             for i in range(len(entry.entering)):
                 self._connect(c, i, known)
@@ -225,13 +239,13 @@ class _Wiring:
                     if var is not None:
                         known[mode][var] = self._name(mode, ("out", last.first + last.count - 1, j), var)
 
-    def _name(self, mode: bool, wire: Wire, atom: Atom) -> Wire:
+    def _name(self, mode: _Mode, wire: Wire, atom: Atom) -> Wire:
         self.at[mode][wire] = atom
         return wire
 
-    def _connect(self, c: int, i: int, known: Mapping[bool, Mapping[Var, Wire]]) -> None:
+    def _connect(self, c: int, i: int, known: Mapping[_Mode, Mapping[Var, Wire]]) -> None:
         """Find where argument ``i`` of entry ``c`` comes from."""
-        entry = self.outlines[True].entries[c]
+        entry = self.outlines[_TRAIN].entries[c]
         atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
         aliases = {known[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
         wire: Wire = ("in", entry.first, i)
@@ -248,7 +262,7 @@ class _Wiring:
         for k in range(entry.first + 1, entry.first + entry.count):
             self.sources[(k, i)] = ("out", k - 1, entry.flow[i]) if i in entry.flow else source
 
-    def _is_free(self, mode: bool, atom: Atom) -> bool:
+    def _is_free(self, mode: _Mode, atom: Atom) -> bool:
         """Whether a value depends on batch arrays alone."""
         outline = self.outlines[mode]
         params = len(self.module.leaves)
@@ -256,23 +270,20 @@ class _Wiring:
         return starts <= set(outline.invars[params:-1])
 
     def _check_entries(self) -> None:
-        train, evaluation = (self.outlines[mode].entries for mode in (True, False))
-        called = [k for e in train for k in range(e.first, e.first + e.count)]
-        missing = [k for k in range(len(self.module.names)) if k not in called]
-        if missing or len(called) > len(self.module.names):
-            what = (
-                f"block {missing[0]} ({self.module.names[missing[0]]}) is not called"
-                if missing
-                else "more blocks than there are"
-            )
-            raise StageError(
-                f"{self.module.label}: {what}; each is called once. Write the layers by hand where they are not"
-            )
-        alike = [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in train]
-        if alike != [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in evaluation]:
-            raise StageError(
-                f"{self.module.label} calls its blocks otherwise in training than in evaluation; write the layers by hand"
-            )
+        train, *others = (
+            [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in outline.entries]
+            for outline in self.outlines.values()
+        )
+        called = [k for first, count, *_ in train for k in range(first, first + count)]
+        if any(entries != train for entries in others):
+            what = "calls its blocks otherwise in evaluation, or in bfloat16, than in training"
+        elif missing := [k for k in range(len(self.module.names)) if k not in called]:
+            what = f"does not call block {missing[0]} ({self.module.names[missing[0]]})"
+        elif len(called) > len(self.module.names):
+            what = f"calls {len(called)} blocks and has {len(self.module.names)}"
+        else:
+            return
+        raise StageError(f"{self.module.label} {what}; write the layers by hand")
 
 
 @dataclass(slots=True)
@@ -321,7 +332,7 @@ class _Layers:
         return layers, homes
 
     def _steps(self) -> Iterable[_Step]:
-        train = self.wiring.outlines[True]
+        train = self.wiring.outlines[_TRAIN]
         width = len(str(max(len(self.module.names) - 1, 10)))
         for c, entry in enumerate(train.entries):
             if c == 0 or self.wiring.computed[c]:
@@ -331,7 +342,7 @@ class _Layers:
                 arguments = [self.wiring.sources[(k, i)] for i in range(len(entry.entering))]
                 takes = frozenset(w for w in arguments if w not in self.wiring.free)
                 made = tuple(("out", k, j) for j in range(len(entry.leaving)))
-                _, draws = self.tracing.probe(k, entry.arguments, True)
+                _, draws = self.tracing.probe(k, entry.arguments, _TRAIN)
                 yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes(k), draws)
         yield self._around_step("head", len(train.entries), ())
 
@@ -355,14 +366,14 @@ class _Layers:
             leaves.update((p, (p, None)) for p in read)
             key = outline.invars[len(paths) + len(self.tracing.reads)]
             draws = draws or key in starts
-            if mode and c and outline.draws_before(eqns, c - 1):
+            if mode[0] and c and outline.draws_before(eqns, c - 1):
                 raise StageError(
                     f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "
                     "outside of blocks; pass what was computed with them through the blocks"
                 )
         return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
 
-    def _known(self, outline: Outline, mode: bool, c: int) -> dict[Var, Wire]:
+    def _known(self, outline: Outline, mode: _Mode, c: int) -> dict[Var, Wire]:
         """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
         earlier = [w for k in range(c) for w in self.wiring.computed[k]]
         last = {e.first + e.count - 1 for e in outline.entries[:c]}
@@ -395,7 +406,7 @@ class _Layers:
         """The function of a layer around blocks."""
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
-            atoms = self.wiring.at[context.train]
+            atoms = self.wiring.at[(context.train, None)]
             flowing = {
                 w: _unboxed(v, shape_of(atoms[w])) for w, v in zip(step.enters, x or (), strict=True) if w in step.takes
             }
@@ -404,7 +415,7 @@ class _Layers:
             own = {path: _found(params, path) for path in step.leaves}
             given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
             leaves = {**self.module.leaves, **own}
-            outline = self.tracing.outline(leaves, data, context.train, key, given)
+            outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
             inputs = zip(
                 [*leaves, *[None] * (len(data) + 1)], outline.invars, [*leaves.values(), *data, key], strict=False
             )
@@ -421,25 +432,25 @@ class _Layers:
 
     def _free(self, step: _Step) -> list[Wire]:
         """What a block receives that depends on the batch alone."""
-        entry = self.wiring.outlines[True].entries[step.entry]
+        entry = self.wiring.outlines[_TRAIN].entries[step.entry]
         sources = [self.wiring.sources[(entry.first, i)] for i in range(len(entry.entering))]
         return list(dict.fromkeys(w for w in sources if w in self.wiring.free))
 
     def _numbered(self, step: _Step) -> bool:
         """Whether a block is given numbers, which may depend on the batch's shape."""
-        leaves = jax.tree.leaves(self.wiring.outlines[True].entries[step.entry].arguments)
+        leaves = jax.tree.leaves(self.wiring.outlines[_TRAIN].entries[step.entry].arguments)
         return any(isinstance(v, int | float) and not isinstance(v, bool) for v in leaves)
 
     def _block(self, step: _Step, block: int) -> Callable[[Params, Any, LayerContext], Any]:
         """The function of a block's layer; the same for blocks that are alike and in like places."""
-        entries = {mode: outline.entries[step.entry] for mode, outline in self.wiring.outlines.items()}
+        entries = {train: self.wiring.outlines[(train, None)].entries[step.entry] for train in (True, False)}
         sources = [self.wiring.sources[(block, i)] for i in range(len(entries[True].entering))]
         places = [step.enters.index(w) if w in step.enters else w for w in sources]
         leaving = [
             ("out", w[2]) if w[:2] == ("out", block) else ("enters", step.enters.index(w)) for w in step.leaves_behind
         ]
         free, numbered = self._free(step), self._numbered(step)
-        structures = tuple(structure_key(entries[mode].arguments) for mode in (True, False))
+        structures = tuple(structure_key(entry.arguments) for entry in entries.values())
         key = (self.module.alike(block), tuple(places), tuple(leaving), structures, numbered and step.entry)
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
@@ -466,8 +477,8 @@ class _Layers:
         targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
         start = len(self.module.leaves)
         known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
-        values = outline.evaluate(targets, known) if targets else []
-        return outline.entries[entry].arguments, dict(zip(free, values, strict=True))
+        values = zip(free, targets, outline.evaluate(targets, known), strict=True)
+        return outline.entries[entry].arguments, {w: _as_written(atom, value) for w, atom, value in values}
 
 
 def _boxed(value: jax.Array) -> jax.Array:
@@ -477,6 +488,13 @@ def _boxed(value: jax.Array) -> jax.Array:
 
 def _unboxed(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return value if shape else value.reshape(())
+
+
+def _as_written(atom: Atom, value: jax.Array) -> Any:
+    """A scalar that was written in Python as such: its dtype gives way to others."""
+    return (
+        np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
+    )
 
 
 def structure_key(arguments: Any) -> Hashable:

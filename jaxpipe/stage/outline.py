@@ -79,8 +79,7 @@ class Stubs:
                     f"{self.label}: block {block} receives random keys as an argument; let it draw from streams of its own, or "
                     "write the layers by hand"
                 )
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in array_leaves(given)]
-        self.arguments[block] = fill(given, shapes)
+        self.arguments[block] = fill(given, [type_of(leaf) for leaf in array_leaves(given)])
         for i, leaf in enumerate(array_leaves(given)):
             checkpoint_name(jnp.asarray(leaf), f"{_MARK}/in/{block}/{i}")
         results = self.results(block, given)
@@ -144,7 +143,7 @@ class Outline:
         eqns, starts = self.needed(targets, known)
         assert starts <= known.keys(), "a slice of an outline starts from what is known"
         program = close_jaxpr(list(self.consts.items()), list(known), [self.eqns[i] for i in eqns], targets)
-        return eval_jaxpr(program.jaxpr, program.consts, *known.values())
+        return [jnp.asarray(v) for v in eval_jaxpr(program.jaxpr, program.consts, *known.values())]
 
     def draws_before(self, eqns: Iterable[int], entry: int) -> bool:
         """Whether one of these equations stands before an entry and makes random numbers."""
@@ -279,6 +278,11 @@ class _Lifting:
             f"{self.label}: block {block} {what}; blocks are called once each, one after another or in a scan over a stack of "
             "them. Write the layers by hand where they are not"
         )
+
+
+def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array, or of a type of one; a scalar written in Python gives way to other dtypes, which is kept."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
 
 
 def _is_key(atom: Atom) -> bool:

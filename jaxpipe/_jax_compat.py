@@ -19,6 +19,8 @@ name                           why
 ``NamedAxisEffect``            the effect of an equation that names a mesh axis; told by its class's name.
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
+``xla_bridge.backends_are_     (``jax._src``) whether devices were looked for: emulated ones must be asked for before.
+initialized``
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
@@ -42,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval as _partial_eval
@@ -56,6 +59,7 @@ __all__ = [
     "ScanParts",
     "Var",
     "aval_bytes",
+    "backends_initialized",
     "barrier",
     "called_jaxpr",
     "checkpoint_name_of",
@@ -310,6 +314,11 @@ def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
     itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
+
+
+def backends_initialized() -> bool:
+    """Whether JAX has looked for devices already; afterwards it does not read the environment again."""
+    return bool(_xla_bridge.backends_are_initialized())
 
 
 def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import one_f_one_b, write_schedule
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import build
 from tests.train_runs import config, write_text
@@ -31,3 +32,14 @@ def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:
 def test_a_limit_below_one_microbatch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"is below the .* of one microbatch"):
         _build(tmp_path, 1, [])
+
+
+def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) -> None:
+    """No family makes another order of it, so the limit can't be met; it was passed over without a word."""
+    write_schedule(one_f_one_b(ranks=2, microbatches=4), tmp_path / "mine.sched")
+    text = write_text(tmp_path / "text.txt")
+    more = (f"pipeline.schedule={tmp_path / 'mine.sched'}", "pipeline.memory_limit=1")
+    with pytest.raises(
+        ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
+    ):
+        build(config(text, tmp_path / "run", *more), find_devices(2)[0], lambda note: None, repeats=1)

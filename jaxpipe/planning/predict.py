@@ -21,11 +21,10 @@ from jaxpipe.planning.costs import cost_profile
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding, Workbench, microbatch_size
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import FAMILIES, CostProfile, MemoryCurve, Schedule, Timeline, generate, simulate
+from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
-from jaxpipe.train.assemble import build_schedule, relative_costs
-from jaxpipe.train.braiding import order_for
+from jaxpipe.train.assemble import build_schedule, order_for, within_memory_limit
 from jaxpipe.train.config import TrainConfig
 
 
@@ -132,14 +131,9 @@ def predict(
     stages = bench.compiled(stages, ops)
     costs = costs_of(stages)
     schedule = order_for(pipe, schedule, costs)
+    stage_costs = [s.cost for s in bench.plan(config, schedule.num_stages).stages]
+    schedule = within_memory_limit(pipe, schedule, costs, stage_costs, lambda text: None)
     timeline = simulate(schedule, costs)
-    limit = pipe.memory_limit
-    if limit is not None and max(timeline.peak_activations) > limit * (1 + 1e-9) and pipe.schedule in FAMILIES:
-        # what training does: an order made for the bytes that these stages keep
-        relative = relative_costs([s.cost for s in bench.plan(config, schedule.num_stages).stages])
-        known = replace(relative, residual_bytes=costs.residual_bytes, w_residual_bytes=costs.w_residual_bytes)
-        schedule = generate(pipe.schedule, pipe.ranks, pipe.microbatches, costs=known, memory_limit=limit)
-        timeline = simulate(schedule, costs)
     if transform is not None:
         schedule = transform(schedule, costs)
         timeline = simulate(schedule, costs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,6 +41,34 @@ def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbat
         want = (microbatches, *aval.shape)
         if tuple(batch[name].shape) != want:
             raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
+
+
+def in_microbatches(
+    batch: Mapping[str, Any], spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int | None
+) -> dict[str, np.ndarray | jax.Array]:
+    """The arrays of ``batch`` that ``spec`` (those of a microbatch) names, each ``[microbatches, microbatch size, …]``; so they
+    are given, or flat: ``[microbatches · microbatch size, …]``. ``microbatches``: None for any number, the same for all.
+
+    Raises:
+        ProgramError: an array is missing, or its shape fits neither way.
+    """
+    made: dict[str, np.ndarray | jax.Array] = {}
+    for name, aval in spec.items():
+        if name not in batch:
+            raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
+        array = batch[name] if isinstance(batch[name], jax.Array) else np.asarray(batch[name])
+        size = aval.shape[0]
+        if array.shape[1:] == aval.shape[1:] and array.ndim == len(aval.shape) and array.shape[0] % size == 0:
+            array = array.reshape(-1, *aval.shape)
+        if array.ndim != len(aval.shape) + 1 or array.shape[1:] != aval.shape or microbatches not in (None, len(array)):
+            many = microbatches or "microbatches"
+            flat = f"{microbatches * size}" if microbatches else f"microbatches · {size}"
+            rest = "".join(f", {n}" for n in aval.shape[1:])
+            raise ProgramError(
+                f"batch[{name!r}] has shape {tuple(np.shape(batch[name]))}; want ({flat}{rest}) or ({many}, {size}{rest})"
+            )
+        made[name], microbatches = array, len(array)
+    return made
 
 
 def place_data(

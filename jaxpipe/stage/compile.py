@@ -165,8 +165,8 @@ def build_output(
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[StageFunction, Any]:
-    """The function ``Y`` of the last stage: what its layers but the loss return in evaluation; and that as a pytree of per-shard
-    shapes and static values. ``last``: the functions of the stage; other arguments as in :func:`build_stage_functions`."""
+    """The function ``Y`` of the last stage: what its layers but the loss return in evaluation; and that as a pytree of
+    per-shard shapes and static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
     data = {name: data_avals[name] for name in last.data_names}
     spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, False, jnp.float32, tp)
     trace = trace_eval(spec, mesh)

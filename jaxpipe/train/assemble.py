@@ -6,6 +6,7 @@ The one way from settings to a :class:`~jaxpipe.runtime.pipeline.Pipeline`, for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule
+from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
+from jaxpipe.schedule.files import SUFFIXES
+from jaxpipe.schedule.passes import braid
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
-from jaxpipe.train.braiding import with_collectives
 from jaxpipe.train.config import PipelineConfig
 
 Progress = Callable[[str], None]
@@ -45,6 +47,26 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
     return plan
 
 
+def is_schedule_file(schedule: str) -> bool:
+    """Whether ``schedule`` is the path of a file, and no family's name."""
+    return Path(schedule).suffix in SUFFIXES
+
+
+def read_checked(path: str | Path) -> Schedule:
+    """The schedule in a file.
+
+    Raises:
+        ScheduleError: it can't be read, or breaks a rule; names the file.
+    """
+    schedule = read_schedule(path)
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        named = [f"{path}: {problem}" for problem in error.problems]
+        raise ScheduleError("; ".join(named), named) from None
+    return schedule
+
+
 def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
     """The schedule of ``pipe``: a family's, with the stages' relative costs, or a file's.
 
@@ -54,13 +76,8 @@ def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[f
         ScheduleError: the family refuses these sizes, or the file is wrong.
         ConfigError: the file is for other sizes.
     """
-    if Path(pipe.schedule).suffix in (".sched", ".json", ".csv"):
-        schedule = read_schedule(pipe.schedule)
-        try:
-            check_schedule(schedule)
-        except ScheduleError as error:
-            named = [f"{pipe.schedule}: {problem}" for problem in error.problems]
-            raise ScheduleError("; ".join(named), named) from None
+    if is_schedule_file(pipe.schedule):
+        schedule = read_checked(pipe.schedule)
         for what, have, want in (
             ("ranks", schedule.num_ranks, pipe.ranks),
             ("microbatches", schedule.num_microbatches, pipe.microbatches),
@@ -71,13 +88,18 @@ def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[f
                     f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
                 )
         return schedule
-    takes_chunks = pipe.schedule in FAMILIES and "chunks" in FAMILIES[pipe.schedule].options
-    chunks = pipe.chunks if takes_chunks else None
+    chunks = family_chunks(pipe)
     shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
     costs = relative_costs(stage_costs(shape.num_stages))
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
     )
+
+
+def family_chunks(pipe: PipelineConfig) -> int | None:
+    """Chunks a rank, where ``pipe.schedule`` is a family that takes them."""
+    family = FAMILIES.get(pipe.schedule)
+    return pipe.chunks if family is not None and "chunks" in family.options else None
 
 
 def relative_costs(forward: Sequence[float]) -> CostProfile:
@@ -120,8 +142,9 @@ def assemble(
         tp=tensor_parallel(pipe),
         braid=pipe.braid,
     )
-    pipeline = with_collectives(pipe, pipeline)
-    return within_memory_limit(pipe, pipeline, [s.cost for s in plan.stages], progress)
+    order = order_for(pipe, pipeline.schedule, pipeline.costs)
+    order = within_memory_limit(pipe, order, pipeline.costs, [s.cost for s in plan.stages], progress)
+    return pipeline if order == pipeline.schedule else pipeline.with_schedule(order)
 
 
 def tensor_parallel(pipe: PipelineConfig) -> TensorParallel:
@@ -130,27 +153,68 @@ def tensor_parallel(pipe: PipelineConfig) -> TensorParallel:
 
 
 def within_memory_limit(
-    pipe: PipelineConfig, pipeline: Pipeline, stage_costs: Sequence[float], progress: Progress
-) -> Pipeline:
-    """``pipeline``, or if its stages' real bytes break ``pipe.memory_limit``, the same with an order made for these bytes.
+    pipe: PipelineConfig, schedule: Schedule, costs: CostProfile, stage_costs: Sequence[float], progress: Progress
+) -> Schedule:
+    """``schedule``, or if it breaks ``pipe.memory_limit`` with the bytes that stages really hold, one made for these bytes.
 
     What waits for W may be larger than what F saved (with recomputation it often is), which is known once stages are split.
     Depends on shapes only, so a resumed run gets the same order.
 
     Raises:
-        ScheduleError: one microbatch alone needs more than the limit.
+        ScheduleError: one microbatch alone needs more than the limit, or a schedule from a file does.
     """
     limit = pipe.memory_limit
-    peak = max(pipeline.predicted_timeline().peak_activations)
-    if limit is None or peak <= limit * (1 + 1e-9) or pipe.schedule not in FAMILIES:
-        return pipeline
-    costs = replace(
-        relative_costs(stage_costs),
-        residual_bytes=pipeline.costs.residual_bytes,
-        w_residual_bytes=pipeline.costs.w_residual_bytes,
-        offloadable_bytes=pipeline.costs.offloadable_bytes,
-    )
+    if limit is None:
+        return schedule
+    peak = max(simulate(schedule, costs).peak_activations)
+    if peak <= limit * (1 + 1e-9):
+        return schedule
+    if pipe.schedule not in FAMILIES:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} holds up to {peak:.4g} activations on a rank, more than the memory limit of "
+            f"{limit:g}: raise the limit, or use another schedule"
+        )
     progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
-    return pipeline.with_schedule(
-        generate(pipe.schedule, pipe.ranks, pipe.microbatches, costs=costs, memory_limit=limit)
+    known = replace(
+        relative_costs(stage_costs),
+        residual_bytes=costs.residual_bytes,
+        w_residual_bytes=costs.w_residual_bytes,
+        offloadable_bytes=costs.offloadable_bytes,
+    )
+    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, limit)
+
+
+def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
+    """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their tensor-parallel
+    collectives: those are known once stages are there (:func:`jaxpipe.profile.analytic_profile`). The families of `stp.txt`
+    choose their warm-up by them, others leave room for what F and B wait. With ``pipe.braid_adjacent`` the braid pass follows.
+    Depends on shapes only, so a resumed run gets the same order.
+
+    Raises:
+        ScheduleError: the family can't keep to ``pipe.memory_limit``.
+    """
+    if not any(costs.tp_comm_s):
+        return schedule
+    if pipe.schedule in FAMILIES:
+        schedule = generate(
+            pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), _times(costs), pipe.memory_limit
+        )
+    if pipe.braid and pipe.braid_adjacent:
+        schedule = braid(schedule, costs, memory_limit=math.inf if pipe.memory_limit is None else pipe.memory_limit)
+    return schedule
+
+
+def _times(costs: CostProfile) -> CostProfile:
+    """The seconds of ``costs``; every stage holds as much, as where a schedule is chosen first."""
+    ones = (1.0,) * costs.num_stages
+    return CostProfile(
+        f_s=costs.f_s,
+        b_s=costs.b_s,
+        w_s=costs.w_s,
+        bw_s=costs.bw_s,
+        residual_bytes=ones,
+        w_residual_bytes=ones,
+        tp_comm_s=costs.tp_comm_s,
+        tp_collectives=costs.tp_collectives,
+        source=costs.source,
     )

@@ -270,6 +270,8 @@ def _check_ties(
 def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
     if name not in params:
         raise StageError(f"layer {name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
+    if not isinstance(params[name], Mapping):
+        raise StageError(f"layer {name!r}: its parameters are a {type(params[name]).__name__}; want a dict of arrays")
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(params[name])[0]:
         path = tuple(getattr(k, "key", k) for k in keys)

@@ -50,6 +50,7 @@ from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
 from jaxpipe.stage.loops import hoist_fixed
 from jaxpipe.stage.params import ParamLayout
+from jaxpipe.stage.reference import calling
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 """A microbatch's random key: raw threefry key data."""
@@ -370,15 +371,7 @@ def _run_layers(
         own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
         with jax.named_scope(f"layer{i}"):
-            try:
-                x = layer.apply(dict(params[layer.name]), x, context)
-            except StageError:
-                raise
-            except Exception as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise StageError(
-                    f"layer {layer.name!r} (stage {spec.stage}) can't be traced: {type(error).__name__}: {reason}"
-                ) from error
+            x = calling(layer, dict(params[layer.name]), x, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers):
             x = fill(x, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(x))])
     return x

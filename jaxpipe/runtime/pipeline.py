@@ -35,6 +35,7 @@ from jaxpipe.runtime.batches import (
     Instance,
     check_batch,
     check_microbatch,
+    check_placed,
     joined_shards,
     place_data,
     place_keys,
@@ -372,6 +373,7 @@ class Pipeline:
     ) -> StepInputs:
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
         microbatches = self.schedule.num_microbatches
+        check_placed(params, self.functions)
         check_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
         data = place_data(batch, self.functions, self.submeshes)
         return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
@@ -436,6 +438,8 @@ class Pipeline:
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
     ) -> Iterator[Sequence[jax.Array]]:
         """What the last of ``functions``, one a stage, returns for each microbatch."""
+        check_placed(params, self.functions)
+        check_batch(batch, self.model.batch_spec(self.microbatch_size), len(next(iter(batch.values()))))
         data = place_data(batch, self.functions, self.submeshes)
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()

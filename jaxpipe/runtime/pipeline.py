@@ -56,7 +56,7 @@ from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, get_leaf, stage_params
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.policies import STANDARD
-from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
+from jaxpipe.stage.recompute_report import PolicyCost, compare_policies, remarks
 from jaxpipe.stage.reference import model_output
 from jaxpipe.stage.trace import array_leaves, fill
 
@@ -292,6 +292,11 @@ class Pipeline:
             self.master_dtype,
             self.tp,
         )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth knowing of the stages: policies that recompute nothing, loops that are not divided between B and W."""
+        return remarks(self.stages)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ Some are lists of layers written by hand (``from_linen``, ``from_nnx``), some ar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,12 +121,10 @@ class Classes(nn.Module):
 def vit() -> Model:
     images = jax.ShapeDtypeStruct((B, 4, 4, 3), jnp.float32)
     patches = jax.ShapeDtypeStruct((B, 4, D), jnp.float32)
-    block = from_linen("block_0", EncoderBlock(), example=(patches,), uses_key=True)
     return by_hand(
         "vit",
         from_linen("patches", Patches(), example=(images,), reads=("images",)),
-        block,
-        dataclasses.replace(block, name="block_1"),
+        from_linen("block", EncoderBlock(), example=(patches,), uses_key=True),
         from_linen("classes", Classes(), example=(patches,)),
         loss_layer(),
         images=images,
@@ -321,8 +318,7 @@ def scan_layers() -> Model:
     return by_hand(
         "scan_layers",
         from_nnx("embed", lambda rngs: nnx.Embed(V, D, rngs=rngs), reads=("tokens",)),
-        from_nnx("a", Stack),
-        from_nnx("b", Stack),
+        from_nnx("stack", Stack),
         from_nnx("head", lambda rngs: nnx.Linear(D, V, rngs=rngs)),
         loss_layer(),
         tokens=TOKENS,
@@ -352,7 +348,7 @@ class LM1B(nn.Module):
         embed = nn.Embed(V, D, name="shared_embedding")
         x = embed(inputs) + jnp.take(table, positions, axis=0)
         x = nn.Dropout(0.2)(x, deterministic=not train)
-        for k in range(2):
+        for k in range(1):
             x = LM1BBlock(name=f"encoderdecoderblock_{k}")(x, mask, not train)
         return nn.Dense(V, name="logitdense")(nn.LayerNorm(name="encoderdecoder_norm")(x))
 
@@ -425,7 +421,7 @@ class Mixer(nn.Module):
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
         x = nn.Conv(D, (2, 2), strides=(2, 2), name="stem")(images)
         x = x.reshape(len(x), -1, D)
-        for _ in range(2):
+        for _ in range(1):
             x = MixerBlock()(x)
         return nn.Dense(5, name="head")(jnp.mean(nn.LayerNorm(name="pre_head_layer_norm")(x), axis=1))
 
@@ -498,12 +494,10 @@ class Tagger(nn.Module):
 
 def lstm() -> Model:
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-    layer = from_linen("lstm_0", Tagger(), example=(X, lengths), reads=("lengths",), uses_key=True)
     return by_hand(
         "lstm",
         from_linen("embed", nn.Embed(V, D), example=(TOKENS,), reads=("tokens",)),
-        layer,
-        dataclasses.replace(layer, name="lstm_1"),
+        from_linen("lstm", Tagger(), example=(X, lengths), reads=("lengths",), uses_key=True),
         from_linen("head", nn.Dense(V), example=(X,)),
         loss_layer(),
         tokens=TOKENS,

@@ -166,6 +166,49 @@ def test_shorter_sequences_than_the_example() -> None:
     np.testing.assert_allclose(short, whole[:, :4], rtol=1e-5, atol=1e-6)
 
 
+def test_numbers_that_blocks_are_given_are_those_of_the_batch_at_hand() -> None:
+    """A number may come from the batch's shape, and the same array may be given twice."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(D, D, rngs=rngs)
+
+        def __call__(self, x: jax.Array, y: jax.Array, length: int) -> jax.Array:
+            return x + self.linear(y) / length
+
+    class Numbered(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.layers = nnx.List([Scaled(rngs) for _ in range(2)])
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = layer(x, x, tokens.shape[1])
+            return self.embed.attend(x)  # type: ignore[no-any-return]
+
+    whole = Numbered(nnx.Rngs(0))
+    model = cut(whole)
+    params, tokens = init_params(model, 0), jnp.asarray(one(model)["tokens"])
+    for batch in (tokens, tokens[:, :3]):
+        np.testing.assert_allclose(logits(model, params, batch), whole(batch), rtol=1e-5, atol=1e-6)
+    x = model.layers[0].apply(params["embed"], None, LayerContext({"tokens": tokens}))
+    assert len(x) == 1, "what is given twice flows once"
+
+
+def test_calls_that_depend_on_the_shape_are_refused_at_others() -> None:
+    def by_length(m: Any, tokens: jax.Array) -> jax.Array:
+        x = m.embed(tokens)
+        for layer in m.layers if tokens.shape[1] == T else list(m.layers)[:2]:
+            x = layer(x)
+        return x if tokens.shape[1] == T else m.embed.attend(x)  # type: ignore[no-any-return]
+
+    model = cut(Odd(nnx.Rngs(0), by_length))
+    params, tokens = init_params(model, 0), jnp.asarray(one(model)["tokens"])
+    with pytest.raises(StageError, match="Odd calls its blocks otherwise for a batch of other shapes"):
+        logits(model, params, tokens[:, :3])
+
+
 def test_a_cast_between_blocks_is_kept_whatever_the_dtype() -> None:
     """The module widens what its blocks narrow; in float32 nothing of that is seen."""
 
@@ -240,6 +283,13 @@ def branching(m: Any, tokens: jax.Array) -> jax.Array:
     return m.embed.attend(x)  # type: ignore[no-any-return]
 
 
+def batching(m: Any, tokens: jax.Array) -> jax.Array:
+    x = m.embed(tokens)
+    for layer in m.layers:
+        x = jax.vmap(layer)(x)
+    return m.embed.attend(x)  # type: ignore[no-any-return]
+
+
 def remembering_noise(m: Any, tokens: jax.Array) -> jax.Array:
     noisy = m.dropout(m.embed(tokens))
     x = noisy * 2
@@ -295,6 +345,7 @@ def reading_the_stack(m: Any, tokens: jax.Array) -> jax.Array:
         (twice, "layers", "block 1 is called more than once; blocks are called once each"),
         (skipping, "layers", r"does not call block 1 \(layers/1\); write the layers by hand"),
         (branching, "layers", "block 0 is called inside cond"),
+        (batching, "layers", "block 0 is called inside vmap"),
         (remembering_noise, "layers", "random numbers drawn before block 2 are used after it outside of blocks"),
         (by_mode, "layers", "calls its blocks otherwise in evaluation, or in bfloat16, than in training"),
         (normed, "layers", r"nnx module Odd changes its state norm/mean \(BatchStat\) in a call"),

@@ -231,19 +231,12 @@ class _Wiring:
             for i in range(len(entry.entering)):
                 self._connect(c, i, known)
             for mode, outline in outlines.items():
-                last = outline.entries[c]
-                for i, atom in enumerate(last.entering):
-                    if isinstance(atom, Var):
-                        known[mode].setdefault(atom, ("in", last.first, i))
-                for j, var in enumerate(last.leaving):
+                for j, var in enumerate(outline.entries[c].leaving):
                     if var is not None:
-                        known[mode][var] = self._name(mode, ("out", last.first + last.count - 1, j), var)
+                        wire = known[mode][var] = ("out", entry.first + entry.count - 1, j)
+                        self.at[mode][wire] = var
 
-    def _name(self, mode: _Mode, wire: Wire, atom: Atom) -> Wire:
-        self.at[mode][wire] = atom
-        return wire
-
-    def _connect(self, c: int, i: int, known: Mapping[_Mode, Mapping[Var, Wire]]) -> None:
+    def _connect(self, c: int, i: int, known: Mapping[_Mode, dict[Var, Wire]]) -> None:
         """Find where argument ``i`` of entry ``c`` comes from."""
         entry = self.outlines[_TRAIN].entries[c]
         atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
@@ -253,7 +246,9 @@ class _Wiring:
         if source is None:
             source = wire
             for mode, atom in atoms.items():
-                self._name(mode, wire, atom)
+                self.at[mode][wire] = atom
+                if isinstance(atom, Var):
+                    known[mode].setdefault(atom, wire)
             if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
                 self.free[wire] = c
             else:
@@ -416,10 +411,10 @@ class _Layers:
             given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
             leaves = {**self.module.leaves, **own}
             outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
-            inputs = zip(
-                [*leaves, *[None] * (len(data) + 1)], outline.invars, [*leaves.values(), *data, key], strict=False
-            )
-            known = {var: value for path, var, value in inputs if path is None or path in own}
+            self._check_calls(outline)
+            inputs = [*own.values(), *data, key]
+            at = dict(zip([*leaves, *range(len(data) + 1)], outline.invars, strict=False))
+            known = dict(zip((at[name] for name in (*own, *range(len(data) + 1))), inputs, strict=True))
             known.update(_places(outline, flowing))
             if step.entry == len(outline.entries):
                 return outline.returned(outline.evaluate(outline.results, known))
@@ -429,6 +424,12 @@ class _Layers:
             return tuple(handed[w] for w in step.leaves_behind)
 
         return apply
+
+    def _check_calls(self, outline: Outline) -> None:
+        """Raise StageError if the blocks are called otherwise than for the example."""
+        example = self.wiring.outlines[_TRAIN]
+        if [(e.first, e.count) for e in outline.entries] != [(e.first, e.count) for e in example.entries]:
+            raise StageError(f"{self.module.label} calls its blocks otherwise for a batch of other shapes")
 
     def _free(self, step: _Step) -> list[Wire]:
         """What a block receives that depends on the batch alone."""
@@ -474,6 +475,7 @@ class _Layers:
     ) -> tuple[Any, dict[Wire, Any]]:
         """The arguments of an entry for this batch, and the values of ``free`` ones."""
         outline = self.tracing.from_data(data, train)
+        self._check_calls(outline)
         targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
         start = len(self.module.leaves)
         known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))

@@ -30,6 +30,7 @@ from jaxpipe._jax_compat import (
     fresh_var,
     is_key_dtype,
     scan_parts,
+    shape_of,
     sub_jaxprs,
     variables,
 )
@@ -139,9 +140,14 @@ class Outline:
         return sorted(found), starts.difference(self.consts)
 
     def evaluate(self, targets: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
-        """The values of ``targets`` from those of ``known`` variables."""
+        """The values of ``targets`` from those of ``known`` variables.
+
+        Raises:
+            StageError: they depend on others.
+        """
         eqns, starts = self.needed(targets, known)
-        assert starts <= known.keys(), "a slice of an outline starts from what is known"
+        if not starts <= known.keys():
+            raise StageError(f"{self.label} computes with other parameters for a batch of other shapes")
         program = close_jaxpr(list(self.consts.items()), list(known), [self.eqns[i] for i in eqns], targets)
         return [jnp.asarray(v) for v in eval_jaxpr(program.jaxpr, program.consts, *known.values())]
 
@@ -206,9 +212,9 @@ class _Lifting:
 
     def add(self, eqn: JaxprEqn, env: dict[Var, Atom]) -> None:
         invars = [_read(env, a) for a in eqn.invars]
-        call, scan = called_jaxpr(eqn), scan_parts(eqn)
-        if _mark_of(eqn) is not None:
-            self._mark(eqn, invars[0], env)
+        mark, call, scan = _mark_of(eqn), called_jaxpr(eqn), scan_parts(eqn)
+        if mark is not None:
+            self._take_mark(mark, eqn, invars[0], env)
         elif not _blocks_in(eqn):
             self.eqns.append(eqn.replace(invars=invars, outvars=[_renamed(env, v) for v in eqn.outvars]))
         elif call is not None and not eqn.primitive.name.startswith("custom"):
@@ -224,14 +230,16 @@ class _Lifting:
         else:
             self._refuse(min(_blocks_in(eqn)), f"is called inside {eqn.primitive.name}")
 
-    def _mark(self, eqn: JaxprEqn, operand: Atom, env: dict[Var, Atom]) -> None:
+    def _take_mark(self, mark: tuple[str, int, int], eqn: JaxprEqn, operand: Atom, env: dict[Var, Atom]) -> None:
         """An argument of a block, or a stand-in for a result of it."""
-        mark = _mark_of(eqn)
-        assert mark is not None
         way, block, position = mark
+        if block not in self.arguments:
+            self._refuse(block, "is called by a function that keeps an earlier trace (nn.jit)")
         old = self.entries.get(block, Entry(block, 1, (), (), {}, self.arguments[block], len(self.eqns)))
         if position != len(old.entering if way == "in" else old.leaving):
             self._refuse(block, "is called more than once")
+        if way == "in" and shape_of(operand) != array_leaves(self.arguments[block])[position].shape:
+            self._refuse(block, "is called inside vmap")
         if way == "in":
             self.entries[block] = replace(old, entering=(*old.entering, operand))
         else:

@@ -196,6 +196,32 @@ def test_numbers_that_blocks_are_given_are_those_of_the_batch_at_hand() -> None:
     assert len(x) == 1, "what is given twice flows once"
 
 
+def test_a_first_block_that_reads_the_batch_and_none_after_the_last() -> None:
+    """Nothing is computed before the first block, so there is no layer for it."""
+
+    class Chain(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Embed(V, D, rngs=rngs), foreign.Block(rngs), nnx.Linear(D, V, rngs=rngs)])
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = tokens
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = cut(Chain)
+    assert [layer.name for layer in model.layers] == ["block_00", "block_01", "block_02", "head", "loss"]
+    params, batch = init_params(model, 0), foreign.random_batch(model, 2)
+    pipe = Pipeline.build(model, generate("1f1b", 2, 2), microbatch_size=B, boundaries=[(0, 1), (1, 5)])
+    keys = [jax.random.fold_in(KEY, i) for i in range(2)]
+
+    def mean(params: Any) -> Any:
+        parts = [apply_model(model, params, {n: v[i] for n, v in batch.items()}, keys[i]) for i in range(2)]
+        return sum(a for a, _ in parts) / sum(b for _, b in parts)
+
+    assert_alike(pipe.loss_and_grads(pipe.place(params), batch, KEY)[1], jax.jit(jax.grad(mean))(params))
+
+
 def test_calls_that_depend_on_the_shape_are_refused_at_others() -> None:
     def by_length(m: Any, tokens: jax.Array) -> jax.Array:
         x = m.embed(tokens)
@@ -290,6 +316,10 @@ def batching(m: Any, tokens: jax.Array) -> jax.Array:
     return m.embed.attend(x)  # type: ignore[no-any-return]
 
 
+def failing(m: Any, tokens: jax.Array) -> jax.Array:
+    return m.embed(tokens) @ jnp.zeros((3, 5))  # type: ignore[no-any-return]
+
+
 def remembering_noise(m: Any, tokens: jax.Array) -> jax.Array:
     noisy = m.dropout(m.embed(tokens))
     x = noisy * 2
@@ -346,6 +376,7 @@ def reading_the_stack(m: Any, tokens: jax.Array) -> jax.Array:
         (skipping, "layers", r"does not call block 1 \(layers/1\); write the layers by hand"),
         (branching, "layers", "block 0 is called inside cond"),
         (batching, "layers", "block 0 is called inside vmap"),
+        (failing, "layers", "Odd can't be traced: TypeError: dot_general requires"),
         (remembering_noise, "layers", "random numbers drawn before block 2 are used after it outside of blocks"),
         (by_mode, "layers", "calls its blocks otherwise in evaluation, or in bfloat16, than in training"),
         (normed, "layers", r"nnx module Odd changes its state norm/mean \(BatchStat\) in a call"),

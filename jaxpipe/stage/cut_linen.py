@@ -18,11 +18,13 @@ from flax import linen
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.adapters import as_stage_error, refuse_state, streams
-from jaxpipe.stage.cut_module import CutModel, Home, cut_module, nested
+from jaxpipe.stage.cut_module import CutModel, cut_module
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.layer import Params, Path
 from jaxpipe.stage.nnx_modules import mode_keyword, typed_key
 from jaxpipe.stage.outline import Stubs
+from jaxpipe.stage.params import nested
+from jaxpipe.stage.wiring import Home
 
 
 def layers_from_linen(
@@ -60,7 +62,7 @@ def layers_from_linen(
 
 
 class _LinenCut:
-    """A :class:`~jaxpipe.stage.cut_module.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
+    """A :class:`~jaxpipe.stage.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
 
     def __init__(
         self, module: Any, places: Sequence[str], data: Sequence[Any], params: Params | None, rngs: tuple[str, ...]

@@ -17,49 +17,20 @@ recompute policies.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, only_results, shape_of
+from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
 from jaxpipe.errors import StageError
-from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.outline import Outline, Stubs, trace_outline, type_of
+from jaxpipe.stage.outline import Outline
+from jaxpipe.stage.params import get_leaf, nested
 from jaxpipe.stage.trace import array_leaves, fill, is_array
-
-Wire = tuple[str, int, int]
-"""An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
-
-Home = tuple[Path, int | None]
-"""Where a leaf lies in the module's own parameters: its path, and its place on axis 0 if blocks are stacked there."""
-
-
-class CuttableModule(Protocol):
-    """A module whose blocks can be left out of its call. ``leaves``: types of all its parameters by path. ``names``: what its
-    blocks are called."""
-
-    label: str
-    names: Sequence[str]
-    leaves: Mapping[Path, jax.ShapeDtypeStruct]
-
-    def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
-        """The module's call on batch arrays, with stubs for its blocks."""
-
-    def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
-        """A block's call on ``(args, kwargs)``."""
-
-    def homes(self, block: int) -> Mapping[Path, Home]:
-        """Where the parameters of a block, by their paths in it, lie in the module."""
-
-    def alike(self, block: int) -> Hashable:
-        """Equal for blocks of which :meth:`call` computes the same."""
-
-    def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
-        """Initial values of these parameters."""
+from jaxpipe.stage.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +83,13 @@ def cut_module(
     if absent:
         raise StageError(f"{module.label} reads {absent[0]!r}, and the batch has {', '.join(batch)}")
     avals = {n: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for n, v in batch.items()}
-    tracing = _Tracing(module, tuple(reads))
+    tracing = Tracing(module, tuple(reads))
     data = [avals[n] for n in reads]
-    outlines = {mode: tracing.outline(tracing.leaves(mode[1]), data, mode) for mode in _MODES}
-    layers, homes = _Layers(tracing, _Wiring(module, outlines)).made()
+    outlines = tracing.outlines(data)
+    layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
     homes["loss"] = {}
-    output = tracing.output(outlines[_TRAIN])
+    output = _types(outlines[TRAIN])
     shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
 
     def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -127,164 +98,11 @@ def cut_module(
     return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
 
 
-_Mode = tuple[bool, Any]
-"""Whether a call trains, and the dtype of its parameters (None: as declared)."""
-
-_TRAIN: _Mode = (True, None)
-_MODES: tuple[_Mode, ...] = (_TRAIN, (False, None), (True, jnp.bfloat16))  # a cast to float32 is none in float32
-
-
-class _Tracing:
-    """Outlines of a module's call at whatever shapes, and what its blocks return."""
-
-    def __init__(self, module: CuttableModule, reads: tuple[str, ...]) -> None:
-        self.module = module
-        self.reads = reads
-        self._probed: dict[Hashable, tuple[Any, bool]] = {}
-        self._outlines: dict[Hashable, Outline] = {}
-
-    def leaves(self, dtype: Any) -> Mapping[Path, jax.ShapeDtypeStruct]:
-        """Types of the parameters, floating-point ones in ``dtype``."""
-        if dtype is None:
-            return self.module.leaves
-        cast = {path: jnp.issubdtype(v.dtype, jnp.floating) for path, v in self.module.leaves.items()}
-        return {p: jax.ShapeDtypeStruct(v.shape, dtype if cast[p] else v.dtype) for p, v in self.module.leaves.items()}
-
-    def outline(
-        self,
-        leaves: Mapping[Path, Any],
-        data: Sequence[Any],
-        mode: _Mode,
-        key: Any = None,
-        given: Mapping[tuple[int, int], Any] | None = None,
-    ) -> Outline:
-        """The outline with inputs ``leaves`` (in order), ``data``, the key, ``given`` (known results of blocks)."""
-        given = given or {}
-        key = _KEY if key is None else key
-
-        def call(arrays: list[Any]) -> tuple[Any, Stubs]:
-            rest = iter(arrays)
-            own = {path: next(rest) for path in leaves}
-            batch, drawn = [next(rest) for _ in data], next(rest)
-            stubs = Stubs(
-                self.module.label,
-                lambda block, arguments: self.probe(block, arguments, mode)[0],
-                {at: next(rest) for at in given},
-            )
-            return self.module.run(own, batch, drawn, mode[0], stubs), stubs
-
-        return trace_outline(self.module.label, call, [*leaves.values(), *data, key, *given.values()])
-
-    def from_data(self, data: Sequence[Any], train: bool) -> Outline:
-        """The outline for values that depend on the batch alone; traced once for arrays of these types."""
-        key = (train, tuple(map(jax.typeof, data)))
-        if key not in self._outlines:
-            self._outlines[key] = self.outline(self.module.leaves, data, (train, None))
-        return self._outlines[key]
-
-    def probe(self, block: int, arguments: Any, mode: _Mode) -> tuple[Any, bool]:
-        """What a block returns for arguments of these types, and whether it draws random numbers."""
-        shapes = [type_of(leaf) for leaf in array_leaves(arguments)]
-        types = tuple((v.shape, str(v.dtype), v.weak_type) for v in shapes)
-        signature = (self.module.alike(block), structure_key(arguments), types, mode)
-        if signature not in self._probed:
-            leaves = self.leaves(mode[1])
-            params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes(block).items()}
-            made: list[Any] = []
-
-            def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:
-                made.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
-                return array_leaves(made[-1])
-
-            closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, _KEY)
-            used = only_results(closed, range(len(out)))[1]
-            self._probed[signature] = (fill(made[-1], out), used[-1])
-        return self._probed[signature]
-
-    def output(self, outline: Outline) -> Any:
-        """What the call returns, as types."""
-        return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
-
-
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
-
-
-class _Wiring:
-    """Where each argument of each block comes from, read off the outlines in both modes.
-
-    ``sources``: by block and position, the wire. ``computed``: by entry, the wires that a layer before it must compute.
-    ``free``: wires that depend on the batch alone, and the entry at which they first appear. ``at``: by mode, a wire in the
-    outline.
-    """
-
-    def __init__(self, module: CuttableModule, outlines: Mapping[_Mode, Outline]) -> None:
-        self.module = module
-        self.outlines = outlines
-        self.sources: dict[tuple[int, int], Wire] = {}
-        self.computed: dict[int, list[Wire]] = {}
-        self.free: dict[Wire, int] = {}
-        self.at: dict[_Mode, dict[Wire, Atom]] = {mode: {} for mode in outlines}
-        self._check_entries()
-        known: dict[_Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
-        for c, entry in enumerate(outlines[_TRAIN].entries):
-            self.computed[c] = []
-            for i in range(len(entry.entering)):
-                self._connect(c, i, known)
-            for mode, outline in outlines.items():
-                for j, var in enumerate(outline.entries[c].leaving):
-                    if var is not None:
-                        wire = known[mode][var] = ("out", entry.first + entry.count - 1, j)
-                        self.at[mode][wire] = var
-
-    def _connect(self, c: int, i: int, known: Mapping[_Mode, dict[Var, Wire]]) -> None:
-        """Find where argument ``i`` of entry ``c`` comes from."""
-        entry = self.outlines[_TRAIN].entries[c]
-        atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
-        aliases = {known[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
-        wire: Wire = ("in", entry.first, i)
-        (source,) = aliases if len(aliases) == 1 else (None,)
-        if source is None:
-            source = wire
-            for mode, atom in atoms.items():
-                self.at[mode][wire] = atom
-                if isinstance(atom, Var):
-                    known[mode].setdefault(atom, wire)
-            if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
-                self.free[wire] = c
-            else:
-                self.computed[c].append(wire)
-        self.sources[(entry.first, i)] = source
-        for k in range(entry.first + 1, entry.first + entry.count):
-            self.sources[(k, i)] = ("out", k - 1, entry.flow[i]) if i in entry.flow else source
-
-    def _is_free(self, mode: _Mode, atom: Atom) -> bool:
-        """Whether a value depends on batch arrays alone."""
-        outline = self.outlines[mode]
-        params = len(self.module.leaves)
-        _, starts = outline.needed([atom])
-        return starts <= set(outline.invars[params:-1])
-
-    def _check_entries(self) -> None:
-        train, *others = (
-            [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in outline.entries]
-            for outline in self.outlines.values()
-        )
-        called = [k for first, count, *_ in train for k in range(first, first + count)]
-        if any(entries != train for entries in others):
-            what = "calls its blocks otherwise in evaluation, or in bfloat16, than in training"
-        elif missing := [k for k in range(len(self.module.names)) if k not in called]:
-            what = f"does not call block {missing[0]} ({self.module.names[missing[0]]})"
-        elif len(called) > len(self.module.names):
-            what = f"calls {len(called)} blocks and has {len(self.module.names)}"
-        else:
-            return
-        raise StageError(f"{self.module.label} {what}; write the layers by hand")
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     """A layer to be. ``entry``: what it computes stands before this entry (blocks: in it). ``block``: None for what is around
-    blocks. ``wires``: what it computes. ``takes``: what it reads of what flows. ``leaves``: parameters, by path in it."""
+    blocks. ``wires``: what it computes. ``takes``: what it reads of what flows. ``leaves``: parameters, by path in it.
+    ``enters``, ``hands_on``: what flows into it and out of it, in order."""
 
     name: str
     entry: int
@@ -293,21 +111,20 @@ class _Step:
     takes: frozenset[Wire]
     leaves: Mapping[Path, Home]
     draws: bool
-    enters: tuple[Wire, ...] = field(default=())
-    leaves_behind: tuple[Wire, ...] = field(default=())
+    enters: tuple[Wire, ...] = ()
+    hands_on: tuple[Wire, ...] = ()
 
 
 class _Layers:
     """Makes the layers of a wiring."""
 
-    def __init__(self, tracing: _Tracing, wiring: _Wiring) -> None:
+    def __init__(self, tracing: Tracing, wiring: Wiring) -> None:
         self.tracing = tracing
         self.module = tracing.module
         self.wiring = wiring
         blocks = range(len(self.module.names))
         self.stacked = {p for k in blocks for p, index in self.module.homes(k).values() if index is not None}
-        self.steps = list(self._steps())
-        self._carry()
+        self.steps = _flowing(list(self._steps()))
         self._applies: dict[Hashable, Callable[..., Any]] = {}
 
     def made(self) -> tuple[list[Layer], dict[str, dict[Path, Home]]]:
@@ -327,17 +144,17 @@ class _Layers:
         return layers, homes
 
     def _steps(self) -> Iterable[_Step]:
-        train = self.wiring.outlines[_TRAIN]
+        train = self.wiring.outlines[TRAIN]
         width = len(str(max(len(self.module.names) - 1, 10)))
         for c, entry in enumerate(train.entries):
-            if c == 0 or self.wiring.computed[c]:
+            if self.wiring.computed[c]:
                 name = "embed" if c == 0 else f"between_{entry.first:0{width}}"
                 yield self._around_step(name, c, tuple(self.wiring.computed[c]))
             for k in range(entry.first, entry.first + entry.count):
                 arguments = [self.wiring.sources[(k, i)] for i in range(len(entry.entering))]
                 takes = frozenset(w for w in arguments if w not in self.wiring.free)
                 made = tuple(("out", k, j) for j in range(len(entry.leaving)))
-                _, draws = self.tracing.probe(k, entry.arguments, _TRAIN)
+                _, draws = self.tracing.probe(k, entry.arguments, TRAIN)
                 yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes(k), draws)
         yield self._around_step("head", len(train.entries), ())
 
@@ -368,27 +185,13 @@ class _Layers:
                 )
         return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
 
-    def _known(self, outline: Outline, mode: _Mode, c: int) -> dict[Var, Wire]:
+    def _known(self, outline: Outline, mode: Mode, c: int) -> dict[Var, Wire]:
         """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
         earlier = [w for k in range(c) for w in self.wiring.computed[k]]
         last = {e.first + e.count - 1 for e in outline.entries[:c]}
         at = self.wiring.at[mode]
         wires = [*earlier, *(w for w in at if w[0] == "out" and w[1] in last)]
         return {v: w for w in wires if isinstance(v := at[w], Var)}
-
-    def _carry(self) -> None:
-        """What each step is handed and hands on: what later steps read."""
-        later: set[Wire] = set()
-        behind: list[set[Wire]] = []
-        for step in reversed(self.steps):
-            behind.append(set(later))
-            later = later.difference(step.wires) | step.takes
-        order: list[Wire] = []
-        enters: tuple[Wire, ...] = ()
-        for step, needed in zip(self.steps, reversed(behind), strict=True):
-            order += step.wires
-            step.enters = enters
-            step.leaves_behind = enters = tuple(w for w in order if w in needed)
 
     def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
         def init(key: jax.Array) -> Params:
@@ -421,25 +224,25 @@ class _Layers:
             entering = outline.entries[step.entry].entering
             made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
             handed = {**dict(zip(step.enters, x or (), strict=True)), **{w: _boxed(v) for w, v in made.items()}}
-            return tuple(handed[w] for w in step.leaves_behind)
+            return tuple(handed[w] for w in step.hands_on)
 
         return apply
 
     def _check_calls(self, outline: Outline) -> None:
         """Raise StageError if the blocks are called otherwise than for the example."""
-        example = self.wiring.outlines[_TRAIN]
+        example = self.wiring.outlines[TRAIN]
         if [(e.first, e.count) for e in outline.entries] != [(e.first, e.count) for e in example.entries]:
             raise StageError(f"{self.module.label} calls its blocks otherwise for a batch of other shapes")
 
     def _free(self, step: _Step) -> list[Wire]:
         """What a block receives that depends on the batch alone."""
-        entry = self.wiring.outlines[_TRAIN].entries[step.entry]
+        entry = self.wiring.outlines[TRAIN].entries[step.entry]
         sources = [self.wiring.sources[(entry.first, i)] for i in range(len(entry.entering))]
         return list(dict.fromkeys(w for w in sources if w in self.wiring.free))
 
     def _numbered(self, step: _Step) -> bool:
         """Whether a block is given numbers, which may depend on the batch's shape."""
-        leaves = jax.tree.leaves(self.wiring.outlines[_TRAIN].entries[step.entry].arguments)
+        leaves = jax.tree.leaves(self.wiring.outlines[TRAIN].entries[step.entry].arguments)
         return any(isinstance(v, int | float) and not isinstance(v, bool) for v in leaves)
 
     def _block(self, step: _Step, block: int) -> Callable[[Params, Any, LayerContext], Any]:
@@ -448,7 +251,7 @@ class _Layers:
         sources = [self.wiring.sources[(block, i)] for i in range(len(entries[True].entering))]
         places = [step.enters.index(w) if w in step.enters else w for w in sources]
         leaving = [
-            ("out", w[2]) if w[:2] == ("out", block) else ("enters", step.enters.index(w)) for w in step.leaves_behind
+            ("out", w[2]) if w[:2] == ("out", block) else ("enters", step.enters.index(w)) for w in step.hands_on
         ]
         free, numbered = self._free(step), self._numbered(step)
         structures = tuple(structure_key(entry.arguments) for entry in entries.values())
@@ -483,6 +286,27 @@ class _Layers:
         return outline.entries[entry].arguments, {w: _as_written(atom, value) for w, atom, value in values}
 
 
+def _flowing(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps with what flows between them: what later ones read."""
+    later: set[Wire] = set()
+    needed: list[set[Wire]] = []
+    for step in reversed(steps):
+        needed.append(later)
+        later = later.difference(step.wires) | step.takes
+    made: list[_Step] = []
+    order: list[Wire] = []
+    for step, wanted in zip(steps, reversed(needed), strict=True):
+        order += step.wires
+        enters = made[-1].hands_on if made else ()
+        made.append(replace(step, enters=enters, hands_on=tuple(w for w in order if w in wanted)))
+    return made
+
+
+def _types(outline: Outline) -> Any:
+    """What the call returns, as types."""
+    return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
+
+
 def _boxed(value: jax.Array) -> jax.Array:
     """As it flows between layers: a scalar as an array of one, so that shards of a batch can have one each."""
     return value[None] if value.ndim == 0 else value
@@ -499,12 +323,6 @@ def _as_written(atom: Atom, value: jax.Array) -> Any:
     )
 
 
-def structure_key(arguments: Any) -> Hashable:
-    """The structure of a call's arguments and what among them is no array."""
-    leaves, structure = jax.tree.flatten(arguments)
-    return structure, tuple(None if is_array(leaf) else value_key(leaf) for leaf in leaves)
-
-
 def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
     """What flows, by variable of an outline."""
     last = {e.first + e.count - 1: e.leaving for e in outline.entries}
@@ -513,28 +331,12 @@ def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
     return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
 
 
-def nested(flat: Mapping[Path, Any]) -> Params:
-    tree: Params = {}
-    for (*inner, last), leaf in flat.items():
-        node = tree
-        for part in inner:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return tree
-
-
 def _found(tree: Any, path: Path) -> Any:
-    node = tree
-    for part in path:
-        if not isinstance(node, Mapping) or part not in node:
-            raise StageError(f"there is no parameter {'/'.join(path)} in what was given")
-        node = node[part]
-    return node
+    try:
+        return get_leaf(tree, path)
+    except (KeyError, TypeError):
+        raise StageError(f"there is no parameter {'/'.join(path)} in what was given") from None
 
 
 def _part(leaf: Any, index: int | None) -> Any:
     return leaf if index is None else leaf[index]
-
-
-def _part_type(leaf: jax.ShapeDtypeStruct, index: int | None) -> jax.ShapeDtypeStruct:
-    return leaf if index is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

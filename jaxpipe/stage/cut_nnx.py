@@ -14,11 +14,12 @@ import jax
 from flax import nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.cut_module import CutModel, Home, cut_module
+from jaxpipe.stage.cut_module import CutModel, cut_module
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Params, Path
 from jaxpipe.stage.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
 from jaxpipe.stage.outline import Stubs
+from jaxpipe.stage.wiring import Home
 
 _STUB = "_jaxpipe_stub"
 
@@ -76,7 +77,7 @@ def update_module(module: Any, params: Params) -> None:
 
 
 class _NnxCut:
-    """A :class:`~jaxpipe.stage.cut_module.CuttableModule`."""
+    """A :class:`~jaxpipe.stage.wiring.CuttableModule`."""
 
     def __init__(self, source: Any, paths: Sequence[str]) -> None:
         self._whole = blueprint("layers_from_nnx", source)

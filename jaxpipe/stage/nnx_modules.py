@@ -1,8 +1,8 @@
 """An nnx module taken apart: its structure in both modes, its parameters, constants and random streams by path.
 
 ``nnx.Param`` leaves (of any subclass) are parameters. Arrays and variables of other kinds are constants: computed once, so that
-every stage has the same bits, and read but not changed by a call. Variables of kind
-``nnx.Intermediate`` may be written: what they hold is dropped. Random streams are refilled for each call.
+every stage has the same bits, and read but not changed by a call. Variables of kind ``nnx.Intermediate`` may be written: what
+they hold is dropped. Random streams are refilled for each call.
 
 A module that does not exist yet is built while JAX traces: parameters take no memory, and what does not depend on the random
 key is computed once.
@@ -25,6 +25,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.layer import Params
 from jaxpipe.stage.loops import handed_on
+from jaxpipe.stage.params import nested
 from jaxpipe.stage.trace import array_leaves, fill
 
 KeyPath = tuple[Any, ...]
@@ -52,16 +53,11 @@ class SplitModule:
 
     def nested(self, values: Mapping[KeyPath, Any]) -> Params:
         """A nested dict with string keys of leaves by path."""
-        tree: Params = {}
-        for path, leaf in values.items():
-            *inner, last = map(str, path)
-            node = tree
-            for part in inner:
-                node = node.setdefault(part, {})
-            if last in node:
-                raise StageError(f"{self.label} has two parameters that are both called {joined(path)}; rename one")
-            node[last] = leaf
-        return tree
+        words = [tuple(map(str, path)) for path in values]
+        if len(set(words)) < len(words):
+            twice = next(path for path in words if words.count(path) > 1)
+            raise StageError(f"{self.label} has two parameters that are both called {joined(twice)}; rename one")
+        return nested(dict(zip(words, values.values(), strict=True)))
 
     def skeleton(self) -> nnx.Module:
         """The module, in training mode, with types of arrays in place of parameters and random streams."""

@@ -372,6 +372,14 @@ def get_leaf(tree: Any, path: Path) -> Any:
     return tree
 
 
+def nested(leaves: Mapping[Path, Any]) -> Params:
+    """A nested dict of leaves by path."""
+    tree: Params = {}
+    for path, leaf in leaves.items():
+        _insert(tree, path, leaf)
+    return tree
+
+
 def _has(tree: Any, path: Path) -> bool:
     for key in path:
         if not isinstance(tree, Mapping) or key not in tree:

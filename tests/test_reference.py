@@ -58,7 +58,7 @@ def test_models_resolve_by_name() -> None:
 @pytest.fixture
 def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "my_models.py").write_text(
-        "import models.gpt\n"
+        "from functools import partial\nimport models.gpt\n"
         "def Small(width, depth=2):\n"
         "    return models.gpt.GPT(d_model=width, num_layers=depth, num_heads=1)\n"
         "def NotAModel():\n    return 3\n"
@@ -83,6 +83,12 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("my_models:Small", {"widht": 8}, "my_models:Small has no option 'widht'; did you mean 'width'?"),
         ("my_models:Small", {}, "my_models:Small needs the option width; give width=…"),
         ("my_models:NotAModel", {}, "returned a int; want a jaxpipe.stage.layer.Model"),
+        (
+            "logging:basicConfig",
+            {"filename": "x"},
+            "logging is part of Python; name a function of yours that makes a model",
+        ),
+        ("my_models:partial", {}, "partial is of functools; name a function or class that my_models defines"),
         ("my_broken:Anything", {}, "my_broken imports no_such_package, which is not installed"),
     ],
 )

@@ -17,7 +17,7 @@ def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
     text = write_text(tmp_path / "text.txt")
     more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
     made = config(text, tmp_path / "run", *more)
-    setup = build(made, find_devices(made.pipeline.ranks)[0], notes.append, repeats=1)
+    setup = build(made, find_devices(made.pipeline.ranks), notes.append, repeats=1)
     return setup.pipeline.predicted_timeline().peak_activations
 
 
@@ -42,4 +42,4 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
     with pytest.raises(
         ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
     ):
-        build(config(text, tmp_path / "run", *more), find_devices(2)[0], lambda note: None, repeats=1)
+        build(config(text, tmp_path / "run", *more), find_devices(2), lambda note: None, repeats=1)

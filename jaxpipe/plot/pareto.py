@@ -11,13 +11,13 @@ import html
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import number
+from jaxpipe.plot.units import number, printable
 
 SUFFIXES = (".svg", ".png", ".html")
 _WIDTH_IN, _HEIGHT_IN = 10.0, 6.4
@@ -61,6 +61,7 @@ def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit:
         raise ConfigError(f"can't draw to {str(path)!r}: its suffix is not one of {' '.join(SUFFIXES)}")
     if not points:
         raise ConfigError(f"nothing to draw to {str(path)!r}: no points were given")
+    title, points = printable(title), [replace(p, name=printable(p.name)) for p in points]
     if suffix == ".html":
         where.write_text(_page(points, title, limit, _drawn(points, "svg", title, limit, path)), encoding="utf-8")
     else:
@@ -179,7 +180,12 @@ class _Labels:
         names = [p.name for p in group]
         lines = [", ".join(names[k : k + _NAMES_A_LINE]) for k in range(0, len(names), _NAMES_A_LINE)]
         on_front = any(name in self.front for name in names)
-        style = {"fontsize": _TEXT_PT, "weight": "bold" if on_front else "normal", "linespacing": 1.05}
+        style = {
+            "fontsize": _TEXT_PT,
+            "weight": "bold" if on_front else "normal",
+            "linespacing": 1.05,
+            "parse_math": False,
+        }
         colour = _FRONT if on_front else _POINT if group[0].feasible else "#7a828e"
         text = self.figure.text(0, 0, ",\n".join(lines), color=colour, va="center", ha="center", zorder=5, **style)
         box = text.get_window_extent(self.renderer)

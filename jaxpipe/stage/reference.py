@@ -123,16 +123,23 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
 
     Modules are looked for on ``sys.path`` and then in the working directory. Raises ConfigError, with the nearest name that
-    exists, for a wrong module, attribute or option, and when what comes out is no :class:`~jaxpipe.stage.layer.Model`.
+    exists, for a wrong module, attribute or option, and when what comes out is no :class:`~jaxpipe.stage.layer.Model`. Nothing
+    of the standard library is called, nor what the module has only imported from another package.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise ConfigError(f"model name {name!r}; want module:attribute, as in models.gpt:GPT")
+    package = module_name.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        raise ConfigError(f"model {name}: {package} is part of Python; name a function of yours that makes a model")
     module = _import(module_name, name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = [n for n, value in vars(module).items() if callable(value) and _is_local(value, module)]
         raise ConfigError(f"model {name}: {module_name} has no function {attribute!r}{suggestion(attribute, known)}")
+    origin = str(getattr(factory, "__module__", None))
+    if origin.partition(".")[0] != package:
+        raise ConfigError(f"model {name}: {attribute} is of {origin}; name a function or class that {package} defines")
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [option for option in options if option not in parameters]

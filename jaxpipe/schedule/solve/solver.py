@@ -17,7 +17,6 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
-from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
@@ -28,7 +27,7 @@ from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.leaner import TIME_SHARE, leaner
 from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker import families_of
+from jaxpipe.schedule.solve.worker import families_of, quick_families
 
 _SLACK = 1 + 1e-9
 _EXACT_ACTIONS = (320, 800)  # up to which the exact model gets most of the time, and any
@@ -92,15 +91,15 @@ class _Race:
     def __init__(self, tasks: Sequence[SolveTask], options: Options, on_progress: OnProgress | None) -> None:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
-        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
         self.board = Board(tasks, [0.0] * len(tasks), on_progress)
+        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
         self.windows = 0
         self.failures: list[str] = []
 
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
-            if not self.board.solved and min(self.board.bounds) < float("inf"):
+            if not self.board.solved and min(self.board.bounds) < float("inf") and not self._late():
                 with Crew(max(1, self.options.workers), self.tasks) as crew:
                     (self._rounds if self.options.reproducible else self._freely)(crew)
         except KeyboardInterrupt:
@@ -116,6 +115,8 @@ class _Race:
         for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
             if self.board.bounds[number] == float("inf"):
                 continue
+            if self.board.schedule is not None and self._late():
+                break
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
@@ -128,6 +129,10 @@ class _Race:
             for schedule in starts:
                 if schedule.placement == task.placement:
                     self.board.offer(number, schedule, "start")
+
+    def _late(self) -> bool:
+        """Whether the time is up before any worker was started: at thousands of ranks."""
+        return not self.options.reproducible and self.board.wall_s >= self.options.time_limit_s
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -145,15 +150,14 @@ class _Race:
     def _openers(self) -> Iterator[dict[str, Any]]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
-        names = [families_of(task) for task in self.tasks]
-        slow = [[n for n in some if "memory_limit" in FAMILIES[n].options] for some in names]
-        for number, some in enumerate(names):
-            yield self._job(number, "families", total, names=[n for n in some if n not in slow[number]])
+        quick = [quick_families(task) for task in self.tasks]
+        for number, names in enumerate(quick):
+            yield self._job(number, "families", total, names=names)
         for number, task in enumerate(self.tasks):
             if task.offload:
                 yield self._job(number, "offload", total * 0.4)
-        for number, some in enumerate(slow):
-            for name in some:
+        for number, task in enumerate(self.tasks):
+            for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, "families", total, names=[name])
         for number, task in enumerate(self.tasks):
             actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches

@@ -13,7 +13,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
@@ -24,7 +24,8 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.plugins import import_module
+from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
@@ -32,6 +33,7 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
+_OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
@@ -67,6 +69,8 @@ class Worker:
             message = json.loads(text)
             if "tasks" in message:
                 self.tasks = [messages.task_in(x) for x in message["tasks"]]
+                for module in message["imports"]:
+                    import_module(module)
                 continue
             error = ""
             try:
@@ -89,7 +93,7 @@ class Worker:
         self.out.flush()
 
 
-def _families(task: SolveTask, job: Job, tell: Tell) -> None:
+def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:
     """Every family of the task's placement among ``names``, each that beats those before it."""
     limits = task.safe_limits()
     asked = Task(
@@ -102,18 +106,28 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
     )
 
     def keep(candidate: Candidate) -> None:
-        if candidate.schedule.placement == task.placement:
+        ops = {a.op for rank in range(candidate.schedule.num_ranks) for a in candidate.schedule.actions(rank)}
+        if candidate.schedule.placement == task.placement and ops <= _OPS:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
-    for name in job["names"]:
+    for name in names:
         with contextlib.suppress(JaxpipeError):
             explore(asked, [FAMILIES[name]], keep)
+
+
+def _families(task: SolveTask, job: Job, tell: Tell) -> None:
+    family_schedules(task, job["names"], tell)
 
 
 def families_of(task: SolveTask) -> list[str]:
     """The families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
     return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
+
+
+def quick_families(task: SolveTask) -> list[str]:
+    """Those of them that make a schedule at once, whatever the memory limit."""
+    return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
 
 
 def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:

@@ -27,6 +27,7 @@ initialized``
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
+``partial_eval.dce_jaxpr``     (``jax.interpreters``) drops what given results do not depend on, inside calls and loops too.
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
 ``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
                                needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
@@ -50,6 +51,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval as _partial_eval
 
 __all__ = [
     "Atom",
@@ -76,6 +78,7 @@ __all__ = [
     "is_identity",
     "is_key_dtype",
     "map_bodies",
+    "only_results",
     "plain_collective",
     "pruned",
     "scan_parts",
@@ -194,6 +197,14 @@ def close_jaxpr(
         [v for v, _ in consts], list(invars), list(outvars), list(eqns), effects, _no_debug_info(invars, outvars)
     )
     return ClosedJaxpr(jaxpr, [c for _, c in consts])
+
+
+def only_results(closed: ClosedJaxpr, results: Iterable[int]) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
+    """A closed jaxpr that computes these results alone (in their old order), and which of the old inputs it still takes."""
+    wanted = set(results)
+    used = [k in wanted for k in range(len(closed.jaxpr.outvars))]
+    jaxpr, kept = _partial_eval.dce_jaxpr(closed.jaxpr, used)
+    return ClosedJaxpr(jaxpr, closed.consts), tuple(kept)
 
 
 def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:

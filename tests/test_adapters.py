@@ -215,13 +215,168 @@ def test_nnx_state_and_misuse_are_refused() -> None:
             self.w[...] = self.w[...] * 2
             return x
 
-    with pytest.raises(StageError, match=r"BatchNorm keeps state beside its parameters \(BatchStat\)"):
-        from_nnx("norm", lambda rngs: nnx.BatchNorm(8, rngs=rngs))
+    norm = from_nnx("norm", lambda rngs: nnx.BatchNorm(8, rngs=rngs))
+    params = norm.init(jax.random.key(0))
+    with pytest.raises(
+        StageError,
+        match=r"layer 'norm': nnx module BatchNorm changes its state mean \(BatchStat\) in a call.*LayerNorm",
+    ):
+        norm.apply(params, X, TRAIN)
+    np.testing.assert_allclose(norm.apply(params, X, EVAL), X, rtol=1e-5)  # reads its statistics only
     layer = from_nnx("assigns", Assigns)
-    with pytest.raises(StageError, match="nnx module Assigns assigns to its parameter w in a call"):
+    with pytest.raises(StageError, match="layer 'assigns': nnx module Assigns assigns to its parameter w in a call"):
         layer.apply(layer.init(jax.random.key(0)), X, EVAL)
     with pytest.raises(StageError, match="nnx module NnxMLP has no parameter layers/0/"):
         from_nnx("mlp", NnxMLP).apply({}, X, EVAL)
+
+
+class Tables(nnx.Module):
+    """Everything that a module may hold and only read."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.again = self.linear
+        self.jax_table = jnp.linspace(0.0, 1.0, 8)
+        self.numpy_table = np.linspace(1.0, 2.0, 8, dtype=np.float32)
+        self.variable = nnx.Variable(jnp.full((8,), 2.0))
+        self.listed = nnx.List([jnp.arange(8.0)])
+        self.pair = nnx.data((jnp.ones(8), "name"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        table = self.jax_table * self.numpy_table * self.variable[...] + self.listed[0] + self.pair[0]
+        return self.again(self.linear(x)) * table[None]
+
+
+class Nnx:
+    """Modules that use nnx's transformations in their call."""
+
+    class Jitted(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.mlp = NnxMLP(rngs, 0.5)
+
+        @nnx.jit
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.mlp(x)
+
+    class Remat(Jitted):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nnx.remat(lambda m, x: m(x))(self.mlp, x)  # type: ignore[no-any-return]
+
+    class Scanned(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.table = jnp.linspace(0.0, 1.0, 8)
+
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def stack(rngs: nnx.Rngs) -> NnxMLP:
+                return NnxMLP(rngs, 0.5)
+
+            self.layers = stack(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            @nnx.remat
+            def run(x: jax.Array, layer: NnxMLP) -> jax.Array:
+                return x + layer(x)
+
+            return run(x, self.layers) * self.table[None]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("instance", [False, True])
+def test_nnx_constants_are_baked_in(instance: bool) -> None:
+    module = Tables(nnx.Rngs(jax.random.key(1)))
+    layer = from_nnx("tables", module if instance else Tables)
+    params = layer.init(jax.random.key(1))
+    assert set(params) == {"again"} and set(params["again"]) == {"bias", "kernel"}  # one leaf, though it is used twice
+    np.testing.assert_allclose(layer.apply(params, X, TRAIN), module(X), rtol=1e-6)
+    closed = jax.make_jaxpr(lambda p, x: layer.apply(p, x, TRAIN))(params, X)
+    assert {c.tobytes() for c in map(np.asarray, closed.consts)} >= {np.asarray(module.jax_table).tobytes()}
+
+
+def test_an_nnx_module_in_place_of_a_function_gives_its_weights() -> None:
+    module = NnxMLP(nnx.Rngs(3))
+    layer = from_nnx("mlp", module)
+    params = layer.init(jax.random.key(99))
+    np.testing.assert_array_equal(params["layers"]["1"]["kernel"], module.layers[1].kernel[...])
+    grads = jax.grad(lambda p: layer.apply(p, X, EVAL).sum())(params)
+    theirs = nnx.to_pure_dict(nnx.grad(lambda m: m(X).sum())(module))
+    jax.tree.map(np.testing.assert_array_equal, with_int_keys(grads), theirs)
+    assert module.dropout.deterministic is False
+
+
+@pytest.mark.parametrize("module", [Nnx.Jitted, Nnx.Remat, Nnx.Scanned], ids=lambda m: m.__name__)
+def test_nnx_transformations_hand_state_back_unchanged(module: Any) -> None:
+    layer = from_nnx("layer", module)
+    params = layer.init(jax.random.key(1))
+    run = jax.jit(lambda p, key: layer.apply(p, X, LayerContext({}, key)))
+    first, again, other = run(params, TRAIN.key), run(params, TRAIN.key), run(params, jax.random.key(6))
+    assert jnp.array_equal(first, again) and not jnp.array_equal(first, other)
+    whole = module(nnx.Rngs(0))
+    nnx.update(whole, nnx.State(jax.tree.map(nnx.Param, with_int_keys(params))))
+    whole.eval()
+    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), whole(X), rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_scan_that_changes_its_layers_is_refused() -> None:
+    class Counting(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.count = nnx.Variable(jnp.zeros((3,)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def run(x: jax.Array, count: nnx.Variable) -> jax.Array:  # type: ignore[type-arg]
+                count[...] += 1
+                return x
+
+            return run(x, self.count)  # type: ignore[no-any-return]
+
+    layer = from_nnx("counting", Counting)
+    with pytest.raises(StageError, match=r"layer 'counting': nnx module Counting changes its state count \(Variable\)"):
+        layer.apply({}, X, TRAIN)
+
+
+def test_weight_norm_computes_with_normalised_weights() -> None:
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.WeightNorm(nnx.Linear(8, 4, rngs=rngs), rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    layer = from_nnx("normed", Normed)
+    params = layer.init(jax.random.key(1))
+    kernel = params["linear"]["layer_instance"]["kernel"]
+    want = X @ (kernel / jnp.linalg.norm(kernel, axis=0, keepdims=True))
+    np.testing.assert_allclose(layer.apply(params, X, TRAIN), want, rtol=1e-5)
+
+
+def test_nnx_params_of_any_subclass_are_trained_and_random_constants_refused() -> None:
+    class Mine(nnx.Param):  # type: ignore[type-arg]
+        pass
+
+    class Module(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, frozen: bool = False) -> None:
+            self.w = Mine(jnp.ones((8, 8)))
+            self.lora = nnx.LoRA(8, 2, 8, rngs=rngs)
+            if frozen:
+                self.features = jax.random.normal(rngs.params(), (8, 8))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ self.w[...] + self.lora(x)
+
+    assert set(from_nnx("m", Module).init(jax.random.key(0))) == {"w", "lora"}
+    with pytest.raises(StageError, match="layer 'm': nnx module Module draws its constant features at random"):
+        from_nnx("m", lambda rngs: Module(rngs, frozen=True))
+    from_nnx("m", Module(nnx.Rngs(0), frozen=True))  # its values are there
+
+
+def test_what_builds_no_nnx_module_is_refused() -> None:
+    with pytest.raises(StageError, match="layer 'm': its function returns ndarray; want an nnx module"):
+        from_nnx("m", lambda rngs: np.ones(3))
+    with pytest.raises(StageError, match=r"layer 'm': int is no nnx module, nor a function of nnx.Rngs"):
+        from_nnx("m", 3)
+    with pytest.raises(StageError, match=r"layer 'm' got the class LinenMLP; from_linen wants an instance"):
+        from_linen("m", LinenMLP, example=(SHAPE,))
 
 
 def test_an_nnx_module_in_a_compiled_step_traces_once() -> None:

@@ -220,6 +220,20 @@ def test_batches_must_fit() -> None:
         pipe.run(params, acc, {k: v for k, v in batch.items() if k != "targets"})
     with pytest.raises(ProgramError, match=r"batch\['tokens'\] has shape \(3, 2, 8\); this pipeline wants \(4, 2, 8\)"):
         pipe.run(params, acc, {k: v[:3] for k, v in batch.items()})
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\] is a list; want an array of shape \(4, 2, 8\)"):
+        pipe.run(params, acc, {k: v.tolist() for k, v in batch.items()})
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\] holds float64; the model reads int32"):
+        pipe.evaluate(params, {k: v.astype(np.float64) for k, v in batch.items()})
+
+
+def test_parameters_must_be_placed_and_keys_be_keys() -> None:
+    pipe = pipeline_for("gpt", generate("1f1b", 2, 4), dropout=0.1)
+    whole, batch = parameters("gpt"), random_batch(4)
+    for run in (pipe.loss_and_grads, pipe.evaluate):
+        with pytest.raises(ProgramError, match=r"not on the ranks yet: pass what pipeline.place\(params\) returns"):
+            run(whole, batch)
+    with pytest.raises(ProgramError, match=r"the PRNG key is a int; make one of a seed with jax.random.key\(seed\)"):
+        pipe.loss_and_grads(pipe.place(whole), batch, 7)
 
 
 def test_parameters_must_fit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params
-from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, cut, cut_at, plan_stages
+from jaxpipe.stage.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, plan_stages
 from models.gpt import GPT
 from models.llama import Llama
 
@@ -34,8 +35,10 @@ GPT_SMALL = GPT(vocab_size=32, d_model=16, num_layers=6, num_heads=2, seq_len=8,
 
 
 def all_cuts(n: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
+    """Those where the loss has the layer before it in its stage, unless there are as many stages as layers."""
     inner = itertools.combinations(range(1, n), stages - 1)
-    return [tuple(itertools.pairwise((0, *starts, n))) for starts in inner]
+    cuts = [tuple(itertools.pairwise((0, *starts, n))) for starts in inner]
+    return [c for c in cuts if stages in (1, n) or c[-1][1] - c[-1][0] > 1]
 
 
 def loads(ranges: tuple[tuple[int, int], ...], costs: list[float]) -> list[float]:
@@ -65,6 +68,64 @@ def test_among_the_best_cuts_the_most_even_is_taken(costs: list[int], data: st.D
     ]
     mine = loads(cut(LAYERS[: len(values)], stages, values), values)
     assert (max(mine), sum(x * x for x in mine)) == min(ranked)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=9), st.data())
+def test_among_equal_cuts_the_one_that_sends_least_is_taken(layers: list[tuple[int, int]], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(layers)))
+    costs = LayerCosts([float(c) for c, _ in layers], [b for _, b in layers])
+
+    def rank(ranges: tuple[tuple[int, int], ...]) -> tuple[float, float, int]:
+        mine = loads(ranges, list(costs))
+        return max(mine), sum(x * x for x in mine), sum(costs.boundary_bytes[stop - 1] for _, stop in ranges[:-1])
+
+    assert rank(cut(LAYERS[: len(costs)], stages, costs)) == min(map(rank, all_cuts(len(costs), stages)))
+
+
+def test_the_loss_stays_with_the_layer_that_makes_the_logits() -> None:
+    """Six blocks on eight stages: a rank with the loss alone would have the logits sent to it."""
+    plan = plan_stages(GPT_SMALL, 8, costs=analytic_layer_costs(GPT_SMALL, 1))
+    assert plan.stages[-1].layers == ("head", "loss")
+    assert plan_stages(GPT_SMALL, 9).stages[-1].layers == ("loss",)
+    assert plan_stages(GPT_SMALL, boundaries=["block_03", "loss"]).stages[-1].layers == ("loss",)
+
+
+def test_a_narrow_place_between_layers_is_where_stages_end() -> None:
+    """Layers of equal cost, some of which send less: stages end there."""
+    sent = [8, 8, 2, 8, 8, 8, 1, 8, 8]
+    assert cut(LAYERS, 3, LayerCosts([0.0, 4, 0, 0, 4, 0, 0, 4, 0], sent)) == ((0, 3), (3, 7), (7, 9))
+    costs = analytic_layer_costs(GPT_SMALL, 2)
+    assert costs.boundary_bytes == (*[2 * 8 * 16 * 4] * 7, 2 * 8 * 32 * 4, 8)
+
+
+def test_thousands_of_layers_are_cut_in_a_moment() -> None:
+    """Also where the largest layer leaves the others much room."""
+    layers = LAYERS[:1] * 20_000
+    assert cut(layers, 8) == tuple((2500 * s, 2500 * (s + 1)) for s in range(8))
+    ranges = cut(layers, 8, [1.0] * 19_999 + [10_000.0])
+    assert [stop - start for start, stop in ranges[:-1]] == [2857, 2857, 2857, 2857, 2857, 2857, 2856]
+
+
+def test_a_layer_that_fails_is_named() -> None:
+    def fails(params: Params, x: jax.Array, context: LayerContext) -> jax.Array:
+        return x @ jnp.zeros((3, 5))
+
+    class Pair:
+        h = 1
+
+    def model(apply: Any) -> Model:
+        layers = (GPT_SMALL.layers[0], Layer("mine", lambda key: {}, apply), *GPT_SMALL.layers[-2:])
+        return Model("odd", layers, GPT_SMALL.batch_spec, 32, 8)
+
+    with pytest.raises(StageError, match=r"layer 'mine' can't be traced: TypeError: dot_general requires"):
+        analytic_layer_costs(model(fails), 1)
+    with pytest.raises(
+        StageError, match=r"layer 'mine' returns a Pair, which is neither an array nor a pytree of them"
+    ):
+        analytic_layer_costs(model(lambda params, x, context: Pair()), 1)
+    listed = Layer("mine", lambda key: [jnp.zeros(3)], fails)  # type: ignore[arg-type, return-value]
+    with pytest.raises(StageError, match=r"layer 'mine': init returns a list; want a dict of arrays"):
+        plan_stages(Model("odd", (listed, *GPT_SMALL.layers), GPT_SMALL.batch_spec, 32, 8), 2)
 
 
 def test_without_costs_every_layer_counts_the_same() -> None:

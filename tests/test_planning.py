@@ -496,6 +496,13 @@ def test_plan_that_does_not_fit_suggests(config_file: str, tmp_path: Path, capsy
     assert "assumed  precision: float32" in out
 
 
+def test_a_policy_that_finds_nothing_is_not_claimed(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", config_file, "pipeline.recompute=cheap+gather", "--compile-seconds", "0"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert "assumed  but stages 0, 1: recompute=gather finds nothing gathered over time and recomputes nothing" in out
+
+
 def test_a_limit_below_everything_says_the_minimum(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--memory-limit-gb", "0.0001", "--compile-seconds", "0", "--suggest-seconds", "5"]
     code = main(["plan", config_file, "--json", *flags])

@@ -24,6 +24,7 @@ from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.layer import Layer, LayerContext, Model
 from jaxpipe.stage.recompute import POLICIES
+from jaxpipe.stage.recompute_report import remarks
 from jaxpipe.stage.reference import init_params
 from models.gpt import GPT
 from models.llama import Llama
@@ -350,3 +351,111 @@ def test_unknown_policy_names_the_known_ones() -> None:
         StageError, match="'some' does not exist; choose one of none, cheap, dots, attention, mlp, full, fused, flash"
     ):
         build(MIDDLE, "some")
+
+
+# Attention scores are found where no layer names them, and what finds nothing says so.
+
+
+class Attention(nnx.Module):
+    """Self-attention around ``attend(module, q, k, v)`` of arrays [B, T, H, K]."""
+
+    def __init__(self, rngs: nnx.Rngs, attend: Any) -> None:
+        self.qkv = nnx.LinearGeneral(toy.D, (3, toy.H, toy.D // toy.H), use_bias=False, rngs=rngs)
+        self.out = nnx.LinearGeneral((toy.H, toy.D // toy.H), toy.D, axis=(-2, -1), use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.attend = attend
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
+        return x + self.out(self.attend(self, q, k, v))
+
+
+def of_jax(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def of_flax_with_dropout(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    still = m.dropout.deterministic
+    key = None if still else m.dropout.rngs()
+    options = {"dropout_rng": key, "dropout_rate": 0.2, "deterministic": still, "broadcast_dropout": False}
+    return nnx.dot_product_attention(q, k, v, **options)  # type: ignore[no-any-return]
+
+
+def scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bthk,bshk->bhts", q, k)
+
+
+def combined(scores: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bhts,bshk->bthk", scores, v)
+
+
+def by_hand_with_dropout(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return combined(m.dropout(jax.nn.softmax(scores(q, k) / 2)), v)
+
+
+def of_squares(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return combined(jax.nn.relu(scores(q, k)) ** 2, v)
+
+
+def decaying(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return combined(scores(q, k) * jnp.tril(jnp.ones((1, 1, toy.T, toy.T))), v)
+
+
+def linear(m: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bthk,bhkl->bthl", q, jnp.einsum("bthk,bthl->bhkl", k, v) * 0.5)
+
+
+def attending(attend: Any) -> Any:
+    return [[toy.embedding()], [from_nnx("a", lambda rngs: Attention(rngs, attend))], [toy.head(), toy.loss()]]
+
+
+def of_size_of_scores(f: StageFunctions) -> int:
+    """Bytes saved of arrays [B, H, T, T], in any order of axes, and with axes of one."""
+    forward = f.functions["F"]
+    saved = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"]
+    sizes = sorted((toy.B, toy.H, toy.T, toy.T))
+    return sum(a.size * a.dtype.itemsize for a in saved if sorted(n for n in a.shape if n > 1) == sizes)
+
+
+@pytest.mark.parametrize("attend", [of_jax, of_flax_with_dropout, by_hand_with_dropout, of_squares, decaying])
+def test_scores_are_found_by_what_is_done_with_them(attend: Any) -> None:
+    cut = attending(attend)
+    none = build(cut, "none")[0][1]
+    held = of_size_of_scores(none)
+    assert held >= 4 * toy.B * toy.H * toy.T * toy.T
+    product = 2 * toy.B * toy.H * toy.T * toy.T * (toy.D // toy.H)
+    results = []
+    for name in ("none", "attention", "flash", "cheap+attention"):
+        functions, params = build(cut, name)
+        runner = toy.Runner(functions, cut, params, compiled=False)
+        results.append((runner.microbatch(toy.make_batch()), runner.gradients()))
+        stage = functions[1]
+        if name != "none":
+            assert of_size_of_scores(stage) == 0 and not stage.notes
+            assert stage.flops["BW"] == none.flops["BW"] + product, "q kᵀ again, and nothing else"
+        if name == "attention":
+            rows = 4 * toy.B * toy.H * toy.T  # maxima and sums, from which probabilities are made again
+            assert stage.residual_bytes <= none.residual_bytes - held + 2 * rows
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, results[0])
+
+
+def test_a_state_of_linear_attention_is_no_score() -> None:
+    none, attention = (build(attending(linear), name)[0][1] for name in ("none", "attention"))
+    assert attention.flops == none.flops and attention.residual_bytes == none.residual_bytes
+    assert attention.notes == ("recompute=attention finds no attention scores and recomputes nothing",)
+
+
+def test_a_policy_that_recomputes_nothing_says_where() -> None:
+    cut = [[toy.embedding(), toy.mlp("m")], [toy.attention("a")], [toy.scanned("s")], [toy.head(), toy.loss()]]
+    built, _ = build(cut, "flash+mlp")
+    idle = "recompute={} finds no {} and recomputes nothing".format
+    loop = " (a loop is one equation to it: use jax.checkpoint in its body, or full)"
+    attention, mlp = idle("attention", "attention scores"), idle("mlp", "hidden values")
+    assert remarks(built) == (
+        f"stages 0, 3: {attention}",
+        f"stages 1, 3: {mlp}",
+        f"stage 2: {mlp}{loop}",
+        f"stage 2: {attention}{loop}",
+    )
+    assert not remarks(build(cut, "none")[0]) and not remarks(build(cut, "full")[0])

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpipe.errors import ConfigError, ProgramError, StageError
-from jaxpipe.mesh import TP, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
+from jaxpipe.stage.adapters import from_nnx
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.reference import apply_model, init_params
 
@@ -154,6 +156,73 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
     total, weight = pipe.evaluate(pipe.place(params), batch)
     np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
+
+
+class NnxMLP(nnx.Module):
+    """The layer ``mlp`` written with nnx: a shard's module has a part of the hidden units."""
+
+    def __init__(self, rngs: nnx.Rngs, tp: TensorParallel = ONE_SHARD) -> None:
+        self.tp = tp
+        self.up = nnx.Linear(D, F // tp.size, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(F // tp.size, D, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + _scattered(self.down(jnp.tanh(self.up(_gathered(x, self.tp)))), self.tp)
+
+
+def test_nnx_modules_are_divided_too(x64: None) -> None:
+    block = from_nnx("nnx", NnxMLP, shards=lambda tp: {("up", "kernel"): 1, ("down", "kernel"): 0})
+    model = Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model, 1, 1, TensorParallel(2))
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    _, want = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    with pytest.raises(StageError, match="layer 'nnx' has shards=, which takes a function"):
+        from_nnx("nnx", NnxMLP(nnx.Rngs(0)), shards=lambda tp: {})
+
+
+def _recurrent(p: Params, x: Any, c: LayerContext) -> Any:
+    """A loop whose state starts from zeros."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(x + h @ p["w"])
+        return h, h
+
+    ys = jax.lax.scan(step, jnp.zeros((len(x), D), x.dtype), x.transpose(1, 0, 2))[1]
+    return ys.transpose(1, 0, 2)
+
+
+def _centred(axis: str | None) -> Any:
+    """Subtracts the mean over the batch, all shards of it if ``axis`` names them."""
+
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        mean = x.mean(0, keepdims=True)
+        return (x - (mean if axis is None else jax.lax.pmean(mean, axis))) @ p["w"]
+
+    return apply
+
+
+@pytest.mark.parametrize(("ours", "plain"), [(_recurrent, _recurrent), (_centred("dp"), _centred(None))])
+def test_loops_from_zeros_and_exchanges_over_dp(ours: Any, plain: Any, x64: None) -> None:
+    """Gradients are those of the losses of all shards together, also where layers make shards of a batch exchange something."""
+
+    def model(apply: Any) -> Model:
+        block = Layer("block", lambda k: {"w": _normal(k, D, D)}, apply)
+        return Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
+
+    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model(plain), 0))
+    batch = _batch(4, 4)
+    pipe = _pipeline(model(ours), 1, 2, 1)
+    _, grads = pipe.loss_and_grads(pipe.place(params), batch)
+
+    def mean(params: Any) -> Any:
+        parts = [apply_model(model(plain), params, {n: v[i] for n, v in batch.items()}) for i in range(4)]
+        return sum(a for a, _ in parts) / sum(b for _, b in parts)
+
+    want = jax.grad(mean)(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
 
 
 @pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])

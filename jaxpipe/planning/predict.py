@@ -24,6 +24,7 @@ from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
 from jaxpipe.schedule.explore import offloaded_share
 from jaxpipe.schedule.hardware import k_of
+from jaxpipe.stage.recompute_report import remarks
 from jaxpipe.train.assemble import build_schedule, order_for, within_memory_limit
 from jaxpipe.train.config import TrainConfig
 
@@ -54,7 +55,8 @@ class RankMemory:
 class Prediction:
     """Of one config. ``limit_bytes``: what arrays may fill on a device. ``activation_bytes``: per rank, the most that residuals
     and boundaries take at any time. ``offloaded``: share of residual bytes copied to the host; ``offload_bytes``: a rank and
-    step, one way; ``host_bytes``: the most that a rank holds in host memory. ``k``: round trip of everything ÷ compute."""
+    step, one way; ``host_bytes``: the most that a rank holds in host memory. ``k``: round trip of everything ÷ compute.
+    ``remarks``: on stages, such as a recompute policy that finds nothing to do."""
 
     config: TrainConfig
     schedule: Schedule
@@ -71,6 +73,7 @@ class Prediction:
     offload_bytes: tuple[float, ...]
     host_bytes: tuple[float, ...]
     num_params: int
+    remarks: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -191,6 +194,7 @@ def _prediction(
         offload_bytes=tuple(copied),
         host_bytes=_host_peaks(timeline, costs),
         num_params=sum(s.num_params for s in stages),
+        remarks=remarks([s.functions for s in stages]),
     )
 
 

@@ -32,6 +32,7 @@ def assumptions(
     return (
         f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
         f"attention: softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept",
+        *(f"but {remark}" for remark in p.remarks),
         f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",

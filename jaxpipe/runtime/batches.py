@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,13 +35,25 @@ def check_microbatch(microbatch_size: int, dp: int) -> None:
 
 
 def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> None:
-    """Raises ProgramError where ``batch`` lacks an array of ``spec`` (those of a microbatch), or one has another shape."""
+    """Raises ProgramError where ``batch`` lacks an array of ``spec`` (those of a microbatch), or one is no array, has another
+    shape, or floating-point numbers in place of whole ones."""
     for name, aval in spec.items():
         if name not in batch:
             raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
+        array: Any = batch[name]
         want = (microbatches, *aval.shape)
-        if tuple(batch[name].shape) != want:
-            raise ProgramError(f"batch[{name!r}] has shape {tuple(batch[name].shape)}; this pipeline wants {want}")
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ProgramError(f"batch[{name!r}] is a {type(array).__name__}; want an array of shape {want}")
+        if tuple(array.shape) != want:
+            raise ProgramError(f"batch[{name!r}] has shape {tuple(array.shape)}; this pipeline wants {want}")
+        if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {aval.dtype}")
+
+
+def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
+    """Raises ProgramError where ``params`` are not buffers by (rank, stage)."""
+    if not isinstance(params, Mapping) or any(at not in params for at in functions):
+        raise ProgramError("these parameters are not on the ranks yet: pass what pipeline.place(params) returns")
 
 
 def in_microbatches(
@@ -89,13 +102,15 @@ def place_keys(
     """By rank that draws random numbers, a key for each of ``count`` microbatches.
 
     Raises:
-        ProgramError: a rank draws, and there is no ``key``.
+        ProgramError: a rank draws, and there is no ``key``, or it is no key.
     """
     users = sorted({r for (r, _), f in functions.items() if f.uses_key})
     if not users:
         return {}
     if key is None:
         raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise ProgramError(f"the PRNG key is a {type(key).__name__}; make one of a seed with jax.random.key(seed)")
     keys = microbatch_keys(key, count)
     homes = [replicated(submeshes[r]) for r in users]
     flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))

@@ -16,10 +16,11 @@ def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
 
 
 def without_leaves(tree: Any, prefix: Path, drop: set[Path]) -> Any:
-    """A nested dict, itself at ``prefix``, without the leaves at the paths ``drop``."""
+    """A nested dict, itself at ``prefix``, without the leaves at the paths ``drop``, nor the dicts that this leaves empty."""
     if not isinstance(tree, Mapping):
         return tree
-    return {k: without_leaves(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
+    kept = {k: without_leaves(v, (*prefix, k), drop) for k, v in tree.items() if (*prefix, k) not in drop}
+    return {k: v for k, v in kept.items() if not (isinstance(v, Mapping) and not v and tree[k])}
 
 
 def merged(tree: Any, more: Any) -> Any:

@@ -35,6 +35,7 @@ from jaxpipe.runtime.batches import (
     Instance,
     check_batch,
     check_microbatch,
+    check_placed,
     joined_shards,
     place_data,
     place_keys,
@@ -55,7 +56,7 @@ from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, compute_avals, get_leaf, stage_params
 from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.policies import STANDARD
-from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
+from jaxpipe.stage.recompute_report import PolicyCost, compare_policies, remarks
 from jaxpipe.stage.reference import model_output
 from jaxpipe.stage.trace import array_leaves, fill
 
@@ -287,6 +288,11 @@ class Pipeline:
             self.tp,
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth knowing of the stages: policies that recompute nothing, loops that are not divided between B and W."""
+        return remarks(self.stages)
+
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def owned(self, stage: int, tree: Mapping[str, Params]) -> dict[str, Params]:
@@ -371,6 +377,7 @@ class Pipeline:
     ) -> StepInputs:
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
         microbatches = self.schedule.num_microbatches
+        check_placed(params, self.functions)
         check_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
         data = place_data(batch, self.functions, self.submeshes)
         return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
@@ -435,6 +442,8 @@ class Pipeline:
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
     ) -> Iterator[Sequence[jax.Array]]:
         """What the last of ``functions``, one a stage, returns for each microbatch."""
+        check_placed(params, self.functions)
+        check_batch(batch, self.model.batch_spec(self.microbatch_size), len(next(iter(batch.values()))))
         data = place_data(batch, self.functions, self.submeshes)
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()

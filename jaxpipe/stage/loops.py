@@ -149,11 +149,7 @@ def hoist_fixed(
 def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
     body = loop.parts.body
     operand = dict((*loop.consts, *loop.xs))
-    xs = dict(loop.xs)
-    names: dict[Var, Atom] = {v: xs[a] for a, v in loop.ys if isinstance(a, Var) and a in xs}
-    names.update(
-        (v, start) for (a, v), (k, start) in zip(loop.carry_outs, loop.carries, strict=True) if a is k
-    )  # handed on unchanged
+    names = _handed_through(loop, {})
     fixed_ys = []
     for a, v in loop.ys:
         if v in names or not isinstance(a, Var):
@@ -180,6 +176,30 @@ def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[Jaxp
     made, renamed = loop.loop_over(needed, range(len(loop.carries)), rest_ys)
     names.update((v, a) for v, a in renamed.items() if v not in names)
     return eqns + made, names
+
+
+def handed_on(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[Atom]:
+    """``results`` of a flat program, each as the value that it is: loops and branches that hand an operand on unchanged, on
+    whatever level, are seen through."""
+    names: dict[Var, Atom] = {}
+    for eqn in eqns:
+        renamed = _handed_on(eqn)
+        loop = Loop.of(eqn)
+        if loop is not None:
+            ends = [a for a, _ in (*loop.carry_outs, *loop.ys)]
+            inner = handed_on(loop.parts.body.eqns, ends)
+            renamed = _handed_through(loop, {a: b for a, b in zip(ends, inner, strict=True) if isinstance(a, Var)})
+        names.update((v, _called(names, a)) for v, a in renamed.items())
+    return [_called(names, a) for a in results]
+
+
+def _handed_through(loop: Loop, names: Mapping[Var, Atom]) -> dict[Var, Atom]:
+    """Results of a loop that are its operands: slices stacked again in their order, carries that no iteration changes.
+    ``names``: what body values are, where that is known."""
+    xs: dict[Atom, Atom] = dict(loop.xs)
+    found = {v: xs[b] for a, v in loop.ys if isinstance(b := _called(names, a), Var) and b in xs}
+    ends = zip(loop.carry_outs, loop.carries, strict=True)
+    return found | {v: start for (a, v), (k, start) in ends if _called(names, a) is k}
 
 
 def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:

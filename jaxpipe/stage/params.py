@@ -333,6 +333,8 @@ def _check_ties(
 def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
     if name not in params:
         raise StageError(f"layer {name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
+    if not isinstance(params[name], Mapping):
+        raise StageError(f"layer {name!r}: its parameters are a {type(params[name]).__name__}; want a dict of arrays")
     found = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(params[name])[0]:
         path = tuple(getattr(k, "key", k) for k in keys)
@@ -430,6 +432,14 @@ def get_leaf(tree: Any, path: Path) -> Any:
     """The leaf of a nested dict at ``path``."""
     for key in path:
         tree = tree[key]
+    return tree
+
+
+def nested(leaves: Mapping[Path, Any]) -> Params:
+    """A nested dict of leaves by path."""
+    tree: Params = {}
+    for path, leaf in leaves.items():
+        _insert(tree, path, leaf)
     return tree
 
 

@@ -1,7 +1,8 @@
 """How a model is cut into stages: balanced by cost, or by hand; and the plan as a value, a table and JSON.
 
-:func:`cut` minimises the largest stage cost exactly, by dynamic programming over prefixes in O(stages · layers²), and among
-those cuts takes one with the least Σ cost², so that the rest is even too. Costs are measured seconds or, from shapes alone,
+:func:`cut` minimises the largest stage cost exactly, and among those cuts takes one with the least Σ cost², so that the rest is
+even too, and among those one that sends the fewest bytes between stages. The loss stays in the stage of the layer before it
+(alone, it would have the logits sent to it) unless every layer is a stage. Costs are measured seconds or, from shapes alone,
 the forward FLOPs of :func:`analytic_layer_costs`: matrix products only, no memory traffic, no communication, and the backward
 taken as proportional to the forward. A balanced stage is still uneven in memory; the plan does not weigh that.
 """
@@ -10,17 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Path
-from jaxpipe.stage.reference import with_tied_leaves
+from jaxpipe.stage.reference import calling, with_tied_leaves
 
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -125,17 +129,22 @@ class StagePlan:
 def cut(layers: Sequence[Layer], num_stages: int, costs: Sequence[float] | None = None) -> Cut:
     """Cut ``layers`` into ``num_stages`` runs of consecutive layers so that the largest total cost is least.
 
-    ``costs``: one finite number ≥ 0 a layer, in any unit; None counts every layer the same. The first stage holds the first
-    layer and the last stage the loss, as runs are in order and none is empty. Raises StageError when there are more stages
-    than layers, or the costs do not fit the layers.
+    ``costs``: one finite number ≥ 0 a layer, in any unit; None counts every layer the same. Where they are
+    :class:`LayerCosts`, bytes between stages decide between equal cuts. The last stage holds the loss and, if there are more
+    layers than stages, the layer before it. Raises StageError when there are more stages than layers, or the costs do not fit
+    the layers.
     """
     n = len(layers)
     if not 1 <= num_stages <= n:
         raise StageError(f"{num_stages} stages of {n} layers; every stage needs a layer, so use 1 to {n} stages")
-    values = _checked_costs(layers, costs)
-    prefix = [math.fsum(values[:i]) for i in range(n + 1)]
-    largest = _least_largest(prefix, num_stages)
-    ends = _most_even(prefix, num_stages, largest)
+    units = _whole_numbers(_checked_costs(layers, costs))
+    crossing = list(costs.boundary_bytes) if isinstance(costs, LayerCosts) else [0] * n
+    joined = 1 if 1 < num_stages < n else 0
+    if joined:
+        units = [*units[:-2], units[-2] + units[-1]]
+    prefix = list(accumulate(units, initial=0))
+    ends = _most_even(prefix, num_stages, _least_largest(prefix, num_stages), crossing)
+    ends[-1] += joined
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -201,7 +210,7 @@ def plan_stages(
         ranges = cut_at(layers, boundaries)
     else:
         assert num_stages is not None
-        ranges = cut(layers, num_stages, values)
+        ranges = cut(layers, num_stages, costs)
     stage_of = {layers[i].name: s for s, (start, stop) in enumerate(ranges) for i in range(start, stop)}
     avals = param_avals(model)
     for layer in layers:
@@ -236,23 +245,47 @@ def plan_stages(
 
 
 def param_avals(model: Model) -> dict[str, Any]:
-    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes, without making it."""
+    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes, without making it.
+
+    Raises:
+        StageError: a layer's ``init`` makes something else than a dict.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return {layer.name: jax.eval_shape(layer.init, key) for layer in model.layers}
+    avals = {layer.name: jax.eval_shape(layer.init, key) for layer in model.layers}
+    for name, tree in avals.items():
+        if not isinstance(tree, Mapping):
+            what = "an array" if isinstance(tree, jax.ShapeDtypeStruct) else f"a {type(tree).__name__}"
+            raise StageError(f"layer {name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
+    return avals
 
 
-def analytic_layer_costs(model: Model, microbatch_size: int) -> tuple[float, ...]:
+class LayerCosts(tuple[float, ...]):
+    """The cost of each layer, as a tuple; and ``boundary_bytes``: what each sends on, if a stage ends with it."""
+
+    boundary_bytes: tuple[int, ...]
+
+    def __new__(cls, costs: Iterable[float], boundary_bytes: Iterable[int]) -> LayerCosts:
+        made = super().__new__(cls, costs)
+        made.boundary_bytes = tuple(boundary_bytes)
+        assert len(made) == len(made.boundary_bytes), "as many costs as layers"
+        return made
+
+
+def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
     """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
-    Counted from the layer's jaxpr in training mode. Layers that share an ``apply`` function and shapes are traced once. An
-    embedding look-up and the loss count nothing.
+    Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that share an ``apply``
+    function and shapes are traced once. An embedding look-up and the loss count nothing.
+
+    Raises:
+        StageError: a layer fails; says which.
     """
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
     x: Any = None
     seen: dict[Any, tuple[float, Any]] = {}
-    costs = []
+    costs, sent = [], []
     for layer in model.layers:
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
         leaves, structure = jax.tree.flatten(arguments)
@@ -261,7 +294,8 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> tuple[float, ...
             seen[signature] = _forward_flops(layer, arguments)
         flops, x = seen[signature]
         costs.append(flops)
-    return tuple(costs)
+        sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.ShapeDtypeStruct)))
+    return LayerCosts(costs, sent)
 
 
 def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
@@ -274,7 +308,7 @@ def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any
         given = iter(arrays)
         full = [next(given) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
         params, x, data, key = jax.tree.unflatten(structure, full)
-        y = layer.apply(params, x, LayerContext(data, key if layer.uses_key else None))
+        y = calling(layer, params, x, LayerContext(data, key if layer.uses_key else None))
         result.append(jax.tree.flatten(y))
         return [leaf for leaf in result[0][0] if isinstance(leaf, _ARRAYS)]
 
@@ -283,43 +317,75 @@ def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any
     y_leaves, y_structure = result[0]
     shapes = iter(out)
     y = jax.tree.unflatten(y_structure, [next(shapes) if isinstance(leaf, _ARRAYS) else leaf for leaf in y_leaves])
-    return float(jaxpr_flops(jaxpr)), y
+    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), y
 
 
 def _shape(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
-def _least_largest(prefix: Sequence[float], num_stages: int) -> float:
-    """The least possible largest stage cost."""
-    n = len(prefix) - 1
-    best = list(prefix)  # best[i]: of layers 0..i in the stages so far
-    for stage in range(2, num_stages + 1):
-        best = [
-            min((max(best[j], prefix[i] - prefix[j]) for j in range(stage - 1, i)), default=math.inf)
-            for i in range(n + 1)
-        ]
-    return best[n]
+def _whole_numbers(costs: Sequence[float]) -> list[int]:
+    """Costs in a unit so small that they are whole numbers: equal sums are equal then."""
+    exponent = 60 - math.frexp(max(costs))[1]
+    return [int(math.ldexp(cost, exponent)) for cost in costs]
 
 
-def _most_even(prefix: Sequence[float], num_stages: int, largest: float) -> list[int]:
-    """Ends of the stages with the least Σ cost² among cuts with no stage above ``largest``; first stages long on a tie."""
-    n = len(prefix) - 1
-    limit = largest * (1 + 1e-12)
-    rows: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(math.inf, 0)] * n]
+def _least_largest(prefix: Sequence[int], num_stages: int) -> int:
+    """The least possible largest stage cost, by bisection. ``prefix``: summed costs of the first i layers."""
+    low, high = max(b - a for a, b in pairwise(prefix)), prefix[-1]
+    while low < high:
+        limit = (low + high) // 2
+        if _furthest(prefix, num_stages, limit)[-1] == len(prefix) - 1:
+            high = limit
+        else:
+            low = limit + 1
+    return low
+
+
+def _furthest(prefix: Sequence[int], num_stages: int, limit: int) -> list[int]:
+    """How many layers fit into the first s stages, for s = 0 …, none above ``limit``."""
+    ends = [0]
     for _ in range(num_stages):
-        row = []
-        for i in range(n + 1):
-            options = [
-                (rows[-1][j][0] + (prefix[i] - prefix[j]) ** 2, -j) for j in range(i) if prefix[i] - prefix[j] <= limit
-            ]
-            value, minus_j = min(options, default=(math.inf, 0))
-            row.append((value, -minus_j))
-        rows.append(row)
-    ends = [n]
-    for row in reversed(rows[2:]):
-        ends.append(row[ends[-1]][1])
-    return ends[::-1]
+        ends.append(bisect_right(prefix, prefix[ends[-1]] + limit) - 1)
+    return ends
+
+
+def _most_even(prefix: Sequence[int], num_stages: int, limit: int, crossing: Sequence[int]) -> list[int]:
+    """Ends of the stages with the least Σ cost² among cuts with no stage above ``limit``; then with the fewest bytes
+    ``crossing`` between stages (``crossing[i]``: after layer i); then with the first stages long.
+
+    Where the next stage best begins moves up with where it ends (squares of sums satisfy the quadrangle inequality), so each
+    stage takes O(layers · log layers).
+    """
+    n = len(prefix) - 1
+    backwards = [prefix[-1] - p for p in reversed(prefix)]
+    first = [n - end for end in reversed(_furthest(backwards, num_stages, limit))]
+    last = _furthest(prefix, num_stages, limit)
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}
+    begins: list[dict[int, int]] = []
+    for s in range(1, num_stages + 1):
+        ends = range(max(first[s], s), min(last[s], n - num_stages + s) + 1)
+        begin: dict[int, int] = {}
+        row: dict[int, tuple[int, int]] = {}
+        spans = [(ends.start, ends.stop, min(best), max(best))]
+        while spans:
+            start, stop, low, high = spans.pop()
+            if start == stop:
+                continue
+            end = (start + stop) // 2
+            least = max(low, bisect_left(prefix, prefix[end] - limit))
+            (squares, sent, minus) = min(
+                (best[j][0] + (prefix[end] - prefix[j]) ** 2, best[j][1] + (crossing[j - 1] if j else 0), -j)
+                for j in range(least, min(high, end - 1) + 1)
+            )
+            row[end], begin[end] = (squares, sent), -minus
+            spans += [(start, end, low, -minus), (end + 1, stop, -minus, high)]
+        best = row
+        begins.append(begin)
+    ends_found = [n]
+    for begin in reversed(begins[1:]):
+        ends_found.append(begin[ends_found[-1]])
+    return ends_found[::-1]
 
 
 def _checked_costs(layers: Sequence[Layer], costs: Sequence[float] | None) -> tuple[float, ...]:

@@ -26,6 +26,11 @@ POLICIES: Mapping[str, str] = MappingProxyType(
 )
 """Name → what runs again in the backward pass."""
 
+FINDS: Mapping[str, str] = MappingProxyType(
+    {"attention": "no attention scores", "mlp": "no hidden values", "gather": "nothing gathered over time"}
+)
+"""Name → what is said of it where there is nothing for it to do."""
+
 STANDARD: tuple[str, ...] = (
     "none", "fused", "cheap", "attention", "mlp", "flash", "cheap+attention", "cheap+mlp", "cheap+attention+mlp", "full"
 )  # fmt: skip

@@ -11,8 +11,10 @@ the whole stage.
                save results of matrix products, convolutions, gathers, sorts and loops; of a product in float32 that is only
                read in bfloat16, the latter
 ``dots``       save results of matrix products, convolutions and collectives, and inputs of layers, nothing else
-``attention``  recompute attention scores and all of their size made from them (values a layer marks with
-               ``checkpoint_name(x, "attn_scores")``, back to the product that makes them and on to the one that uses them)
+``attention``  recompute attention scores and all of their size made from them: from a product of two activations, through
+               softmax, masks, dropout or whatever else works on them, to a product with another activation, found on the graph;
+               and values that a layer marks with ``checkpoint_name(x, "attn_scores")``, back to the product that makes them and
+               on to the one that uses them
 ``mlp``        recompute the hidden values of multi-layer perceptrons: results of products with parameters from which
                everything goes, elementwise, into products with parameters (so not the residual stream, which leaves the layer,
                and not q, k and v, which are multiplied with each other). Found on the graph: GELU and SwiGLU blocks, experts,
@@ -27,7 +29,8 @@ the whole stage.
 =============  ==================================================================================================
 
 Names joined by ``+`` recompute what any of them does. The layer inputs of a stage are its own ``x`` and the inexact values
-between its layers. A loop (``scan``) is one equation here: what its forward pass saves per iteration is decided by a
+between its layers. Where a part of a policy changes nothing in a stage, the stage has a note that says so. A loop (``scan``)
+is one equation here: what its forward pass saves per iteration is decided by a
 ``jax.checkpoint`` inside its body, not by a policy; ``full`` runs the whole loop again.
 
 Paper: ``pipeoffload.txt`` appendix C recomputes norms, GeLU and dropout masks, which leaves 20 of 34 bytes per token and
@@ -39,6 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -57,6 +61,14 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "rag
 _EXPENSIVE = frozenset(
     {"gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call"}
 )
+_MOVES = frozenset(
+    {
+        "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "convert_element_type", "slice", "rev", "neg",
+        "optimization_barrier", "reduce_precision",
+    }
+)  # fmt: skip
+"""What works on no number: a value between two products that only goes through these is no attention score."""
+
 _EXPENSIVE_PREFIXES = ("cum", "psum", "all_", "reduce_scatter", "ppermute", "scatter")
 
 
@@ -120,8 +132,8 @@ def _gather(graph: Graph) -> Saveable:
 
 
 def _score_region(graph: Graph) -> frozenset[Var]:
-    """Values made from marked scores, up to but without the results of the next products, and the values the scores come from,
-    back to the product that makes them and with it."""
+    """Values of the size of attention scores, marked or found; with marked ones, all that is made from them before the next
+    products."""
     marked = [a for name, a in graph.trace.named if name == ATTENTION_SCORES and isinstance(a, Var)]
     region: set[Var] = set()
     stack = list(marked)
@@ -143,7 +155,53 @@ def _score_region(graph: Graph) -> frozenset[Var]:
             stack.extend(
                 u for u in variables(graph.eqns[maker].invars) if math.prod(shape_of(u)) in sizes and u not in region
             )
-    return frozenset(region)
+    return frozenset(region | _found_scores(graph))
+
+
+def _found_scores(graph: Graph) -> set[Var]:
+    """Results of products of two activations that reach another such product with the size they have, worked on, and all of
+    that size that is connected with them by anything but products."""
+    found: set[Var] = set()
+    for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
+        if level is Level.FORWARD and _is_of_activations(graph, eqn) and not found.intersection(eqn.outvars):
+            near, is_score = _same_size(graph, eqn.outvars[0])
+            found |= near if is_score else set()
+    return found
+
+
+def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
+    """Values of one size connected with a product's result by equations that are no products, loops or exchanges; and whether
+    they are worked on and go to a product of two activations."""
+    size = math.prod(shape_of(start))
+    region: set[Var] = set()
+    used, worked = False, False
+    stack = [start]
+    while stack:
+        v = stack.pop()
+        if v in region or graph.of(v) is not Level.FORWARD or math.prod(shape_of(v)) != size:
+            continue
+        region.add(v)
+        readers = [graph.eqns[i] for i in graph.readers.get(v, ()) if graph.eqn_level[i] is Level.FORWARD]
+        used = used or any(_is_of_activations(graph, eqn) for eqn in readers)
+        makers = [graph.eqns[graph.maker[v]]] if v in graph.maker else []
+        for eqn in (*readers, *makers):
+            name = eqn.primitive.name
+            if name not in _PRODUCTS and name not in EXCHANGES and not any(True for _ in sub_jaxprs(eqn)):
+                worked = worked or _works(eqn)
+                stack.extend(variables([*eqn.invars, *eqn.outvars]))
+    return region, used and worked
+
+
+def _works(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than move or scale its operand."""
+    if eqn.primitive.name in ("mul", "div"):
+        return sum(math.prod(shape_of(a)) > 1 for a in eqn.invars) > 1
+    return eqn.primitive.name not in _MOVES
+
+
+def _is_of_activations(graph: Graph, eqn: JaxprEqn) -> bool:
+    """Whether the equation multiplies two values that depend on the microbatch."""
+    return eqn.primitive.name in _PRODUCTS and all(graph.of(a) is Level.FORWARD for a in eqn.invars[:2])
 
 
 def _mlp(graph: Graph) -> Saveable:
@@ -229,16 +287,26 @@ _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
 assert _RULES.keys() == POLICIES.keys()
 
 
-def policy(name: str) -> Callable[[Graph], Saveable]:
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What F may save in a graph: what each of ``parts`` allows."""
+
+    parts: tuple[str, ...]
+
+    def __call__(self, graph: Graph) -> Saveable:
+        tests = [_RULES[part](graph) for part in self.parts]
+        return lambda v: all(test(v) for test in tests)
+
+    def alone(self, graph: Graph) -> Mapping[str, Saveable]:
+        """The same part by part; of ``flash``, what it adds to ``fused``."""
+        parts = ["attention" if part == "flash" else part for part in self.parts]
+        return {part: _RULES[part](graph) for part in parts if part != "none"}
+
+
+def policy(name: str) -> Policy:
     """The policy of this name, or of several joined by ``+``.
 
     Raises:
         StageError: there is none.
     """
-    rules = [_RULES[part] for part in ingredients(name)]
-
-    def saveable(graph: Graph) -> Saveable:
-        tests = [rule(graph) for rule in rules]
-        return lambda v: all(test(v) for test in tests)
-
-    return saveable
+    return Policy(ingredients(name))

@@ -149,7 +149,17 @@ def policy_tables(stages: Sequence[Sequence[PolicyCost]]) -> str:
     alike: dict[str, list[int]] = {}
     for s, costs in enumerate(stages):
         alike.setdefault(policy_table(costs), []).append(s)
-    return "\n".join(
-        f"recomputing on stage{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}, per microbatch:\n{table}"
-        for table, which in alike.items()
-    )
+    return "\n".join(f"recomputing on {_stages(which)}, per microbatch:\n{table}" for table, which in alike.items())
+
+
+def _stages(which: Sequence[int]) -> str:
+    return f"stage{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}"
+
+
+def remarks(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
+    """The notes on a model's stages, each once with the stages that have it."""
+    where: dict[str, list[int]] = {}
+    for s, stage in enumerate(stages):
+        for note in stage.notes:
+            where.setdefault(note, []).append(s)
+    return tuple(f"{_stages(which)}: {note}" for note, which in where.items())

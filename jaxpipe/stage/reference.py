@@ -12,16 +12,21 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path as FilePath
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
 from jaxpipe.stage.options import suggestion
+
+_STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
+"""What besides arrays may go from layer to layer."""
 
 
 def init_params(model: Model, seed: int) -> dict[str, Params]:
@@ -89,6 +94,29 @@ def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
             leaf = leaf[part]
         own = _with(own, path, leaf)
     return own
+
+
+def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: str = "") -> Any:
+    """What a layer returns.
+
+    Raises:
+        StageError: it fails, or returns what can't go to another layer; one line that names it, and ``where`` it is.
+    """
+    named = f"layer {layer.name!r}{where}"
+    try:
+        y = layer.apply(params, x, context)
+    except StageError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise StageError(f"{named} can't be traced: {type(error).__name__}: {reason}") from error
+    for leaf in jax.tree.leaves(y):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, _STATIC):
+            raise StageError(
+                f"{named} returns a {type(leaf).__name__}, which is neither an array nor a pytree of them; return a tuple or "
+                "dict, or register it with jax.tree_util"
+            )
+    return y
 
 
 def resolve_model(name: str, options: Mapping[str, Any]) -> Model:

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -42,10 +42,20 @@ from jaxpipe.stage.crossing import cheapest_moves
 from jaxpipe.stage.delay import delayed
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.loops import Loop, divide, is_mixed
+from jaxpipe.stage.policies import FINDS
 from jaxpipe.stage.trace import StageTrace, layer_of
 
 Saveable = Callable[[Var], bool]
 """Whether F may save a value it computed."""
+
+
+class RecomputePolicy(Protocol):
+    """What F may save in a graph, and what each part of the policy alone would let it save."""
+
+    def __call__(self, graph: Graph) -> Saveable: ...
+
+    def alone(self, graph: Graph) -> Mapping[str, Saveable]: ...
+
 
 _KEY_PLUMBING = frozenset({"random_wrap", "random_fold_in", "random_split", "random_unwrap", "random_seed"})
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"})
@@ -158,11 +168,11 @@ def _port_level(port: Port) -> Level:
             return Level.BACKWARD
 
 
-def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None) -> Split:
-    """F, B, W and BW of a traced stage. ``saveable``: the recompute policy; by default F may save anything."""
+def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
+    """F, B, W and BW of a traced stage. By default F may save anything."""
     graph = Graph(_divide_loops(trace))
     trace = graph.trace
-    may_save = saveable(graph) if saveable is not None else (lambda v: True)
+    may_save = policy(graph) if policy is not None else (lambda v: True)
     results = dict(trace.outputs)
     ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
     dx = [(p, a) for p, a in trace.outputs if p.kind == "dx"]
@@ -173,6 +183,7 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
     backward = {i for i in everything if graph.eqn_level[i] is Level.BACKWARD}
     targets = [a for _, a in (*dx, *acc)]
     saved, again = _save(graph, backward, targets, may_save)
+    idle = _idle_parts(graph, backward, targets, policy) if policy is not None else ()
     backward |= again
 
     roots: list[Atom] = [a for _, a in dx] if dx else list(trace.roots)
@@ -201,7 +212,7 @@ def split(trace: StageTrace, saveable: Callable[[Graph], Saveable] | None = None
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
         "BW": _delay(graph, builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful))),
     }
-    return Split(parts, _notes(graph, b, roots, acc))
+    return Split(parts, (*_notes(graph, b, roots, acc), *idle))
 
 
 def _divide_loops(trace: StageTrace) -> StageTrace:
@@ -268,6 +279,20 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
             stack.extend(variables(graph.eqns[i].invars))
     order = {v: k for k, v in enumerate(graph.maker)}
     return sorted(saved, key=order.__getitem__), again
+
+
+def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: RecomputePolicy) -> tuple[str, ...]:
+    """Remarks on parts of a policy under which F saves all that it would save without."""
+    everything, _ = _save(graph, backward, targets, lambda v: True)
+    if not everything:
+        return ()
+    loops = {graph.eqns[graph.maker[v]].primitive.name for v in everything} & {"scan", "while"}
+    hint = " (a loop is one equation to it: use jax.checkpoint in its body, or full)" if loops else ""
+    return tuple(
+        f"recompute={name} finds {FINDS.get(name, 'nothing')} and recomputes nothing{hint}"
+        for name, may_save in policy.alone(graph).items()
+        if _save(graph, backward, targets, may_save)[0] == everything
+    )
 
 
 def _delay(graph: Graph, part: Part) -> Part:

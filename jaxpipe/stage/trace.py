@@ -1,8 +1,9 @@
 """Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
 
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
-the rank's submesh with varying-axis types on. Parameters are cast to varying over ``dp`` first, so gradients stay per-shard
-sums and no microbatch pays a reduction. Nothing is executed; splitting (:mod:`jaxpipe.stage.split`) cuts the result.
+the rank's submesh, with varying-axis types on where layers are divided over ``tp``. Parameters are cast to varying
+over ``dp`` first, so gradients stay per-shard sums and no microbatch pays a reduction. Nothing is executed; splitting
+(:mod:`jaxpipe.stage.split`) cuts the result.
 
 Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
 :func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
@@ -49,6 +50,7 @@ from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.layer import Layer, LayerContext, Params
 from jaxpipe.stage.loops import hoist_fixed
 from jaxpipe.stage.params import ParamLayout
+from jaxpipe.stage.reference import calling
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 """A microbatch's random key: raw threefry key data."""
@@ -303,7 +305,10 @@ def _trace(
         captured.append(jax.make_jaxpr(fn)(*shards))
         return jnp.zeros(())
 
-    jax.eval_shape(jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P()), *args)
+    # Types make derivatives right where parameters are divided; elsewhere they would only refuse loops that start from zeros.
+    typed = spec.tp.size > 1
+    mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
+    jax.eval_shape(mapped, *args)
     offset_at = len(spec.layout.buffers) + len(x) + len(spec.data) + 1
     return captured[0], offset_at
 
@@ -365,15 +370,7 @@ def _run_layers(
         own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
         with jax.named_scope(f"layer{i}"):
-            try:
-                x = layer.apply(dict(params[layer.name]), x, context)
-            except StageError:
-                raise
-            except Exception as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                raise StageError(
-                    f"layer {layer.name!r} (stage {spec.stage}) can't be traced: {type(error).__name__}: {reason}"
-                ) from error
+            x = calling(layer, dict(params[layer.name]), x, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers):
             x = fill(x, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(x))])
     return x

@@ -142,6 +142,8 @@ def assemble(
         tp=tensor_parallel(pipe),
         braid=pipe.braid,
     )
+    for remark in pipeline.remarks:
+        progress(remark)
     order = order_for(pipe, pipeline.schedule, pipeline.costs)
     order = within_memory_limit(pipe, order, pipeline.costs, [s.cost for s in plan.stages], progress)
     return pipeline if order == pipeline.schedule else pipeline.with_schedule(order)

@@ -1,0 +1,178 @@
+"""A linen module cut into layers: :func:`layers_from_linen`.
+
+While its call is outlined, calls of its blocks are intercepted (``linen.intercept_methods``). What is intercepted is the block
+as the module made it for this call; its layer calls a copy that belongs to no other module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from jaxpipe._jax_compat import eval_jaxpr, only_results
+from jaxpipe.errors import StageError
+from jaxpipe.stage.adapters import as_stage_error, refuse_state, streams
+from jaxpipe.stage.cut_module import CutModel, cut_module
+from jaxpipe.stage.identity import Same, value_key
+from jaxpipe.stage.layer import Params, Path
+from jaxpipe.stage.nnx_modules import mode_keyword, typed_key
+from jaxpipe.stage.outline import Stubs
+from jaxpipe.stage.params import nested
+from jaxpipe.stage.wiring import Home
+
+
+def layers_from_linen(
+    module: Any,
+    blocks: str | Sequence[str],
+    *,
+    batch: Mapping[str, Any],
+    reads: Sequence[str],
+    loss: Callable[[Any, Mapping[str, jax.Array]], Any],
+    params: Params | None = None,
+    rngs: Sequence[str] = ("dropout",),
+    name: str = "",
+) -> CutModel:
+    """The model that trains ``module``, an instance of a linen module.
+
+    ``blocks``: what its blocks are called in its parameters, or several such names: ``"Encoder_0/layer"`` means ``layer_0``,
+    ``layer_1`` … in ``Encoder_0``, or ``layer`` if that is what an ``nn.scan`` over a stack is called (parameters stacked on
+    axis 0). ``params``: its ``variables["params"]``, which become the initial values. ``rngs``: the streams that it draws from
+    in training. Other arguments and the layers' names as for :func:`~jaxpipe.stage.cut_nnx.layers_from_nnx`; weights go in and
+    out by :meth:`CutModel.by_layer` and :meth:`CutModel.whole`.
+
+    Raises:
+        StageError: there are no such blocks; the call does not treat them as blocks, or keeps state; says what was found.
+    """
+    if not isinstance(module, linen.Module):
+        raise StageError(
+            f"layers_from_linen wants an instance of a linen module, such as GPT(width=64), not {module!r}"
+        )
+    absent = [n for n in reads if n not in batch]
+    if absent:
+        raise StageError(f"layers_from_linen: the module reads {absent[0]!r}, and the batch has {', '.join(batch)}")
+    places = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+    cut = _LinenCut(module, places, [batch[n] for n in reads], params, tuple(rngs))
+    return cut_module(cut, name=name or type(module).__name__, batch=batch, reads=reads, loss=loss)
+
+
+class _LinenCut:
+    """A :class:`~jaxpipe.stage.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
+
+    def __init__(
+        self, module: Any, places: Sequence[str], data: Sequence[Any], params: Params | None, rngs: tuple[str, ...]
+    ) -> None:
+        self.label = f"layers_from_linen: linen module {type(module).__name__}"
+        self._module = module
+        self._mode = mode_keyword(module.__call__)
+        self._rngs = rngs
+        self._copies: dict[tuple[int, bool], Any] = {}
+        self._given = None if params is None else _flat(linen.meta.unbox(params))
+
+        def init(key: jax.Array) -> dict[Path, Any]:
+            zeros = [jnp.zeros(jnp.shape(v), jnp.result_type(v)) for v in data]
+            with as_stage_error(self.label):
+                variables = module.init(key, *zeros, **self._mode(False))
+            refuse_state(self.label, [c for c in variables if c != "params"])
+            return _flat(linen.meta.unbox(variables.get("params", {})))
+
+        self._program, types = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(lambda: jax.random.key(0)))
+        self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types
+        self._sites: dict[Path, int] = {}
+        self._first: list[int] = []  # by block, the first one of its stack
+        homes: list[Mapping[Path, Home]] = []
+        names: list[str] = []
+        for place in places:
+            for site, count in _sites(self.label, types, place):
+                self._sites[site] = first = len(names)
+                inside = {path[len(site) :]: path for path in types if path[: len(site)] == site}
+                for index in range(count) if count else (None,):
+                    self._first.append(first)
+                    homes.append({path: (home, index) for path, home in inside.items()})
+                    names.append("/".join(site) if index is None else f"{'/'.join(site)}[{index}]")
+        self._homes = homes
+        self.names: Sequence[str] = names
+
+    def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
+        def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            block = self._sites.get(tuple(context.module.path))
+            if (
+                context.method_name != "__call__" or block is None
+            ):  # of nn.scan(Block), only Block's own call has this name
+                return call(*args, **kwargs)
+            if (block, train) not in self._copies:
+                self._copies[(block, train)] = self._copy(block, context.module)
+            return stubs(block, *args, **kwargs)
+
+        keys = streams(typed_key(key), self._rngs) if train else {}
+        with linen.intercept_methods(intercept), as_stage_error(self.label):
+            return self._module.apply({"params": nested(leaves)}, *data, rngs=keys, **self._mode(train))
+
+    def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
+        args, kwargs = arguments
+        keys = streams(typed_key(key), self._rngs) if train and key is not None else {}
+        with as_stage_error(f"{self.label}: block {self.names[block]}"):
+            return self._copies[(self._first[block], train)].apply({"params": params}, *args, rngs=keys, **kwargs)
+
+    def homes(self, block: int) -> Mapping[Path, Home]:
+        return self._homes[block]
+
+    def alike(self, block: int) -> Hashable:
+        copies = [self._copies.get((self._first[block], train)) for train in (True, False)]
+        return tuple((Same(type(m)), value_key(_fields(m))) for m in copies if m is not None)
+
+    def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
+        if self._given is not None:
+            return {path: self._given[path] for path in paths}
+        order = list(self.leaves)
+        part, (takes_key,) = only_results(self._program, map(order.index, paths))
+        found = eval_jaxpr(part.jaxpr, part.consts, *([typed_key(key)] if takes_key else []))
+        return dict(zip(sorted(paths, key=order.index), found, strict=True))
+
+    def _copy(self, block: int, module: Any) -> Any:
+        """A block by itself."""
+        for name, value in _fields(module).items():
+            for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, linen.Module)):
+                if isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, linen.Module) and leaf.scope is not None):
+                    raise StageError(
+                        f"{self.label}: block {self.names[block]} is made with {name}={type(leaf).__name__}, which belongs to "
+                        "the rest of the module; pass it as an argument of the call, or write the layers by hand"
+                    )
+        return module.clone(parent=None, name=None)
+
+
+def _fields(module: Any) -> dict[str, Any]:
+    return {f.name: getattr(module, f.name) for f in fields(module) if f.name not in ("parent", "name")}
+
+
+def _flat(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {p: leaf for name, child in tree.items() for p, leaf in _flat(child, (*path, name)).items()}
+
+
+def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) -> list[tuple[Path, int]]:
+    """Where the blocks called ``place`` lie in the parameters, in order; and how many a stack holds (0: it is one block)."""
+    *parent, name = place.split("/")
+    above = tuple(parent)
+    here = list(
+        dict.fromkeys(path[len(above)] for path in leaves if path[: len(above)] == above and len(path) > len(above))
+    )
+    if name in here:
+        site = (*above, name)
+        sizes = {leaf.shape[:1] for path, leaf in leaves.items() if path[: len(site)] == site}
+        if len(sizes) == 1 and () not in sizes:
+            ((count,),) = sizes
+            return [(site, int(count))]
+        raise StageError(f"{label}: {place!r} is no stack of blocks: axis 0 of its parameters does not count them all")
+    numbered = sorted(
+        (int(match[1]), child) for child in here if (match := re.fullmatch(rf"{re.escape(name)}_?(\d+)", child))
+    )
+    if not numbered:
+        raise StageError(f"{label} has no blocks {place!r}; its parameters there are {', '.join(here) or 'none'}")
+    return [((*above, child), 0) for _, child in numbered]

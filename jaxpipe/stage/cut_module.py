@@ -1,0 +1,342 @@
+"""A Flax module cut into layers at its blocks, whatever its call does around them.
+
+The call is traced with its blocks left out (:mod:`jaxpipe.stage.outline`). Then it is known what each block receives, and the
+layers follow: ``embed`` computes what the first block receives, ``block_00`` … are the blocks in the order of their calls,
+``head`` computes what the module returns, ``loss`` is a function of the caller's. Where a block receives something computed
+after another one (encoder norm before the decoder), a layer ``between_06`` before it computes that.
+
+Between layers flows a tuple of the arrays that a later layer reads: results of blocks, and what blocks receive. What depends on
+the batch alone (positions, masks) does not flow: each layer that reads it computes it again. A parameter that several layers
+read belongs to the first; the others are tied to it. All this is read off the jaxpr, none of it assumed; what can't be cut so
+is refused.
+
+Differs from the module: each layer draws random numbers from a key of its own, and ``jax.checkpoint`` around a block is left to
+recompute policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
+from jaxpipe.errors import StageError
+from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.outline import Outline
+from jaxpipe.stage.params import get_leaf, nested
+from jaxpipe.stage.trace import array_leaves, fill, is_array
+from jaxpipe.stage.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel(Model):
+    """A module's layers. ``homes``: by layer and path in it, where each leaf lies in the module's own parameters."""
+
+    homes: Mapping[str, Mapping[Path, Home]]
+
+    def by_layer(self, whole: Params) -> dict[str, Params]:
+        """The module's own parameters (a nested dict with string keys) by layer name: what :meth:`Pipeline.place` takes.
+
+        Raises:
+            StageError: one is missing.
+        """
+        return {
+            name: nested({path: _part(_found(whole, home[0]), home[1]) for path, home in homes.items()})
+            for name, homes in self.homes.items()
+        }
+
+    def whole(self, params: Mapping[str, Params]) -> Params:
+        """Parameters by layer name as the module's own. Parameters that its call never reads are left out."""
+        stacks: dict[Path, dict[int, Any]] = {}
+        single: dict[Path, Any] = {}
+        for name, homes in self.homes.items():
+            for path, (home, index) in homes.items():
+                leaf = _found(params.get(name, {}), path)
+                if index is None:
+                    single[home] = leaf
+                else:
+                    stacks.setdefault(home, {})[index] = leaf
+        stacked = {home: jnp.stack([leaves[i] for i in sorted(leaves)]) for home, leaves in stacks.items()}
+        return nested({**single, **stacked})
+
+
+def cut_module(
+    module: CuttableModule,
+    *,
+    name: str,
+    batch: Mapping[str, Any],
+    reads: Sequence[str],
+    loss: Callable[[Any, Mapping[str, jax.Array]], Any],
+) -> CutModel:
+    """The model of a module. ``batch``: arrays of an example microbatch, or their types, batch axis first. ``reads``: what
+    of them the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
+
+    Raises:
+        StageError: the module can't be cut; says what was found.
+    """
+    absent = [n for n in reads if n not in batch]
+    if absent:
+        raise StageError(f"{module.label} reads {absent[0]!r}, and the batch has {', '.join(batch)}")
+    avals = {n: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for n, v in batch.items()}
+    tracing = Tracing(module, tuple(reads))
+    data = [avals[n] for n in reads]
+    outlines = tracing.outlines(data)
+    layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
+    layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
+    homes["loss"] = {}
+    output = _types(outlines[TRAIN])
+    shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
+
+    def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in avals.items()}
+
+    return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A layer to be. ``entry``: what it computes stands before this entry (blocks: in it). ``block``: None for what is around
+    blocks. ``wires``: what it computes. ``takes``: what it reads of what flows. ``leaves``: parameters, by path in it.
+    ``enters``, ``hands_on``: what flows into it and out of it, in order."""
+
+    name: str
+    entry: int
+    block: int | None
+    wires: tuple[Wire, ...]
+    takes: frozenset[Wire]
+    leaves: Mapping[Path, Home]
+    draws: bool
+    enters: tuple[Wire, ...] = ()
+    hands_on: tuple[Wire, ...] = ()
+
+
+class _Layers:
+    """Makes the layers of a wiring."""
+
+    def __init__(self, tracing: Tracing, wiring: Wiring) -> None:
+        self.tracing = tracing
+        self.module = tracing.module
+        self.wiring = wiring
+        blocks = range(len(self.module.names))
+        self.stacked = {p for k in blocks for p, index in self.module.homes(k).values() if index is not None}
+        self.steps = _flowing(list(self._steps()))
+        self._applies: dict[Hashable, Callable[..., Any]] = {}
+
+    def made(self) -> tuple[list[Layer], dict[str, dict[Path, Home]]]:
+        """The layers, and by name where the leaves that each owns lie."""
+        owner: dict[Home, tuple[str, Path]] = {}
+        layers: list[Layer] = []
+        homes: dict[str, dict[Path, Home]] = {}
+        for step in self.steps:
+            tied = {path: owner[home] for path, home in step.leaves.items() if home in owner}
+            own = {path: home for path, home in step.leaves.items() if path not in tied}
+            owner.update((home, (step.name, path)) for path, home in own.items())
+            homes[step.name] = own
+            apply = self._around(step) if step.block is None else self._block(step, step.block)
+            traces = step.block is None or self._free(step) or self._numbered(step)
+            reads = self.tracing.reads if traces else ()
+            layers.append(Layer(step.name, self._init(own), apply, reads, step.draws, tied))
+        return layers, homes
+
+    def _steps(self) -> Iterable[_Step]:
+        train = self.wiring.outlines[TRAIN]
+        width = len(str(max(len(self.module.names) - 1, 10)))
+        for c, entry in enumerate(train.entries):
+            if self.wiring.computed[c]:
+                name = "embed" if c == 0 else f"between_{entry.first:0{width}}"
+                yield self._around_step(name, c, tuple(self.wiring.computed[c]))
+            for k in range(entry.first, entry.first + entry.count):
+                arguments = [self.wiring.sources[(k, i)] for i in range(len(entry.entering))]
+                takes = frozenset(w for w in arguments if w not in self.wiring.free)
+                made = tuple(("out", k, j) for j in range(len(entry.leaving)))
+                _, draws = self.tracing.probe(k, entry.arguments, TRAIN)
+                yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes(k), draws)
+        yield self._around_step("head", len(train.entries), ())
+
+    def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
+        """What is computed before entry ``c``: ``wires``, or what the module returns."""
+        takes: set[Wire] = set()
+        leaves: dict[Path, Home] = {}
+        draws = False
+        for mode, outline in self.wiring.outlines.items():
+            targets = [self.wiring.at[mode][w] for w in wires] if c < len(outline.entries) else outline.results
+            known = self._known(outline, mode, c)
+            eqns, starts = outline.needed(targets, known)
+            takes.update(known[v] for v in starts if v in known)
+            paths = list(self.module.leaves)
+            read = [p for p, v in zip(paths, outline.invars, strict=False) if v in starts - known.keys()]
+            if self.stacked.intersection(read):
+                where = "/".join(min(self.stacked.intersection(read)))
+                raise StageError(
+                    f"{self.module.label} reads {where}, which its blocks share out, outside of them; write the layers by hand"
+                )
+            leaves.update((p, (p, None)) for p in read)
+            key = outline.invars[len(paths) + len(self.tracing.reads)]
+            draws = draws or key in starts
+            if mode[0] and c and outline.draws_before(eqns, c - 1):
+                raise StageError(
+                    f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "
+                    "outside of blocks; pass what was computed with them through the blocks"
+                )
+        return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
+
+    def _known(self, outline: Outline, mode: Mode, c: int) -> dict[Var, Wire]:
+        """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
+        earlier = [w for k in range(c) for w in self.wiring.computed[k]]
+        last = {e.first + e.count - 1 for e in outline.entries[:c]}
+        at = self.wiring.at[mode]
+        wires = [*earlier, *(w for w in at if w[0] == "out" and w[1] in last)]
+        return {v: w for w in wires if isinstance(v := at[w], Var)}
+
+    def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
+        def init(key: jax.Array) -> Params:
+            drawn = self.module.draw(key, list(dict.fromkeys(home for home, _ in own.values())))
+            return nested({path: _part(drawn[home], index) for path, (home, index) in own.items()})
+
+        return init
+
+    def _around(self, step: _Step) -> Callable[[Params, Any, LayerContext], Any]:
+        """The function of a layer around blocks."""
+
+        def apply(params: Params, x: Any, context: LayerContext) -> Any:
+            atoms = self.wiring.at[(context.train, None)]
+            flowing = {
+                w: _unboxed(v, shape_of(atoms[w])) for w, v in zip(step.enters, x or (), strict=True) if w in step.takes
+            }
+            data = [context.data[n] for n in self.tracing.reads]
+            key = jax.random.key(0) if context.key is None else context.key
+            own = {path: _found(params, path) for path in step.leaves}
+            given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
+            leaves = {**self.module.leaves, **own}
+            outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
+            self._check_calls(outline)
+            inputs = [*own.values(), *data, key]
+            at = dict(zip([*leaves, *range(len(data) + 1)], outline.invars, strict=False))
+            known = dict(zip((at[name] for name in (*own, *range(len(data) + 1))), inputs, strict=True))
+            known.update(_places(outline, flowing))
+            if step.entry == len(outline.entries):
+                return outline.returned(outline.evaluate(outline.results, known))
+            entering = outline.entries[step.entry].entering
+            made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
+            handed = {**dict(zip(step.enters, x or (), strict=True)), **{w: _boxed(v) for w, v in made.items()}}
+            return tuple(handed[w] for w in step.hands_on)
+
+        return apply
+
+    def _check_calls(self, outline: Outline) -> None:
+        """Raise StageError if the blocks are called otherwise than for the example."""
+        example = self.wiring.outlines[TRAIN]
+        if [(e.first, e.count) for e in outline.entries] != [(e.first, e.count) for e in example.entries]:
+            raise StageError(f"{self.module.label} calls its blocks otherwise for a batch of other shapes")
+
+    def _free(self, step: _Step) -> list[Wire]:
+        """What a block receives that depends on the batch alone."""
+        entry = self.wiring.outlines[TRAIN].entries[step.entry]
+        sources = [self.wiring.sources[(entry.first, i)] for i in range(len(entry.entering))]
+        return list(dict.fromkeys(w for w in sources if w in self.wiring.free))
+
+    def _numbered(self, step: _Step) -> bool:
+        """Whether a block is given numbers, which may depend on the batch's shape."""
+        leaves = jax.tree.leaves(self.wiring.outlines[TRAIN].entries[step.entry].arguments)
+        return any(isinstance(v, int | float) and not isinstance(v, bool) for v in leaves)
+
+    def _block(self, step: _Step, block: int) -> Callable[[Params, Any, LayerContext], Any]:
+        """The function of a block's layer; the same for blocks that are alike and in like places."""
+        entries = {train: self.wiring.outlines[(train, None)].entries[step.entry] for train in (True, False)}
+        sources = [self.wiring.sources[(block, i)] for i in range(len(entries[True].entering))]
+        places = [step.enters.index(w) if w in step.enters else w for w in sources]
+        leaving = [
+            ("out", w[2]) if w[:2] == ("out", block) else ("enters", step.enters.index(w)) for w in step.hands_on
+        ]
+        free, numbered = self._free(step), self._numbered(step)
+        structures = tuple(structure_key(entry.arguments) for entry in entries.values())
+        key = (self.module.alike(block), tuple(places), tuple(leaving), structures, numbered and step.entry)
+
+        def apply(params: Params, x: Any, context: LayerContext) -> Any:
+            arguments = entries[context.train].arguments
+            computed: Mapping[Wire, Any] = {}
+            if free or numbered:
+                data = [context.data[n] for n in self.tracing.reads]
+                arguments, computed = self._from_data(step.entry, free, data, context.train)
+            types = array_leaves(arguments)
+            arrays = [
+                _unboxed(x[p], v.shape) if isinstance(p, int) else computed[p]
+                for p, v in zip(places, types, strict=True)
+            ]
+            y = array_leaves(self.module.call(block, params, fill(arguments, arrays), context.key, context.train))
+            return tuple(_boxed(y[at]) if way == "out" else x[at] for way, at in leaving)
+
+        return self._applies.setdefault(key, apply)
+
+    def _from_data(
+        self, entry: int, free: Sequence[Wire], data: Sequence[Any], train: bool
+    ) -> tuple[Any, dict[Wire, Any]]:
+        """The arguments of an entry for this batch, and the values of ``free`` ones."""
+        outline = self.tracing.from_data(data, train)
+        self._check_calls(outline)
+        targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
+        start = len(self.module.leaves)
+        known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
+        values = zip(free, targets, outline.evaluate(targets, known), strict=True)
+        return outline.entries[entry].arguments, {w: _as_written(atom, value) for w, atom, value in values}
+
+
+def _flowing(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps with what flows between them: what later ones read."""
+    later: set[Wire] = set()
+    needed: list[set[Wire]] = []
+    for step in reversed(steps):
+        needed.append(later)
+        later = later.difference(step.wires) | step.takes
+    made: list[_Step] = []
+    order: list[Wire] = []
+    for step, wanted in zip(steps, reversed(needed), strict=True):
+        order += step.wires
+        enters = made[-1].hands_on if made else ()
+        made.append(replace(step, enters=enters, hands_on=tuple(w for w in order if w in wanted)))
+    return made
+
+
+def _types(outline: Outline) -> Any:
+    """What the call returns, as types."""
+    return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
+
+
+def _boxed(value: jax.Array) -> jax.Array:
+    """As it flows between layers: a scalar as an array of one, so that shards of a batch can have one each."""
+    return value[None] if value.ndim == 0 else value
+
+
+def _unboxed(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return value if shape else value.reshape(())
+
+
+def _as_written(atom: Atom, value: jax.Array) -> Any:
+    """A scalar that was written in Python as such: its dtype gives way to others."""
+    return (
+        np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
+    )
+
+
+def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
+    """What flows, by variable of an outline."""
+    last = {e.first + e.count - 1: e.leaving for e in outline.entries}
+    first = {e.first: e.entering for e in outline.entries}
+    at = {w: (last if w[0] == "out" else first)[w[1]][w[2]] for w in flowing if w[0] == "in" or w[1] in last}
+    return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
+
+
+def _found(tree: Any, path: Path) -> Any:
+    try:
+        return get_leaf(tree, path)
+    except (KeyError, TypeError):
+        raise StageError(f"there is no parameter {'/'.join(path)} in what was given") from None
+
+
+def _part(leaf: Any, index: int | None) -> Any:
+    return leaf if index is None else leaf[index]

@@ -1,0 +1,326 @@
+"""The outline of a module's call: what goes into each of its blocks, what comes out, and what is computed around them.
+
+The call is traced with each block replaced by a stub, which marks its arguments in the jaxpr and returns marked stand-ins for
+its results (:class:`Stubs`). Calls that hold marks (``jit``, ``checkpoint``) are inlined; a ``scan`` over a stack of blocks,
+whose body does nothing but call the block, becomes one entry of several blocks. What remains are equations between the marks:
+which of them a value needs is exact, and any part of them can be computed alone (:meth:`Outline.evaluate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    ScanParts,
+    Var,
+    called_jaxpr,
+    checkpoint_name_of,
+    close_jaxpr,
+    eval_jaxpr,
+    fresh_var,
+    is_key_dtype,
+    scan_parts,
+    shape_of,
+    sub_jaxprs,
+    variables,
+)
+from jaxpipe.errors import StageError
+from jaxpipe.stage.trace import array_leaves, fill
+
+_MARK = "jaxpipe.block"
+
+Results = Callable[[int, Any], Any]
+"""What a block returns for ``(args, kwargs)``, arrays as ``ShapeDtypeStruct``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A call of ``count`` blocks, one after another, from block ``first``.
+
+    ``entering``: the arrays among the arguments of the first. ``leaving``: the arrays among the results of the last; None where
+    the scan drops one. ``flow``: of an array among the arguments, by position, which result of the block before it is (others
+    are the same for all blocks). ``arguments``: pytree of positional and keyword arguments, arrays as ``ShapeDtypeStruct``;
+    ``at``: how many equations stand before it.
+    """
+
+    first: int
+    count: int
+    entering: tuple[Atom, ...]
+    leaving: tuple[Var | None, ...]
+    flow: Mapping[int, int]
+    arguments: Any
+    at: int
+
+
+class Stubs:
+    """Stands in for the blocks of a module while its call is traced. ``given``: known results, by block and position."""
+
+    def __init__(self, label: str, results: Results, given: Mapping[tuple[int, int], Any]) -> None:
+        self.label = label
+        self.results = results
+        self.given = given
+        self.arguments: dict[int, Any] = {}
+
+    def __call__(self, block: int, *args: Any, **kwargs: Any) -> Any:
+        """Stand-ins for what the block returns."""
+        given = (args, kwargs)
+        for leaf in array_leaves(given):
+            if is_key_dtype(leaf.dtype):
+                raise StageError(
+                    f"{self.label}: block {block} receives random keys as an argument; let it draw from streams of its own, or "
+                    "write the layers by hand"
+                )
+        self.arguments[block] = fill(given, [type_of(leaf) for leaf in array_leaves(given)])
+        for i, leaf in enumerate(array_leaves(given)):
+            checkpoint_name(jnp.asarray(leaf), f"{_MARK}/in/{block}/{i}")
+        results = self.results(block, given)
+        marked = [
+            checkpoint_name(self.given.get((block, j), jnp.zeros(v.shape, v.dtype)), f"{_MARK}/out/{block}/{j}")
+            for j, v in enumerate(array_leaves(results))
+        ]
+        return fill(results, marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """``invars``: of the traced call. ``output``: what it returns, arrays as atoms. ``lost``: values that a scan over blocks
+    collects, and that blocks by themselves do not make."""
+
+    label: str
+    invars: tuple[Var, ...]
+    consts: Mapping[Var, Any]
+    eqns: tuple[JaxprEqn, ...]
+    entries: tuple[Entry, ...]
+    output: Any
+    lost: frozenset[Var]
+
+    @property
+    def results(self) -> list[Atom]:
+        """The arrays that the call returns."""
+        return [leaf for leaf in jax.tree.leaves(self.output) if isinstance(leaf, Var | Literal)]
+
+    def returned(self, values: Sequence[Any]) -> Any:
+        """What the call returns, from the values of :attr:`results`."""
+        rest = iter(values)
+        return jax.tree.map(lambda leaf: next(rest) if isinstance(leaf, Var | Literal) else leaf, self.output)
+
+    def needed(self, targets: Iterable[Atom], sources: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
+        """The equations that ``targets`` depend on, in order, and the variables they start from: inputs, or ``sources``."""
+        maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        known = set(sources)
+        found: set[int] = set()
+        starts: set[Var] = set()
+        seen: set[Var] = set()
+        stack = list(variables(targets))
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in known or v not in maker:
+                starts.add(v)
+            elif maker[v] not in found:
+                found.add(maker[v])
+                stack.extend(variables(self.eqns[maker[v]].invars))
+        if starts & self.lost:
+            raise StageError(
+                f"{self.label}: what its scan collects from the blocks is used afterwards; carry it from block to block, or "
+                "list the blocks instead of scanning over them"
+            )
+        return sorted(found), starts.difference(self.consts)
+
+    def evaluate(self, targets: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
+        """The values of ``targets`` from those of ``known`` variables.
+
+        Raises:
+            StageError: they depend on others.
+        """
+        eqns, starts = self.needed(targets, known)
+        if not starts <= known.keys():
+            raise StageError(f"{self.label} computes with other parameters for a batch of other shapes")
+        program = close_jaxpr(list(self.consts.items()), list(known), [self.eqns[i] for i in eqns], targets)
+        return [jnp.asarray(v) for v in eval_jaxpr(program.jaxpr, program.consts, *known.values())]
+
+    def draws_before(self, eqns: Iterable[int], entry: int) -> bool:
+        """Whether one of these equations stands before an entry and makes random numbers."""
+        early = (self.eqns[i] for i in eqns if i < self.entries[entry].at)
+        return any(any(map(_is_key, e.invars)) and not all(map(_is_key, e.outvars)) for e in early)
+
+
+def trace_outline(label: str, call: Callable[[list[Any]], tuple[Any, Stubs]], inputs: Sequence[Any]) -> Outline:
+    """The outline of ``call``, which takes ``inputs`` (arrays, or types of arrays) as a list, makes stubs, and returns what the
+    module returned and the stubs.
+
+    Raises:
+        StageError: a block is called twice, or within something that is no plain call nor a plain loop.
+    """
+    returned: list[Any] = []
+    arguments: dict[int, Any] = {}
+
+    def traced(arrays: list[Any]) -> list[Any]:
+        output, stubs = call(arrays)
+        arguments.update(stubs.arguments)
+        returned.append(output)
+        return array_leaves(output)
+
+    closed = jax.make_jaxpr(traced)(list(inputs))
+    lifting = _Lifting(label, arguments)
+    results = lifting.take(closed)
+    entries = tuple(sorted(lifting.entries.values(), key=lambda entry: entry.at))
+    return Outline(
+        label,
+        tuple(lifting.invars),
+        lifting.consts,
+        tuple(lifting.eqns),
+        entries,
+        fill(returned[-1], results),
+        frozenset(lifting.lost),
+    )
+
+
+@dataclass(slots=True)
+class _Lifting:
+    """Gathers the equations around the blocks, and the blocks' entries by number."""
+
+    label: str
+    arguments: Mapping[int, Any]
+    invars: list[Var] = field(default_factory=list)
+    consts: dict[Var, Any] = field(default_factory=dict)
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    lost: set[Var] = field(default_factory=set)
+
+    def take(self, closed: ClosedJaxpr) -> list[Atom]:
+        """Take up a program; returns what its results are called."""
+        env: dict[Var, Atom] = {}
+        for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            self.consts[_renamed(env, v)] = c
+        self.invars += [_renamed(env, v) for v in closed.jaxpr.invars]
+        for eqn in closed.jaxpr.eqns:
+            self.add(eqn, env)
+        return [_read(env, a) for a in closed.jaxpr.outvars]
+
+    def add(self, eqn: JaxprEqn, env: dict[Var, Atom]) -> None:
+        invars = [_read(env, a) for a in eqn.invars]
+        mark, call, scan = _mark_of(eqn), called_jaxpr(eqn), scan_parts(eqn)
+        if mark is not None:
+            self._take_mark(mark, eqn, invars[0], env)
+        elif not _blocks_in(eqn):
+            self.eqns.append(eqn.replace(invars=invars, outvars=[_renamed(env, v) for v in eqn.outvars]))
+        elif call is not None and not eqn.primitive.name.startswith("custom"):
+            body, consts = call
+            inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
+            for v, c in zip(body.constvars, consts, strict=True):
+                self.consts[_renamed(inner, v)] = c
+            for sub in body.eqns:
+                self.add(sub, inner)
+            env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+        elif scan is not None:
+            self._loop(eqn, scan, invars, env)
+        else:
+            self._refuse(min(_blocks_in(eqn)), f"is called inside {eqn.primitive.name}")
+
+    def _take_mark(self, mark: tuple[str, int, int], eqn: JaxprEqn, operand: Atom, env: dict[Var, Atom]) -> None:
+        """An argument of a block, or a stand-in for a result of it."""
+        way, block, position = mark
+        if block not in self.arguments:
+            self._refuse(block, "is called by a function that keeps an earlier trace (nn.jit)")
+        old = self.entries.get(block, Entry(block, 1, (), (), {}, self.arguments[block], len(self.eqns)))
+        if position != len(old.entering if way == "in" else old.leaving):
+            self._refuse(block, "is called more than once")
+        if way == "in" and shape_of(operand) != array_leaves(self.arguments[block])[position].shape:
+            self._refuse(block, "is called inside vmap")
+        if way == "in":
+            self.entries[block] = replace(old, entering=(*old.entering, operand))
+        else:
+            self.entries[block] = replace(old, leaving=(*old.leaving, _renamed(env, eqn.outvars[0])))
+
+    def _loop(self, eqn: JaxprEqn, scan: ScanParts, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
+        """A scan over a stack of blocks: an entry of as many blocks as it has iterations."""
+        inner = _Lifting(self.label, self.arguments)
+        ends = inner.take(ClosedJaxpr(scan.body, list(scan.body_consts)))
+        (entry, *more) = inner.entries.values()
+        if more or entry.count > 1 or scan.reverse:
+            self._refuse(entry.first, "is called with others in one scan" if more else "is called in an unusual scan")
+        self.consts.update(inner.consts)
+        operand: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
+        carries = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+        xs = set(inner.invars[scan.num_consts + scan.num_carry :])
+        result = {v: j for j, v in enumerate(entry.leaving)}
+        end_of = dict(zip(carries, ends, strict=False))
+        flow: dict[int, int] = {}
+        entering: list[Atom] = []
+        for i, a in enumerate(entry.entering):
+            if isinstance(a, Var):
+                end = end_of.get(a, a)
+                if isinstance(end, Var) and end in result:
+                    flow[i] = result[end]
+                elif end is not a or a in xs or (a not in operand and a not in self.consts):
+                    self._refuse(entry.first, "is given something else than its scan carries from block to block")
+                a = operand.get(a, a)
+            entering.append(a)
+        leaving: list[Var | None] = [None] * len(entry.leaving)
+        for k, (v, end) in enumerate(zip(eqn.outvars, ends, strict=True)):
+            if k < scan.num_carry and isinstance(end, Var) and end in result:
+                leaving[result[end]] = _renamed(env, v)
+            elif isinstance(end, Var) and (end is carries[k] if k < scan.num_carry else end in xs):
+                env[v] = operand[end]  # handed on unchanged
+            else:
+                self.lost.add(_renamed(env, v))
+        self.entries[entry.first] = replace(
+            entry, count=scan.length, entering=tuple(entering), leaving=tuple(leaving), flow=flow, at=len(self.eqns)
+        )
+
+    def _refuse(self, block: int, what: str) -> NoReturn:
+        raise StageError(
+            f"{self.label}: block {block} {what}; blocks are called once each, one after another or in a scan over a stack of "
+            "them. Write the layers by hand where they are not"
+        )
+
+
+def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array, or of a type of one; a scalar written in Python gives way to other dtypes, which is kept."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+def _is_key(atom: Atom) -> bool:
+    return hasattr(atom.aval, "dtype") and is_key_dtype(atom.aval.dtype)
+
+
+def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else env[atom]
+
+
+def _renamed(env: dict[Var, Atom], var: Var) -> Var:
+    new = fresh_var(var.aval)
+    env[var] = new
+    return new
+
+
+def _mark_of(eqn: JaxprEqn) -> tuple[str, int, int] | None:
+    """Of a mark: ``in`` or ``out``, the block and the position."""
+    name = checkpoint_name_of(eqn)
+    if name is None or not name.startswith(_MARK):
+        return None
+    _, way, block, position = name.split("/")
+    return way, int(block), int(position)
+
+
+def _blocks_in(eqn: JaxprEqn) -> set[int]:
+    """Blocks that are called inside an equation."""
+    found: set[int] = set()
+    for body in sub_jaxprs(eqn):
+        for inner in body.eqns:
+            mark = _mark_of(inner)
+            found |= _blocks_in(inner) if mark is None else {mark[1]}
+    return found

@@ -1,0 +1,230 @@
+"""Which arrays go where in a module's call: what each of its blocks receives, and where that comes from.
+
+Read off outlines of the call (:mod:`jaxpipe.stage.outline`) in training and evaluation, and with parameters in bfloat16 if it
+works so: in float32 a cast to float32 leaves no trace, and a block would seem to receive what the one before it returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._jax_compat import Atom, Var, only_results
+from jaxpipe.errors import StageError
+from jaxpipe.stage.identity import value_key
+from jaxpipe.stage.layer import Params, Path
+from jaxpipe.stage.outline import Outline, Stubs, trace_outline, type_of
+from jaxpipe.stage.params import nested
+from jaxpipe.stage.trace import array_leaves, fill, is_array
+
+Wire = tuple[str, int, int]
+"""An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
+
+Home = tuple[Path, int | None]
+"""Where a leaf lies in the module's own parameters: its path, and its place on axis 0 if blocks are stacked there."""
+
+
+class CuttableModule(Protocol):
+    """A module whose blocks can be left out of its call. ``leaves``: types of all its parameters by path. ``names``: what its
+    blocks are called."""
+
+    label: str
+    names: Sequence[str]
+    leaves: Mapping[Path, jax.ShapeDtypeStruct]
+
+    def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
+        """The module's call on batch arrays, with stubs for its blocks."""
+
+    def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
+        """A block's call on ``(args, kwargs)``."""
+
+    def homes(self, block: int) -> Mapping[Path, Home]:
+        """Where the parameters of a block, by their paths in it, lie in the module."""
+
+    def alike(self, block: int) -> Hashable:
+        """Equal for blocks of which :meth:`call` computes the same."""
+
+    def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
+        """Initial values of these parameters."""
+
+
+Mode = tuple[bool, Any]
+"""Whether a call trains, and the dtype of its parameters (None: as declared)."""
+
+TRAIN: Mode = (True, None)
+
+
+class Tracing:
+    """Outlines of a module's call at whatever shapes, and what its blocks return."""
+
+    def __init__(self, module: CuttableModule, reads: tuple[str, ...]) -> None:
+        self.module = module
+        self.reads = reads
+        self._probed: dict[Hashable, tuple[Any, bool]] = {}
+        self._outlines: dict[Hashable, Outline] = {}
+
+    def outlines(self, data: Sequence[jax.ShapeDtypeStruct]) -> dict[Mode, Outline]:
+        """The outlines for a batch of these types, by mode.
+
+        Raises:
+            StageError: the call can't be traced, or does not treat blocks as blocks.
+        """
+        found: dict[Mode, Outline] = {}
+        for mode in (TRAIN, (False, None), (True, jnp.bfloat16)):
+            try:
+                found[mode] = self.outline(self.leaves(mode[1]), data, mode)
+            except StageError:
+                raise
+            except Exception as error:
+                if mode[1] is None:
+                    reason = " ".join(str(error).split()) or type(error).__name__
+                    raise StageError(
+                        f"{self.module.label} can't be traced: {type(error).__name__}: {reason}"
+                    ) from error
+        return found
+
+    def leaves(self, dtype: Any) -> Mapping[Path, jax.ShapeDtypeStruct]:
+        """Types of the parameters, floating-point ones in ``dtype``."""
+        if dtype is None:
+            return self.module.leaves
+        cast = {path: jnp.issubdtype(v.dtype, jnp.floating) for path, v in self.module.leaves.items()}
+        return {p: jax.ShapeDtypeStruct(v.shape, dtype if cast[p] else v.dtype) for p, v in self.module.leaves.items()}
+
+    def outline(
+        self,
+        leaves: Mapping[Path, Any],
+        data: Sequence[Any],
+        mode: Mode,
+        key: Any = None,
+        given: Mapping[tuple[int, int], Any] | None = None,
+    ) -> Outline:
+        """The outline with inputs ``leaves`` (in order), ``data``, the key, ``given`` (known results of blocks)."""
+        given = given or {}
+        key = _KEY if key is None else key
+
+        def call(arrays: list[Any]) -> tuple[Any, Stubs]:
+            rest = iter(arrays)
+            own = {path: next(rest) for path in leaves}
+            batch, drawn = [next(rest) for _ in data], next(rest)
+            stubs = Stubs(
+                self.module.label,
+                lambda block, arguments: self.probe(block, arguments, mode)[0],
+                {at: next(rest) for at in given},
+            )
+            return self.module.run(own, batch, drawn, mode[0], stubs), stubs
+
+        return trace_outline(self.module.label, call, [*leaves.values(), *data, key, *given.values()])
+
+    def from_data(self, data: Sequence[Any], train: bool) -> Outline:
+        """The outline for values that depend on the batch alone; traced once for arrays of these types."""
+        key = (train, tuple(map(jax.typeof, data)))
+        if key not in self._outlines:
+            self._outlines[key] = self.outline(self.module.leaves, data, (train, None))
+        return self._outlines[key]
+
+    def probe(self, block: int, arguments: Any, mode: Mode) -> tuple[Any, bool]:
+        """What a block returns for arguments of these types, and whether it draws random numbers."""
+        shapes = [type_of(leaf) for leaf in array_leaves(arguments)]
+        types = tuple((v.shape, str(v.dtype), v.weak_type) for v in shapes)
+        signature = (self.module.alike(block), structure_key(arguments), types, mode)
+        if signature not in self._probed:
+            leaves = self.leaves(mode[1])
+            params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes(block).items()}
+            made: list[Any] = []
+
+            def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:
+                made.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
+                return array_leaves(made[-1])
+
+            closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, _KEY)
+            used = only_results(closed, range(len(out)))[1]
+            self._probed[signature] = (fill(made[-1], out), used[-1])
+        return self._probed[signature]
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+class Wiring:
+    """Where each argument of each block comes from, read off the outlines in both modes.
+
+    ``sources``: by block and position, the wire. ``computed``: by entry, the wires that a layer before it must compute.
+    ``free``: wires that depend on the batch alone, and the entry at which they first appear. ``at``: by mode, a wire in the
+    outline.
+    """
+
+    def __init__(self, module: CuttableModule, outlines: Mapping[Mode, Outline]) -> None:
+        self.module = module
+        self.outlines = outlines
+        self.sources: dict[tuple[int, int], Wire] = {}
+        self.computed: dict[int, list[Wire]] = {}
+        self.free: dict[Wire, int] = {}
+        self.at: dict[Mode, dict[Wire, Atom]] = {mode: {} for mode in outlines}
+        self._check_entries()
+        known: dict[Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
+        for c, entry in enumerate(outlines[TRAIN].entries):
+            self.computed[c] = []
+            for i in range(len(entry.entering)):
+                self._connect(c, i, known)
+            for mode, outline in outlines.items():
+                for j, var in enumerate(outline.entries[c].leaving):
+                    if var is not None:
+                        wire = known[mode][var] = ("out", entry.first + entry.count - 1, j)
+                        self.at[mode][wire] = var
+
+    def _connect(self, c: int, i: int, known: Mapping[Mode, dict[Var, Wire]]) -> None:
+        """Find where argument ``i`` of entry ``c`` comes from."""
+        entry = self.outlines[TRAIN].entries[c]
+        atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
+        aliases = {known[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
+        wire: Wire = ("in", entry.first, i)
+        (source,) = aliases if len(aliases) == 1 else (None,)
+        if source is None:
+            source = wire
+            for mode, atom in atoms.items():
+                self.at[mode][wire] = atom
+                if isinstance(atom, Var):
+                    known[mode].setdefault(atom, wire)
+            if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
+                self.free[wire] = c
+            else:
+                self.computed[c].append(wire)
+        self.sources[(entry.first, i)] = source
+        for k in range(entry.first + 1, entry.first + entry.count):
+            self.sources[(k, i)] = ("out", k - 1, entry.flow[i]) if i in entry.flow else source
+
+    def _is_free(self, mode: Mode, atom: Atom) -> bool:
+        """Whether a value depends on batch arrays alone."""
+        outline = self.outlines[mode]
+        params = len(self.module.leaves)
+        _, starts = outline.needed([atom])
+        return starts <= set(outline.invars[params:-1])
+
+    def _check_entries(self) -> None:
+        train, *others = (
+            [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in outline.entries]
+            for outline in self.outlines.values()
+        )
+        called = [k for first, count, *_ in train for k in range(first, first + count)]
+        if any(entries != train for entries in others):
+            what = "calls its blocks otherwise in evaluation, or in bfloat16, than in training"
+        elif missing := [k for k in range(len(self.module.names)) if k not in called]:
+            what = f"does not call block {missing[0]} ({self.module.names[missing[0]]})"
+        elif len(called) > len(self.module.names):
+            what = f"calls {len(called)} blocks and has {len(self.module.names)}"
+        else:
+            return
+        raise StageError(f"{self.module.label} {what}; write the layers by hand")
+
+
+def structure_key(arguments: Any) -> Hashable:
+    """The structure of a call's arguments and what among them is no array."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(None if is_array(leaf) else value_key(leaf) for leaf in leaves)
+
+
+def _part_type(leaf: jax.ShapeDtypeStruct, index: int | None) -> jax.ShapeDtypeStruct:
+    return leaf if index is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -11,6 +11,7 @@ at document borders.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ Span = tuple[int, int]  # [start, stop) of token positions
 
 _MAX_BLOCKS = 64
 _MIN_BLOCK_TOKENS = 4096
+_MOST_POSITIONS = 1 << 60  # of a checkpoint: as many sequences again still fit 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class DataState:
         kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
         wrong = sorted(kinds.keys() ^ mapping.keys())
         wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
-        wrong += [k for k in ("step", "position") if k not in wrong and mapping[k] < 0]
+        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_POSITIONS]
         if wrong:
             raise DataError(
                 f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"
@@ -217,7 +219,7 @@ class TokenDataset:
         return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint, (state.step, state.position))
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
-        longest = max((n for n in range(1, seq_len) if len(Windows.of(self.train, n)) >= batch), default=0)
+        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(self.train, n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"

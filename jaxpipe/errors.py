@@ -2,15 +2,16 @@
 
 Tree::
 
-    JaxpipeError                 every error of ours; the CLI prints it on one line and exits with code 2
+    JaxpipeError                 every error of ours; the CLI prints it on one line and exits with its ``exit_code``, 2
     ├── ConfigError              a config file, override or flag is wrong
     ├── ScheduleError            a schedule, placement, cost profile or schedule file breaks a rule (has ``.problems``)
     │   └── ScheduleParseError   the text, JSON or CSV form can't be read
     ├── StageError               a layer or a model can't be cut, traced or split
     ├── ProgramError             a schedule can't be lowered onto these stages and this mesh
     ├── RunError                 an instruction failed at run time; names rank, action and stage
+    │   └── NotFiniteError       a run whose gradients or parameters are no longer finite; exit code 4
     ├── DataError                training data can't be read or is too small
-    └── CheckpointError          a checkpoint is missing, damaged or does not fit the model
+    └── CheckpointError          a checkpoint is missing, damaged or does not fit the model; exit code 3
 
 Every message says what is wrong, where, and what to do about it.
 """
@@ -18,10 +19,13 @@ Every message says what is wrong, where, and what to do about it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class JaxpipeError(Exception):
-    """Base of all errors that jaxpipe raises for a user to read."""
+    """Base of all errors that jaxpipe raises for a user to read. ``exit_code``: with which the command line ends."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class ConfigError(JaxpipeError):
@@ -60,9 +64,37 @@ class RunError(JaxpipeError):
         self.action = action
 
 
+class NotFiniteError(RunError):
+    """A run ended because its gradients or parameters are not finite. What was saved before is intact."""
+
+    exit_code: ClassVar[int] = 4
+
+
 class DataError(JaxpipeError):
     """Training data can't be read, or is too small for the request."""
 
 
 class CheckpointError(JaxpipeError):
-    """A checkpoint is missing, damaged, or does not fit the model that wants it."""
+    """A checkpoint is missing, damaged, or does not fit the model that wants it; or none could be written."""
+
+    exit_code: ClassVar[int] = 3
+
+
+def gist(error: BaseException) -> str:
+    """The cause that an error of XLA's or of a callback gives, on one line of at most 250 characters.
+
+    Of a message that holds Python tracebacks, what the innermost exception says; of a long one the first and the last line, as
+    a stack or a memory map may stand in between.
+    """
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "Traceback (most recent call last)" in str(error):
+        last_frame = max((k for k, line in enumerate(lines) if line[0].isspace()), default=-1)
+        lines = lines[last_frame + 1 :] or lines[-1:]
+    text = " ".join(" ".join(lines).split())
+    if len(text) <= 250 or len(lines) == 1:
+        return _clipped(text, 250)
+    return f"{_clipped(lines[0], 130)} … {_clipped(lines[-1].strip(), 117)}"
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"

@@ -4,18 +4,23 @@ Run it through ./scripts/quickstart, which sets up the environment. Arguments ar
 
     ./scripts/quickstart run.steps=400 pipeline.schedule=interleaved-1f1b
 
-An interrupted run goes on where it stopped; a finished one is replaced.
+An interrupted run goes on where it stopped. Beside a finished one the next begins, in a directory with a number. Exit codes are
+those of jaxpipe train.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE, STOPPED
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import request_devices
+from jaxpipe.train.progress import ProgressStream, silence
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 SAMPLE_TOKENS = 300
@@ -33,32 +38,34 @@ def main(overrides: list[str]) -> int:
         config = load_config(CONFIG, overrides)
         request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
         return run(config)
+    except BrokenPipeError:
+        silence(sys.stdout)
+        return READER_GONE
     except (JaxpipeError, OSError) as error:
         print(f"quickstart: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, JaxpipeError) else JaxpipeError.exit_code
     except KeyboardInterrupt:
         print("quickstart: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def run(config: TrainConfig) -> int:
     # JAX is imported from here on, after the devices were asked for.
     from jaxpipe.train import ngram
-    from jaxpipe.train.checkpoint import CheckpointStore
     from jaxpipe.train.evaluate import generate, held_out_score, load_trained
     from jaxpipe.train.loop import train
     from jaxpipe.train.report import result_text, score_table
-    from jaxpipe.train.run_directory import remove_run
     from jaxpipe.train.setup import load_dataset
 
-    out_dir = Path(config.run.out_dir)
-    if (CheckpointStore(out_dir / "checkpoints").latest() or 0) >= config.run.steps:
-        print(f"replacing the finished run in {out_dir}")
-        remove_run(out_dir)
-    result = train(config)
-    print(result_text(result))
+    out = ProgressStream(sys.stdout)
+    out_dir = unfinished(Path(config.run.out_dir), config.run.steps)
+    if str(out_dir) != config.run.out_dir:
+        out.print(f"{config.run.out_dir} holds a finished run, which stays; this one goes to {out_dir}")
+        config = replace(config, run=replace(config.run, out_dir=str(out_dir)))
+    result = train(config, out)
+    out.print(result_text(result))
     if result.stopped:
-        return 0
+        return STOPPED
 
     print("\nloading the checkpoint without a pipeline, on one device")
     trained = load_trained(out_dir)
@@ -76,6 +83,15 @@ def run(config: TrainConfig) -> int:
         print(piece, end="", flush=True)
     print(f"\n\npictures of the schedule as it ran: {out_dir / 'pictures'} (open timeline.html in a browser)")
     return 0
+
+
+def unfinished(out_dir: Path, steps: int) -> Path:
+    """``out_dir``, or the first of ``out_dir-2``, ``out_dir-3``, … that holds no run of so many steps."""
+    from jaxpipe.train.checkpoint import CheckpointStore
+
+    numbered = (out_dir.with_name(f"{out_dir.name}-{n}") for n in itertools.count(2))
+    every = itertools.chain([out_dir], numbered)
+    return next(d for d in every if (CheckpointStore(d / "checkpoints").latest() or 0) < steps)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +71,48 @@ def save_losses(store: CheckpointStore, losses: dict[int, float | None]) -> None
     for step, loss in losses.items():
         store.save(step, {"a": np.float32(step)}, {}, {}, eval_loss=loss)
     store.wait()
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object] | str) -> None:
+    """Change ``checkpoint.json`` as someone would who can compute a checksum: ``change`` edits it, or is the new text."""
+    manifest, sums = folder / "checkpoint.json", folder / "SHA256SUMS"
+    old = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    if isinstance(change, str):
+        manifest.write_text(change, encoding="utf-8")
+    else:
+        body = json.loads(manifest.read_text(encoding="utf-8"))
+        change(body)
+        manifest.write_text(json.dumps(body), encoding="utf-8")
+    sums.write_text(sums.read_text().replace(old, hashlib.sha256(manifest.read_bytes()).hexdigest()))
+
+
+def swap_arrays(folder: Path, other: Path) -> None:
+    """Put the parameters of another checkpoint of the same model into ``folder``, under right file checksums: what memory gone
+    bad while Orbax wrote would leave."""
+    shutil.rmtree(folder / "params")
+    shutil.copytree(other / "params", folder / "params")
+    lines = [(folder / "SHA256SUMS").read_text().splitlines(), (other / "SHA256SUMS").read_text().splitlines()]
+    ours, theirs = (dict(line.split("  ")[::-1] for line in each) for each in lines)
+    merged = {name: digest for name, digest in theirs.items() if name.startswith("params/")}
+    merged |= {name: digest for name, digest in ours.items() if not name.startswith("params/")}
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in merged.items()))
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Permissions of files hold in this thread, also for root: its two capabilities to pass over them are laid down."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, before = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if libc.capget(header, before):
+        pytest.skip("no capabilities here")
+    after = (ctypes.c_uint32 * 6)(*before)
+    after[0] &= ~0b110  # effective, of the first 32: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if libc.capset(header, after):
+        pytest.skip("capabilities can't be laid down here")
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0

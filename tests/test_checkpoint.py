@@ -100,6 +100,23 @@ def test_any_names_round_trip(names: dict[str, dict[str, int]]) -> None:
     assert_same(tree.build(taken.layers, taken.leaves, taken.arrays), params)
 
 
+def test_extra_trees(store: CheckpointStore) -> None:
+    params = make_params()
+    extra = {"ema": make_params(1.0)["h.0"], "counts": {"tokens": np.int64(12)}}
+    store.save(1, params, make_optimizer(params), {}, wait=True)
+    store.save(2, params, make_optimizer(params), {}, extra=extra, wait=True)
+    assert_same(store.load(2, like={"extra": extra}).extra, extra)
+    assert_same(store.load(2).extra, extra)
+    assert store.load(1).extra == {}
+    assert_same(load_params(store.directory), params)
+    with pytest.raises(CheckpointError, match="does not fit: extra: it has the layer ema, the model does not") as info:
+        store.load(2, like={"extra": {"counts": extra["counts"]}})
+    one_line(info)
+    with pytest.raises(CheckpointError, match="does not fit: extra: it has no layer ema") as info:
+        store.load(1, like={"extra": extra})
+    one_line(info)
+
+
 def test_save_copies_before_it_returns(store: CheckpointStore) -> None:
     array = np.zeros(1000)
     donated = jnp.zeros(1000)
@@ -214,6 +231,26 @@ def test_keeps_last_only(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).best() == 2
 
 
+def test_keeps_several_of_the_best(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=3) as store:
+        save_losses(store, {1: 4.0, 2: 1.0, 3: 3.0, 4: float("inf"), 5: 2.0, 6: None, 7: 2.0})
+        assert store.steps() == (2, 5, 7)
+        save_losses(store, {8: 9.0})
+        assert store.steps() == (2, 5, 7, 8)
+    with pytest.raises(CheckpointError, match="keep_best is -1"):
+        CheckpointStore(tmp_path, keep_best=-1)
+
+
+def test_saving_without_pruning_keeps_everything(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, keep_last=1, keep_best=0) as store:
+        for step in (1, 2, 3):
+            store.save(step, {}, {}, {}, prune=False)
+        store.wait()
+        assert store.steps() == (1, 2, 3)
+        store.save(4, {}, {}, {}, wait=True)
+        assert store.steps() == (4,)
+
+
 def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     store.save(1, {"a": np.float32(1)}, {}, {})
     store.save(1, {"a": np.float32(2)}, {}, {"final": True}, wait=True)
@@ -229,9 +266,15 @@ def test_going_back_is_deliberate(store: CheckpointStore) -> None:
     ) as info:
         store.save(15, {}, {}, {})
     one_line(info)
-    assert store.discard_after(10) == (20, 30)
-    save_losses(store, {15: None})
-    assert store.steps() == (10, 15)
+    lines = store.discard_after(10)
+    assert lines == tuple(
+        f"the checkpoint of step {step} was set aside as {store.path(step)}.superseded" for step in (20, 30)
+    )
+    save_losses(store, {15: None, 20: None})
+    assert store.steps() == (10, 15, 20)
+    (again,) = store.discard_after(15)
+    assert again.endswith("/00000020.superseded-1")
+    assert load_params(f"{store.path(30)}.superseded")["a"] == 30  # nothing is lost
 
 
 def test_reading_makes_nothing(tmp_path: Path) -> None:
@@ -327,6 +370,7 @@ def test_another_optimizer(saved: Path) -> None:
         ({"a": {1: np.ones(1), "1": np.ones(1)}}, {}, "use keys of one type"),
         ({"a": jax.random.key(0)}, {}, "key_data"),
         ({}, {"path": Path()}, "meta can't be stored as JSON"),
+        ({}, {"lr": float("nan")}, "meta can't be stored as JSON: .*; convert it to finite numbers"),
     ],
 )
 def test_what_can_not_be_stored(

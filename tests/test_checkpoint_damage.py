@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
+import itertools
+import os
 import random
 import resource
 import shutil
@@ -12,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +27,18 @@ import pytest
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, load_params
-from tests.checkpoint_cases import assert_same, make_params, one_line, save_losses, save_two
+from jaxpipe.train import checkpoint_tree as tree
+from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, load_params, read_manifest
+from tests.checkpoint_cases import (
+    assert_same,
+    make_params,
+    one_line,
+    rewrite_manifest,
+    save_losses,
+    save_two,
+    swap_arrays,
+    without_privileges,
+)
 
 
 @pytest.fixture
@@ -121,19 +135,29 @@ def test_files_of_others_are_ignored(saved: Path, tmp_path: Path) -> None:
 
 
 def test_arrays_are_verified_after_decoding(saved: Path, tmp_path: Path) -> None:
-    """Wrong data under right file checksums, as memory gone bad while Orbax wrote would leave it."""
+    """Files that match their checksums are not enough; what is advised is another checkpoint."""
     store = damage_copy(saved, tmp_path)
-    folder = store.path(20)
-    shutil.rmtree(folder / "params")
-    shutil.copytree(store.path(10) / "params", folder / "params")
-    ours = dict(line.split("  ")[::-1] for line in (folder / form.SUMS).read_text().splitlines())
-    others = dict(line.split("  ")[::-1] for line in (store.path(10) / form.SUMS).read_text().splitlines())
-    merged = {name: digest for name, digest in others.items() if name.startswith("params/")}
-    merged |= {name: digest for name, digest in ours.items() if not name.startswith("params/")}
-    (folder / form.SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in merged.items()))
-    with pytest.raises(CheckpointError, match=r"params: embed/table is not the array that was saved; step ") as info:
+    swap_arrays(store.path(20), store.path(10))
+    with pytest.raises(CheckpointError, match=r"params: embed/table is not the array that was saved; step 10 ") as info:
         store.load(20)
     one_line(info)
+    assert store.latest_intact(before=20).step == 10
+
+
+def test_what_is_no_file_is_damage(saved: Path, tmp_path: Path, files: list[str]) -> None:
+    """A pipe, say, which would never end."""
+    store = damage_copy(saved, tmp_path)
+    for name in files:
+        path = store.path(20) / name
+        path.rename(tmp_path / "kept")
+        os.mkfifo(path)
+        assert_damage_is_seen(store, name)
+        path.unlink()
+        path.mkdir()
+        assert_damage_is_seen(store, name)
+        path.rmdir()
+        (tmp_path / "kept").rename(path)
+    store.load(20)
 
 
 def test_no_intact_checkpoint_left(saved: Path, tmp_path: Path) -> None:
@@ -157,15 +181,223 @@ def test_parameters_alone_do_not_need_the_optimizer(saved: Path, tmp_path: Path)
 
 def test_newer_format(saved: Path, tmp_path: Path) -> None:
     store = damage_copy(saved, tmp_path)
-    manifest = store.path(20) / form.MANIFEST
-    body = json.loads(manifest.read_text()) | {"format": 99, "jaxpipe": "9.0"}
-    old = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    manifest.write_text(json.dumps(body))
-    sums = store.path(20) / form.SUMS
-    sums.write_text(sums.read_text().replace(old, hashlib.sha256(manifest.read_bytes()).hexdigest()))
-    with pytest.raises(CheckpointError, match=r"format 99, written by jaxpipe 9\.0") as info:
+    rewrite_manifest(store.path(20), lambda body: body.update(format=99, jaxpipe="9.0"))
+    for call in (store.load, store.latest_intact):  # neither damaged nor passed over for an older one
+        with pytest.raises(CheckpointError, match=r"format 99, written by jaxpipe 9\.0") as info:
+            call()
+        one_line(info)
+
+
+def _leaf(body: dict[str, Any]) -> dict[str, Any]:
+    leaf: dict[str, Any] = body["leaves"]["params"][0]
+    return leaf
+
+
+ODD: dict[str, Callable[[dict[str, Any]], object] | str] = {
+    "no object": "[1, 2]",
+    "not JSON": "{'step': 20}",
+    "nested too deeply": "[" * 100_000,
+    "a huge number": "9" * 5000,
+    "no format": lambda body: body.pop("format"),
+    "format is a string": lambda body: body.update(format="1"),
+    "format is null": lambda body: body.update(format=None),
+    "meta is null": lambda body: body.update(meta=None),
+    "no step": lambda body: body.pop("step"),
+    "step is negative": lambda body: body.update(step=-20),
+    "step is a string": lambda body: body.update(step="20"),
+    "step is true": lambda body: body.update(step=True),
+    "step is huge": lambda body: body.update(step=10**30),
+    "loss is a string": lambda body: body.update(eval_loss="low"),
+    "loss is huge": lambda body: body.update(eval_loss=10**400),
+    "no version": lambda body: body.pop("jaxpipe"),
+    "meta holds NaN": lambda body: body["meta"].update(lr=float("nan")),
+    "meta and loss hold NaN": lambda body: (body["meta"].update(lr=float("inf")), body.update(eval_loss=float("nan"))),
+    "no leaves": lambda body: body.update(leaves={}),
+    "no groups": lambda body: body.update(leaves={}, layers={}),
+    "leaves are a list": lambda body: body.update(leaves=[1]),
+    "layers are numbers": lambda body: body["layers"].update(params=[1, 2]),
+    "a layer less": lambda body: body["layers"]["params"].pop(0),
+    "a leaf is null": lambda body: body["leaves"]["params"].append(None),
+    "a path is text": lambda body: _leaf(body).update(path="ab"),
+    "a shape is text": lambda body: _leaf(body).update(shape="34"),
+    "a shape is negative": lambda body: _leaf(body).update(shape=[-3, 4]),
+    "a shape is huge": lambda body: _leaf(body).update(shape=[0, 10**20]),
+    "an unknown dtype": lambda body: _leaf(body).update(dtype="float7"),
+    "a dtype of objects": lambda body: _leaf(body).update(dtype="finfo"),
+    "an odd checksum": lambda body: _leaf(body).update(sha256=None),
+    "an odd Python type": lambda body: _leaf(body).update(python="Path"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_manifests_that_jaxpipe_does_not_write(saved: Path, tmp_path: Path, what: str) -> None:
+    store = damage_copy(saved, tmp_path)
+    rewrite_manifest(store.path(20), ODD[what])
+    assert_damage_is_seen(store, what)
+
+
+def test_a_loss_that_is_not_finite_as_0_1_0_wrote_it(saved: Path, tmp_path: Path) -> None:
+    store = damage_copy(saved, tmp_path)
+    rewrite_manifest(store.path(20), lambda body: body.update(eval_loss=float("nan")))
+    assert "NaN" in (store.path(20) / form.MANIFEST).read_text()
+    assert store.load(20).eval_loss is None
+
+
+# What is not ours, or can't be read now.
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
+    """A dated backup, notes under a date, a name in other digits, and things that only look like leftovers."""
+    store = damage_copy(saved, tmp_path)
+    foreign = ["20251122", "20240101", "٠٠٠٠٠١٠٠", "000000030", "00000030.bak", "notes.tmp-1", "00000040"]
+    for name in foreign:
+        (store.directory / name).mkdir()
+        (store.directory / name / "notes.txt").write_text(name)
+    for name in ("20251122", "000000030"):
+        shutil.copytree(store.path(20), store.directory / name, dirs_exist_ok=True)
+    before = {name: contents(store.directory / name) for name in foreign}
+    assert store.steps() == (10, 20)
+    found = store.latest_intact()
+    assert (found.step, len(found.warnings)) == (20, 1)
+    assert "20251122 says that it is of step 20; it is left alone" in found.warnings[0]
+    assert store.discard_after(20) == ()
+    with store:
+        for step in (30, 31, 32, 33):
+            store.save(step, {}, {}, {})
+    assert store.steps() == (31, 32, 33)
+    assert {name: contents(store.directory / name) for name in foreign} == before
+    assert_same(load_params(store.directory / "20251122"), make_params(20))  # by its path it can be read
+    with pytest.raises(CheckpointError, match=r"can't save step 40 in .*00000040 is in the way") as info:
+        store.save(40, {}, {}, {}, wait=True)
+    one_line(info)
+
+
+def test_nothing_but_copies_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+    store = damage_copy(saved, tmp_path)
+    for step, name in ((10, "00000015"), (20, "1000000000000")):
+        store.path(step).rename(store.directory / name)
+    found = store.latest_intact()
+    assert (found.step, len(found.warnings)) == (None, 2)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*it has none") as info:
         store.load()
     one_line(info)
+
+
+@pytest.mark.parametrize("victim", ["checkpoint.json", "SHA256SUMS", "params/_METADATA", "optimizer", "."])
+def test_what_can_not_be_read_now_is_not_passed_over(saved: Path, tmp_path: Path, victim: str) -> None:
+    store = damage_copy(saved, tmp_path)
+    path = store.path(20) / victim
+    mode = path.stat().st_mode
+    path.chmod(0)
+    with without_privileges():
+        with pytest.raises(
+            CheckpointError, match=r"00000020 can't be read now: .*Permission denied; .*move the "
+        ) as info:
+            store.latest_intact()
+        one_line(info)
+        with pytest.raises(CheckpointError, match="can't be read now"):
+            store.load()
+    path.chmod(mode)
+    store.load(20)
+
+
+def test_pruning_deletes_only_what_it_can_read(saved: Path, tmp_path: Path) -> None:
+    store = damage_copy(saved, tmp_path)
+    (store.path(10) / form.SUMS).write_text("?")
+    store.path(20).chmod(0)
+    with without_privileges(), store:
+        save_losses(store, {30: None, 31: None, 32: None, 33: None})
+        assert store.steps() == (10, 20, 31, 32, 33)
+    store.path(20).chmod(0o700)
+    store.load(20)
+
+
+def test_an_error_of_the_disk_is_not_damage(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = damage_copy(saved, tmp_path)
+
+    def failing(file: Any, algorithm: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", failing)
+        with pytest.raises(CheckpointError, match=r"00000020 can't be read now: .*Input/output error"):
+            store.latest_intact()
+    assert store.latest_intact().step == 20
+
+
+def test_damaged_checkpoints_are_kept_aside(saved: Path, tmp_path: Path) -> None:
+    """One flipped bit in the optimizer costs no parameters."""
+    store = damage_copy(saved, tmp_path)
+    for line in ("00000020.damaged", "00000020.damaged-1"):
+        victim = next(path for path in (store.path(20) / "optimizer").rglob("*") if path.is_file())
+        victim.write_bytes(b"?")
+        intact = store.latest_intact().step
+        assert intact == 10
+        (said,) = store.discard_after(intact)
+        assert said.startswith(f"the checkpoint of step 20 was set aside as {store.directory / line}")
+        assert store.steps() == (10,)
+        assert_same(load_params(store.directory / line), make_params(20))
+        shutil.copytree(saved / "00000020", store.path(20))
+
+
+# Reading while a run saves and prunes.
+
+
+def test_readers_of_the_newest_never_miss_it(tmp_path: Path) -> None:
+    tree = {f"h.{i}": {"w": np.zeros((8, 8), np.float32)} for i in range(3)}
+    done = threading.Event()
+
+    def write() -> None:
+        with CheckpointStore(tmp_path, keep_last=1) as store:
+            for step in range(1, 60):
+                store.save(step, {k: {"w": v["w"] + step} for k, v in tree.items()}, {}, {}, eval_loss=1 / step)
+        done.set()
+
+    with CheckpointStore(tmp_path) as first:
+        first.save(0, tree, {}, {}, eval_loss=2.0)
+    thread = threading.Thread(target=write)
+    thread.start()
+    reader, count = CheckpointStore(tmp_path), 0
+    while not done.is_set():
+        found = reader.load()
+        assert all((leaf == found.step).all() for leaf in jax.tree.leaves(found.params))
+        load_params(tmp_path, step="best")
+        read_manifest(tmp_path)
+        assert reader.latest() is not None
+        count += 1
+    thread.join()
+    assert count > 3
+    assert reader.load().step == 59
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_named_checkpoint_that_is_removed_meanwhile(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    store = damage_copy(saved, tmp_path)
+    restore, calls = form._restore, itertools.count()
+
+    def remove_first(folder: Path, group: str) -> Any:
+        if folder == store.path(20) and next(calls) == 0:
+            folder.rename(tmp_path / "elsewhere")
+            if replaced:
+                shutil.copytree(store.path(10), folder)
+                rewrite_manifest(folder, lambda body: body.update(step=20))
+            raise form.DamagedCheckpointError("some file is missing")
+        return restore(folder, group)
+
+    monkeypatch.setattr(form, "_restore", remove_first)
+    if replaced:
+        assert_same(store.load(20).params, make_params(10))
+        return
+    with pytest.raises(CheckpointError, match="00000020 was removed while being read, ") as info:
+        store.load(20)
+    assert "damaged" not in one_line(info)
+    assert store.load().step == 10
 
 
 # Saves that fail.
@@ -199,6 +431,31 @@ def test_failed_save_leaves_what_was_there(store: CheckpointStore) -> None:
     assert store.steps() == (1, 2)
 
 
+def test_a_save_that_is_not_what_was_saved_costs_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is read back before anything gives way to it."""
+    save_losses(store, {1: 1.0, 2: 2.0})
+    store.keep_last, store.keep_best = 1, 0
+    write_arrays = form._write_arrays
+
+    def with_a_flipped_bit(folder: Path, content: tree.Snapshot) -> None:
+        write_arrays(folder, replace(content, arrays=tuple(array + 1 for array in content.arrays)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(form, "_write_arrays", with_a_flipped_bit)
+        for step in (2, 3):
+            with pytest.raises(
+                CheckpointError, match=rf"can't save step {step} in .*a is not the array that was"
+            ) as info:
+                store.save(step, {"a": np.float32(step)}, {}, {}, wait=True)
+            one_line(info)
+    assert sorted(path.name for path in store.directory.iterdir()) == ["00000001", "00000002"]
+    assert store.load(2).params["a"] == 2
+    save_losses(store, {3: None})
+    assert store.steps() == (3,)
+
+
 def test_too_little_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save_losses(store, {1: None})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000))
@@ -210,16 +467,41 @@ def test_too_little_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in store.directory.iterdir()] == ["00000001"]
 
 
-def test_error_of_a_save_comes_with_the_next_call(store: CheckpointStore) -> None:
+def test_a_failed_save_stops_no_other(store: CheckpointStore) -> None:
+    with full_disk():
+        store.save(100, BIG, {}, {})
+        store.save(200, BIG, {}, {})  # says nothing of step 100
+        failure = store.poll()
+        assert failure is not None
+        assert "can't save step 100" in str(failure)
+        with pytest.raises(CheckpointError, match="can't save step 200"):
+            store.wait()
+        assert store.poll() is None  # told once
+        store.save(300, BIG, {}, {})
+        store.save(300, {}, {}, {})  # the same step again
+    store.close()  # the last save went well; that one before it failed is left to be asked for
+    assert "can't save step 300" in str(store.poll())
+    assert store.steps() == (300,)
+
+
+def test_a_failure_that_was_asked_for_is_not_raised_again(store: CheckpointStore) -> None:
     with full_disk():
         store.save(1, BIG, {}, {})
-        with pytest.raises(CheckpointError, match="can't save step 1"):
-            store.save(2, {}, {}, {})
+        while (failure := store.poll()) is None:
+            time.sleep(0.01)
+    assert "can't save step 1" in str(failure)
+    store.wait()
+    store.close()
+    store.save(1, {}, {}, {}, wait=True)  # a closed store opens again
+    assert store.poll() is None
+    assert store.steps() == (1,)
+
+
+def test_closing_tells_of_a_failed_save(store: CheckpointStore) -> None:
+    with full_disk():
         store.save(3, BIG, {}, {})
         with pytest.raises(CheckpointError, match="can't save step 3"):
             store.close()
-    store.save(4, {}, {}, {}, wait=True)  # a closed store opens again
-    assert store.steps() == (4,)
 
 
 def test_error_of_a_save_does_not_hide_another(store: CheckpointStore) -> None:
@@ -300,8 +582,8 @@ def check_kills(directory: Path, kills: int, rng: random.Random) -> None:
     for _ in range(kills):
         loaded = kill_while_saving(directory, rng.uniform(0.0, 0.15))
         assert loaded.meta == {"step": loaded.step}
-        for tree in (loaded.params, loaded.optimizer):
-            assert all((array == loaded.step).all() for array in jax.tree.leaves(tree))
+        for group in (loaded.params, loaded.optimizer):
+            assert all((array == loaded.step).all() for array in jax.tree.leaves(group))
     with CheckpointStore(directory, keep_last=2) as store:
         store.save(loaded.step + 1, {}, {}, {})
     assert sorted(path.name for path in directory.iterdir()) == [f"{loaded.step + i:08d}" for i in (0, 1)]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import json
 import math
+import os
+import resource
+import signal
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
-from jaxpipe.train.metrics import LiveLine, MetricsLog, format_bytes, format_count, format_seconds, read_metrics
+from jaxpipe.train.metrics import MetricsLog, format_bytes, format_count, format_seconds, read_metrics
+from jaxpipe.train.progress import LiveLine, ProgressStream
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
@@ -30,7 +36,7 @@ def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> s
 
 
 def write(path: Path, steps: range, **kwargs: Any) -> None:
-    with MetricsLog(path, **kwargs) as log:
+    with MetricsLog(path, warn=pytest.fail, **kwargs) as log:
         for step in steps:
             log.write(step, {"loss": 1 / step})
 
@@ -40,7 +46,7 @@ def write(path: Path, steps: range, **kwargs: Any) -> None:
 
 def test_records_are_on_disk_as_soon_as_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with MetricsLog(path, warn=pytest.fail) as log:
         log.write(1, {"loss": 2.5, "kind": "train"})
         assert path.read_text() == '{"step": 1, "loss": 2.5, "kind": "train"}\n'
 
@@ -56,7 +62,7 @@ def test_values_of_many_types_become_json(tmp_path: Path) -> None:
         "flag": True,
         "list": (1, 2.5),
     }
-    with MetricsLog(path) as log:
+    with MetricsLog(path, warn=pytest.fail) as log:
         log.write(np.int64(7), values)
     assert list(read_metrics(path)) == [
         {
@@ -100,28 +106,71 @@ def test_without_resuming_the_file_starts_empty(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n")
-    message = refusal(DataError, MetricsLog, path, resume_step=3)
+    message = refusal(DataError, MetricsLog, path, warn=pytest.fail, resume_step=3)
     assert f"metrics {path}: line 2 is not a record of a step" in message
     assert path.read_text().count("\n") == 2, "it is left as it was"
 
 
-def test_a_place_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_can_not_be_written_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "can't be written" in refusal(DataError, MetricsLog, tmp_path / "file" / "m.jsonl")
+    told: list[str] = []
+    with MetricsLog(tmp_path / "file" / "m.jsonl", warn=told.append) as log:
+        log.write(1, {"loss": 1.0})
+        log.sync()
+    (line,) = told
+    assert line.startswith(f"warning: metrics ({tmp_path / 'file' / 'm.jsonl'}) can't be written: ")
+    assert line.endswith("; training goes on, records are missing")
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full on this system")
-    log = MetricsLog(tmp_path / "m.jsonl")
-    log._file.close()
-    log._file = full.open("a", buffering=1)
+def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: the line that does not fit is left out, whole."""
+    path, told = tmp_path / "m.jsonl", list[str]()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        assert "can't be written (No space left on device)" in refusal(DataError, log.write, 1, {"loss": 1.0})
+        with MetricsLog(path, warn=told.append) as log:
+            log.write(1, {"loss": 1.0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+            log.write(2, {"loss": 2.0})
+            log.write(3, {"loss": 3.0})
+            assert [r["step"] for r in read_metrics(path)] == [1]
+            assert path.read_bytes().endswith(b"\n")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            log.write(4, {"loss": 4.0})
     finally:
-        with pytest.raises(OSError, match="No space left"):
-            log.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [r["step"] for r in read_metrics(path)] == [1, 4]
+    assert len(told) == 1
+
+
+def test_resuming_holds_one_record_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    padding = "x" * 500
+    path.write_text("".join(json.dumps({"step": n, "pad": padding}) + "\n" for n in range(1, 20_001)))
+    tracemalloc.start()
+    try:
+        MetricsLog(path, warn=pytest.fail, resume_step=15_000).close()
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000, "the file has 10 MB"
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in read_metrics(path)) == 15_000
+
+
+def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    for name in ("mine", "also-mine"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "m.jsonl").symlink_to(tmp_path / "mine")
+    (tmp_path / "m.jsonl.new").symlink_to(tmp_path / "also-mine")
+    write(tmp_path / "m.jsonl", range(1, 3))
+    assert {(tmp_path / name).read_text() for name in ("mine", "also-mine")} == {"precious"}
+    assert not (tmp_path / "m.jsonl").is_symlink()
+    assert len(list(read_metrics(tmp_path / "m.jsonl"))) == 2
+
+
+def test_what_is_read_is_json_without_extensions(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    assert "line 1 is not a record" in refusal(DataError, list, read_metrics(tmp_path / "m.jsonl"))
 
 
 # TensorBoard
@@ -136,7 +185,7 @@ def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    message = refusal(ConfigError, MetricsLog, tmp_path / "m.jsonl", tensorboard_dir=tmp_path / "tb")
+    message = refusal(ConfigError, MetricsLog, tmp_path / "m.jsonl", warn=pytest.fail, tensorboard_dir=tmp_path / "tb")
     assert "pip install tensorboardX, or set run.tensorboard=false" in message
     assert not (tmp_path / "m.jsonl").exists()
 
@@ -157,7 +206,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     module = types.ModuleType("tensorboardX")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    with MetricsLog(tmp_path / "m.jsonl", resume_step=4, tensorboard_dir=tmp_path / "tb") as log:
+    with MetricsLog(tmp_path / "m.jsonl", warn=pytest.fail, resume_step=4, tensorboard_dir=tmp_path / "tb") as log:
         log.write(5, {"loss": 0.5, "kind": "train", "bad": math.nan})
     assert calls == [("open", str(tmp_path / "tb"), 5), ("loss", 0.5, 5), ("close",)]
 
@@ -180,7 +229,7 @@ class Clock:
 
 def run_line(stream: io.StringIO, steps: int = 20, seconds: float = 2.0, **kwargs: Any) -> None:
     clock = Clock()
-    line = LiveLine(steps, stream, every=5, clock=clock)
+    line = LiveLine(steps, ProgressStream(stream), every=5, clock=clock)
     clock.now += 60  # the first step compiles
     for step in range(1, steps + 1):
         clock.now += seconds
@@ -233,9 +282,37 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\r" not in stream.getvalue()
 
 
+class Dying(io.StringIO):
+    """Takes two writes."""
+
+    left = 2
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return super().write(text)
+
+
+def test_a_stream_that_dies_is_told_once_and_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Dying()
+    run_line(stream)
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 5/20", "saved"]
+    assert capsys.readouterr() == ("", "jaxpipe: the output can't be written (Broken pipe); going on without it\n")
+
+
+@pytest.mark.parametrize("end", ["closed", "none"])
+def test_a_stream_that_was_closed_before(end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    stream.close()
+    out = ProgressStream(stream if end == "closed" else None)
+    out.print("a line")
+    assert (out.isatty(), out.lost != "") == (False, True)
+
+
 def test_a_loss_that_is_not_finite_is_shown() -> None:
     stream = io.StringIO()
-    LiveLine(1, stream, clock=Clock()).update(1, loss=math.nan, tokens=8)
+    LiveLine(1, ProgressStream(stream), clock=Clock()).update(1, loss=math.nan, tokens=8)
     assert "loss nan" in stream.getvalue()
 
 

@@ -52,7 +52,7 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     sizes = ["pipeline.tp=2", "pipeline.dp=2", "pipeline.zero1=true"]
     made = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
     prepared = prepare(made)
-    pipe = pipeline_on_one_rank(prepared, find_devices(4, tp=2)[0], lambda text: None)
+    pipe = pipeline_on_one_rank(prepared, find_devices(4, tp=2), lambda text: None)
     (rehearsal,) = rehearsals(prepared, pipe, [1])
     report = rehearsal.run(steps=1, complete=False)
     assert report.device == "4 × cpu"

@@ -45,12 +45,16 @@ def test_main_job_twice(
     assert "a sample of 5 tokens after 'def ':" in printed
     assert lines[-1].startswith(f"pictures of the schedule as it ran: {tmp_path / 'run' / 'pictures'}")
 
-    (tmp_path / "run" / "notes.txt").write_text("mine", encoding="utf-8")
+    before = contents(tmp_path / "run")
     assert quickstart.main(overrides) == 0
     again = capsys.readouterr().out
-    assert again.startswith(f"replacing the finished run in {tmp_path / 'run'}\n")
-    assert (tmp_path / "run" / "notes.txt").read_text(encoding="utf-8") == "mine"
+    assert again.startswith(
+        f"{tmp_path / 'run'} holds a finished run, which stays; this one goes to {tmp_path / 'run-2'}\n"
+    )
     assert "step 4/4" in again
+    assert contents(tmp_path / "run") == before
+    assert quickstart.unfinished(tmp_path / "run", 4) == tmp_path / "run-3"
+    assert quickstart.unfinished(tmp_path / "run", 5) == tmp_path / "run"
 
 
 def test_mistakes_are_one_line(quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

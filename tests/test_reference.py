@@ -64,13 +64,12 @@ def test_models_resolve_by_name() -> None:
 @pytest.fixture
 def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "my_models.py").write_text(
-        "import models.gpt\n"
+        "from functools import partial\nimport models.gpt\n"
         "def Small(width, depth=2):\n"
         "    return models.gpt.GPT(d_model=width, num_layers=depth, num_heads=1)\n"
         "def NotAModel():\n    return 3\n"
         "def Wrong():\n    return {}['width']\n"
         "class Unsaid(dict):\n    pass\n"
-        "from dataclasses import replace\n"
         "number = 3\n"
     )
     (tmp_path / "my_broken.py").write_text("import no_such_package\n")
@@ -90,21 +89,26 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("models.gtp:GPT", {}, "no module 'models.gtp'"),
         ("models.gtp:GPT", {}, "did you mean 'gpt'?"),
         ("modells.gpt:GPT", {}, "no module 'modells'"),
-        ("models.gpt:GTP", {}, "models.gpt has no function or class 'GTP' of its own; did you mean 'GPT'?"),
+        ("models.gpt:GTP", {}, "models.gpt has no function or class 'GTP'; did you mean 'GPT'?"),
         ("models.gpt:GPT", {"n_layers": 1}, "models.gpt:GPT has no option 'n_layers'; did you mean 'num_layers'?"),
         ("my_models:Small", {"widht": 8}, "my_models:Small has no option 'widht'; did you mean 'width'?"),
         ("my_models:Small", {}, "my_models:Small needs the option width; give width=…"),
         ("my_models:NotAModel", {}, "returned a int; want a jaxpipe.stage.layer.Model"),
+        (
+            "logging:basicConfig",
+            {"filename": "x"},
+            "logging is part of Python; name a function of yours that makes a model",
+        ),
+        ("my_models:partial", {}, "partial is of functools; name a function or class that my_models defines"),
         ("my_broken:Anything", {}, "my_broken imports no_such_package, which is not installed"),
         ("my_typo:f", {}, "my_typo can't be imported: SyntaxError: invalid syntax (my_typo.py, line 1)"),
         ("my_exit:f", {}, "my_exit can't be imported: SystemExit: 3 (my_exit.py, line 2)"),
-        ("my_models:Wrong", {}, "my_models:Wrong can't be made: KeyError: 'width' (my_models.py, line 7)"),
+        ("my_models:Wrong", {}, "my_models:Wrong can't be made: KeyError: 'width' (my_models.py, line 8)"),
         ("my_models:Unsaid", {}, "Unsaid does not say what arguments it takes"),
-        ("my_models:replace", {}, "my_models has no function or class 'replace' of its own; Known: Small, "),
-        ("my_models:number", {}, "my_models has no function or class 'number' of its own"),
-        ("builtins:dict", {}, "builtins belongs to Python itself"),
-        ("json:loads", {}, "json belongs to Python itself"),
-        ("os.path:join", {}, "os.path belongs to Python itself"),
+        ("my_models:number", {}, "my_models has no function or class 'number'; Known: Small, NotAModel, Wrong, Unsaid"),
+        ("builtins:dict", {}, "builtins is part of Python"),
+        ("json:loads", {}, "json is part of Python"),
+        ("os.path:join", {}, "os is part of Python"),
     ],
 )
 def test_bad_model_names_get_one_clear_line(name: str, options: dict[str, Any], message: str) -> None:
@@ -118,10 +122,10 @@ def test_bad_model_names_get_one_clear_line(name: str, options: dict[str, Any], 
 def test_the_standard_library_is_neither_called_nor_imported(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    with pytest.raises(ConfigError, match="logging belongs to Python itself"):
+    with pytest.raises(ConfigError, match="logging is part of Python"):
         resolve_model("logging:basicConfig", {"filename": str(precious), "filemode": "w"})
     assert precious.read_text() == "mine"
-    with pytest.raises(ConfigError, match="antigravity belongs to Python itself"):
+    with pytest.raises(ConfigError, match="antigravity is part of Python"):
         resolve_model("antigravity:fly", {})
     assert "antigravity" not in sys.modules, "it opens a web browser"
 

@@ -17,7 +17,7 @@ def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
     text = write_text(tmp_path / "text.txt")
     more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
     made = config(text, tmp_path / "run", *more)
-    setup = build(made, find_devices(made.pipeline.ranks)[0], notes.append, repeats=1)
+    setup = build(made, find_devices(made.pipeline.ranks), notes.append, repeats=1)
     return setup.pipeline.predicted_timeline().peak_activations
 
 

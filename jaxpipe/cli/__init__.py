@@ -1,16 +1,16 @@
 """The command line: ``jaxpipe VERB …`` and ``python -m jaxpipe VERB …``.
 
 :func:`main` finds the verb in :mod:`jaxpipe.cli.registry`, imports only that verb's module, and turns every error a user may
-cause into one line on stderr. Exit codes: 0 done, 2 an error was reported, 130 interrupted. Results go to stdout.
+cause into one line on stderr. Results go to stdout. Exit codes are in :mod:`jaxpipe.cli.exit_codes`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 
+from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE
 from jaxpipe.errors import JaxpipeError
 
 __all__ = ["main"]
@@ -21,23 +21,31 @@ _LONGEST_LINE = 600
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb with the given arguments (``sys.argv`` by default) and return the exit code.
 
-    Never raises for what a user can cause: prints ``jaxpipe: `` and one line to stderr and returns 2 (130 if interrupted).
+    Never raises for what a user can cause: prints ``jaxpipe: `` and one line to stderr and returns the error's exit code.
     """
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that can't show '·' gets '?'
+    code = _answer(list(sys.argv[1:] if argv is None else argv))
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:  # None when the caller closed it
             sys.stdout.flush()
+    except OSError as error:
+        code = _lost_output(error)
+    return code
+
+
+def _answer(argv: list[str]) -> int:
+    """The exit code of one verb."""
+    try:
+        return _dispatch(argv)
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", INTERRUPTED)
     except JaxpipeError as error:
-        return _fail(_one_line(error))
-    except BrokenPipeError:
-        _drop_stdout()
-        return _fail("the program reading this output stopped before it was all written")
+        return _fail(_one_line(error), error.exit_code)
+    except BrokenPipeError as error:
+        return _lost_output(error)
     except UnicodeDecodeError as error:
         return _fail(f"a file is not UTF-8 text ({error})")
     except OSError as error:
@@ -45,7 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{where}{error.strerror or error}")
     except MemoryError:
         return _fail("out of memory; ask for smaller sizes")
-    return code
+
+
+def _lost_output(error: OSError) -> int:
+    """A reader that has what it wanted is no mistake; a full disk is."""
+    from jaxpipe.train.progress import silence
+
+    silence(sys.stdout)
+    return READER_GONE if isinstance(error, BrokenPipeError) else _fail(f"standard output: {error.strerror or error}")
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -69,11 +84,3 @@ def _fail(message: str, code: int = 2) -> int:
     with contextlib.suppress(OSError):
         print(f"jaxpipe: {message}", file=sys.stderr, flush=True)
     return code
-
-
-def _drop_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

@@ -78,7 +78,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    devices, _ = find_devices(size, config.run.platform, tp=config.pipeline.tp)
+    devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
     prepared = prepare(config)
     pipeline = pipeline_on_one_rank(prepared, devices, progress)
     with device_errors("rehearse"):

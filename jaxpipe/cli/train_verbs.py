@@ -8,11 +8,15 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
+
+if TYPE_CHECKING:
+    from jaxpipe.train.evaluate import Trained
 
 _MOST = 10**9
 
@@ -39,6 +43,8 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
         help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -53,11 +59,13 @@ def _train(args: argparse.Namespace) -> int:
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     from jaxpipe.train.loop import train
+    from jaxpipe.train.progress import ProgressStream
     from jaxpipe.train.report import result_json, result_text
 
-    result = train(config, sys.stderr if args.json else sys.stdout)
-    print(json.dumps(result_json(result)) if args.json else result_text(result))
-    return 0
+    out = ProgressStream(sys.stdout)
+    result = train(config, sys.stderr if args.json else out)
+    out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
+    return STOPPED if result.stopped else 0
 
 
 def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +76,21 @@ def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the checkpoint of step N, or 'best' (lowest loss); the newest by default",
     )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it",
+    )
+
+
+def _load(args: argparse.Namespace) -> Trained:
+    """The model that the flags name; what its config holds that is not known is told on stderr."""
+    from jaxpipe.train.evaluate import load_trained
+
+    trained = load_trained(args.checkpoint, step=args.step, model=args.model)
+    if trained.ignored:
+        print(f"ignored settings that this version does not know: {', '.join(trained.ignored)}", file=sys.stderr)
+    return trained
 
 
 def _step(text: str) -> int | str:
@@ -97,6 +120,9 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baselines", action="store_true", help="also score unigram and bigram models of the same text"
     )
+    parser.add_argument(
+        "--other-data", action="store_true", help="evaluate although the data are other than the model was trained on"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -105,23 +131,22 @@ def _eval(args: argparse.Namespace) -> int:
 
     request_devices(1)
     from jaxpipe.train import ngram
-    from jaxpipe.train.evaluate import held_out_score, load_trained
-    from jaxpipe.train.setup import load_dataset
+    from jaxpipe.train.evaluate import held_out_score, load_data
 
-    trained = load_trained(args.checkpoint, step=args.step)
-    dataset = load_dataset(trained.config)
+    trained = _load(args)
+    dataset, other = load_data(trained, other=args.other_data)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
         scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
-    if args.json:
-        rows = {k: {"loss": s.nats_per_token, "bits_per_byte": s.bits_per_byte} for k, s in scores.items()}
-        print(json.dumps({"step": trained.step, **rows}))
-        return 0
-    from jaxpipe.train.report import score_table
+    from jaxpipe.train.report import score_table, scores_json
 
+    if args.json:
+        print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
+        return 0
     print(
         f"step {trained.step}, one device, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
+        f"{' of other data than it was trained on' if other else ''}"
     )
     print(score_table(scores))
     return 0
@@ -144,9 +169,9 @@ def _generate(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, request_devices
 
     request_devices(1)
-    from jaxpipe.train.evaluate import generate, load_trained
+    from jaxpipe.train.evaluate import generate
 
-    trained = load_trained(args.checkpoint, step=args.step)
+    trained = _load(args)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
     with device_errors("generate"):
@@ -205,7 +230,7 @@ def _profile(args: argparse.Namespace) -> int:
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    devices, _ = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+    devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpipe.errors import RunError
+from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.program.lower import message
@@ -34,6 +34,8 @@ from jaxpipe.schedule import Action, Event, Slot
 from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
 
 Bank = list[Any]
+Token = tuple[int, Slot, jax.Array]
+"""Rank, action, and a scalar that is ready when the action has run."""
 Probe = Callable[[int, Sequence[jax.Array]], None]
 
 Epilogues = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
@@ -65,7 +67,7 @@ class StepOutputs:
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
-    tokens: Sequence[tuple[int, Slot, jax.Array]]
+    tokens: Sequence[Token]
     events: tuple[Event, ...]
     stamps: Sequence[float]
     step_s: float
@@ -133,7 +135,8 @@ class Executor:
         epilogues: of some of ``functions``.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order; an
-    epilogue stands for the last instruction that adds to its accumulators.
+    epilogue stands for the last instruction that adds to its accumulators. ``dispatched``: the tokens of the last step, or of
+    the one that another thread is running, so far.
 
     Raises:
         ProgramError: the programs offload, and devices have no pinned host memory.
@@ -160,6 +163,7 @@ class Executor:
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         self._num_ranks = len(meshes)
         self.order = tuple(order)
+        self.dispatched: Sequence[Token] = ()
         linker = _Linker(self._programs, functions, braids, self._banks)
         linker.link(order, _HostCopies(meshes, offload_fallback), transport, numbers, holds or {})
         self._reduced = linker.add_epilogues(epilogues)
@@ -175,6 +179,16 @@ class Executor:
     def instruction_kinds(self) -> tuple[str, ...]:
         """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``epilogue`` of each of them, in order of dispatch."""
         return tuple(_KINDS[i.kind] for i in self._code)
+
+    def unfinished(self, tokens: Sequence[Token]) -> str:
+        """The first action of a step that has not run, as ``rank 1, action F1.2 (stage 1, microbatch 2)``; empty if all have.
+
+        ``tokens``: of that step, as far as it has been dispatched. Waits for nothing, and may be called from any thread.
+        """
+        actions = [(i.rank, i.action) for i in self._code if i.kind == _RUN]
+        known = list(tokens)
+        done = next((n for n, (_, _, token) in enumerate(known) if not token.is_ready()), len(known))  # type: ignore[attr-defined]
+        return "" if done == len(actions) else _place(*actions[done])
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
@@ -206,12 +220,12 @@ class Executor:
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(
-        self, recorder: Recorder | None, probe: Probe | None
-    ) -> tuple[list[tuple[int, Slot, jax.Array]], list[float]]:
+    def _dispatch(self, recorder: Recorder | None, probe: Probe | None) -> tuple[list[Token], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
-        tokens, stamps = [], []
+        tokens: list[Token] = []
+        stamps: list[float] = []
+        self.dispatched = tokens
         clock = time.perf_counter
         try:
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
@@ -257,7 +271,7 @@ class Executor:
     def _collect(
         self,
         inputs: StepInputs,
-        tokens: Sequence[tuple[int, Slot, jax.Array]],
+        tokens: Sequence[Token],
         events: tuple[Event, ...],
         stamps: Sequence[float],
         step_s: float,
@@ -282,13 +296,14 @@ class Executor:
 
 
 def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) -> RunError:
-    reason = " ".join(str(error).split()) or type(error).__name__
+    return RunError(f"{_place(rank, slot, 'epilogue after ' * epilogue)} failed: {gist(error)}", str(slot))
+
+
+def _place(rank: int, slot: Slot, kind: str = "") -> str:
     if isinstance(slot, Action):
-        what = f"action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
-    else:
-        places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
-        what = f"braid {slot} ({places})"
-    return RunError(f"rank {rank}, {'epilogue after ' if epilogue else ''}{what} failed: {reason}", str(slot))
+        return f"rank {rank}, {kind}action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
+    places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
+    return f"rank {rank}, {kind}braid {slot} ({places})"
 
 
 class _Linker:

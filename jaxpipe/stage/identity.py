@@ -9,6 +9,7 @@ equations in the same order: two spellings of one computation may differ, never 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -29,6 +30,7 @@ from jaxpipe._jax_compat import (
     is_key_dtype,
 )
 
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BY_VALUE = (str, bytes, np.dtype, type)
 _HASHED_WHOLE = (
     jax.sharding.Mesh,
@@ -62,6 +64,27 @@ def function_key(function: Callable[..., Any]) -> Hashable:
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
     """The key of a closed jaxpr, constants compared by value."""
     return _body_key(closed.jaxpr, closed.consts)
+
+
+def program_digest(closed: ClosedJaxpr) -> str:
+    """Hexadecimal digits that are equal, in any process under one JAX version, for closed jaxprs that compute the same.
+
+    Weaker than :func:`jaxpr_key` where that compares objects: functions (callbacks) count by module and qualified name, other
+    objects by class and what they print without addresses.
+    """
+    return hashlib.sha256(_lasting(jaxpr_key(closed)).encode()).hexdigest()
+
+
+def _lasting(key: Any) -> str:
+    """A key as text that is the same in another process."""
+    if isinstance(key, tuple):
+        return f"({','.join(map(_lasting, key))})"
+    if isinstance(key, frozenset):
+        return f"{{{','.join(sorted(map(_lasting, key)))}}}"
+    value = key.value if isinstance(key, Same) else key
+    if isinstance(value, type | FunctionType):
+        return f"<{value.__module__}.{value.__qualname__}>"
+    return f"<{type(value).__qualname__} {_ADDRESS.sub('', repr(value))}>"
 
 
 def _body_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:

@@ -98,8 +98,8 @@ def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
 def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
 
-    Modules are looked for on ``sys.path`` and then in the working directory, never in Python's standard library: nothing of it
-    makes a model, and calling it may do anything. The attribute is a function or class made in the module's own package.
+    Modules are looked for on ``sys.path`` and then in the working directory. Nothing of the standard library is imported or
+    called, nor what the module has only imported from another package.
 
     Raises:
         ConfigError: with the nearest name that exists, for a wrong module, attribute or option; importing the module or calling
@@ -108,14 +108,18 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise ConfigError(f"model name {name!r}; want module:attribute, as in models.gpt:GPT")
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise ConfigError(f"model {name}: {module_name} belongs to Python itself; name a module that makes models")
+    package = module_name.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        raise ConfigError(f"model {name}: {package} is part of Python; name a function of yours that makes a model")
     module = _import(module_name, name)
     factory: Any = getattr(module, attribute, None)
-    if not _makes_models(factory, module):
-        own = (n for n, x in vars(module).items() if _makes_models(x, module) and x.__module__ == module_name)
+    if not _is_function_or_class(factory):
+        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module_name]
         hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
-        raise ConfigError(f"model {name}: {module_name} has no function or class {attribute!r} of its own{hint}")
+        raise ConfigError(f"model {name}: {module_name} has no function or class {attribute!r}{hint}")
+    origin = str(factory.__module__)
+    if origin.partition(".")[0] != package:
+        raise ConfigError(f"model {name}: {attribute} is of {origin}; name a function or class that {package} defines")
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:
@@ -200,12 +204,9 @@ def _siblings(package: str) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(paths))
 
 
-def _makes_models(value: Any, module: ModuleType) -> bool:
-    """Whether ``value`` is a function or class that the module, or another of its package, defines."""
+def _is_function_or_class(value: Any) -> bool:
     made = inspect.unwrap(value) if callable(value) else value
-    if not (inspect.isfunction(made) or inspect.isclass(made)):
-        return False
-    return made.__module__.partition(".")[0] == module.__name__.partition(".")[0]
+    return inspect.isfunction(made) or inspect.isclass(made)
 
 
 def _told(error: BaseException) -> str:

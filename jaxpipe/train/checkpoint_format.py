@@ -4,13 +4,15 @@ A checkpoint folder holds::
 
     params/           Orbax (OCDBT) tree {layer: {name: array}}; readable with Orbax alone
     optimizer/        the same for the optimizer state
+    extra/            the same for more trees by name, if any were given
     checkpoint.json   step, evaluation loss, the caller's ``meta``, and per leaf its path, shape, dtype and SHA-256
     SHA256SUMS        one line per file, as ``sha256sum -c SHA256SUMS`` reads it
 
 Orbax 0.12 loads flipped bits without noticing, so files are verified before Orbax decodes them (corrupt input never
 reaches its decoders), and every array is verified again after decoding, against what was in memory when it was saved.
 
-How trees become leaves with names is ``checkpoint_tree``'s. Nothing is pickled.
+How trees become leaves with names is ``checkpoint_tree``'s, what the JSON file may hold ``checkpoint_manifest``'s. Nothing
+is pickled.
 
 Not modelled: several processes that write one checkpoint together.
 """
@@ -18,25 +20,31 @@ Not modelled: several processes that write one checkpoint together.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
+from jaxpipe.train.checkpoint_manifest import (
+    GROUPS,
+    Manifest,
+    OtherFormatError,
+    dtype_of,
+    manifest_text,
+    parse_manifest,
+)
+from jaxpipe.train.checkpoint_tree import Snapshot
 
-FORMAT = 1
-GROUPS = ("params", "optimizer")
 MANIFEST = "checkpoint.json"
 SUMS = "SHA256SUMS"
 
@@ -47,85 +55,74 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint folder is incomplete, truncated or altered; another step may be intact."""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What ``checkpoint.json`` says. ``layers`` and ``leaves`` are by group ("params", "optimizer")."""
+class UnreadableCheckpointError(CheckpointError):
+    """The system can't read a file of a checkpoint now; the checkpoint may be intact."""
 
-    step: int
-    eval_loss: float | None
-    meta: dict[str, Any]
-    version: str
-    layers: Mapping[str, tuple[str, ...]]
-    leaves: Mapping[str, tuple[Leaf, ...]]
+
+class RemovedCheckpointError(CheckpointError):
+    """A checkpoint was removed or replaced while it was being read."""
 
 
 def write(
     folder: Path, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot]
 ) -> None:
-    """Write one checkpoint into the new folder ``folder`` and flush it to disk. Raises OSError and what Orbax raises."""
+    """Write one checkpoint into the new folder ``folder``, flush it to disk, and compare what Orbax reads back with what was
+    to be written. Raises OSError, DamagedCheckpointError and what Orbax raises."""
     folder.mkdir(parents=True)
     for group, content in groups.items():
         _write_arrays(folder / group, content)
-    body = {
-        "format": FORMAT,
-        "jaxpipe": __version__,
-        "step": step,
-        "eval_loss": eval_loss,
-        "meta": meta,
-        "layers": {group: list(content.layers) for group, content in groups.items()},
-        "leaves": {group: [_leaf_to_json(*pair) for pair in content.pairs()] for group, content in groups.items()},
-    }
-    (folder / MANIFEST).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    manifest = Manifest(
+        step,
+        eval_loss,
+        meta,
+        __version__,
+        {group: content.layers for group, content in groups.items()},
+        {
+            group: tuple(replace(leaf, sha256=_array_sha256(array)) for leaf, array in content.pairs())
+            for group, content in groups.items()
+        },
+    )
+    for group in groups:
+        read_arrays(folder, group, manifest)
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     names = _file_names(folder)
     sums = "".join(f"{_file_sha256(folder / name, flush=True)}  {name}\n" for name in names)
     (folder / SUMS).write_text(sums, encoding="utf-8")
     _file_sha256(folder / SUMS, flush=True)
     for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        _flush_directory(directory)
+        flush_directory(directory)
 
 
 def verify(folder: Path, groups: Sequence[str] = GROUPS) -> None:
-    """Compare the files of ``groups`` and the manifest with their checksums; raises DamagedCheckpointError.
+    """Compare the files of ``groups`` and the manifest with their checksums; decodes nothing. A file missing anywhere in the
+    folder is damage; files of others are ignored.
 
-    Reads the files whole, decodes nothing. A file missing anywhere in the folder is damage; files of others
-    are ignored.
+    Raises:
+        DamagedCheckpointError: a file is missing or does not match.
+        UnreadableCheckpointError: the system refuses to read one.
     """
-    sums = _read_sums(folder)
-    for name, expected in sums.items():
-        if name != MANIFEST and name.split("/")[0] not in groups:
-            continue
-        try:
-            found = _file_sha256(folder / name)
-        except OSError as error:
-            raise DamagedCheckpointError(f"checkpoint {folder} can't be read: {name}: {error.strerror}") from error
+    for name, expected in _read_sums(folder).items():
+        with _opened(folder, name) as file:
+            if name != MANIFEST and name.split("/")[0] not in groups:
+                continue
+            found, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         if found != expected:
-            raise DamagedCheckpointError(
-                f"checkpoint {folder} is damaged: {name} ({(folder / name).stat().st_size} bytes) does not match its "
-                "checksum (truncated or altered since it was saved)"
-            )
+            raise _mismatch(folder, name, size)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read ``checkpoint.json`` after comparing it with its checksum. Raises CheckpointError."""
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"no checkpoint at {folder}; give the folder of one step, such as runs/gpt/checkpoints/00000100"
-        )
-    verify(folder, groups=())
-    body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if body["format"] != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {body['format']}, written by jaxpipe {body['jaxpipe']}; this is jaxpipe "
-            f"{__version__}, which reads format {FORMAT}; install the version that wrote it"
-        )
-    return Manifest(
-        step=body["step"],
-        eval_loss=body["eval_loss"],
-        meta=body["meta"],
-        version=body["jaxpipe"],
-        layers={group: tuple(layers) for group, layers in body["layers"].items()},
-        leaves={group: tuple(_leaf_from_json(leaf) for leaf in leaves) for group, leaves in body["leaves"].items()},
-    )
+    """Read ``checkpoint.json`` after comparing it with its checksum. Raises CheckpointError, as :func:`verify` does."""
+    expected = _read_sums(folder)[MANIFEST]
+    with _opened(folder, MANIFEST) as file:
+        data = file.read()
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise _mismatch(folder, MANIFEST, len(data))
+    try:
+        return parse_manifest(data)
+    except OtherFormatError as error:
+        raise OtherFormatError(f"checkpoint {folder} {error}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
 
 
 def read_arrays(folder: Path, group: str, manifest: Manifest) -> list[np.ndarray]:
@@ -133,12 +130,12 @@ def read_arrays(folder: Path, group: str, manifest: Manifest) -> list[np.ndarray
 
     Call ``verify`` first. Raises DamagedCheckpointError.
     """
-    leaves = manifest.leaves[group]
+    leaves = manifest.leaves.get(group, ())
     tree: Any = _restore(folder, group) if any(np.prod(leaf.shape) for leaf in leaves) else {}
     arrays = []
     for leaf in leaves:
         if not np.prod(leaf.shape):  # Orbax refuses arrays without elements; the manifest says all there is to say
-            arrays.append(np.zeros(leaf.shape, _dtype(leaf.dtype)))
+            arrays.append(np.zeros(leaf.shape, dtype_of(leaf.dtype)))
             continue
         node = tree
         for key in leaf.storage_keys:
@@ -152,15 +149,20 @@ def read_arrays(folder: Path, group: str, manifest: Manifest) -> list[np.ndarray
     return arrays
 
 
-def to_json_values(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """``meta`` as JSON gives it back, a deep copy; raises CheckpointError for what JSON can't hold."""
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Around reading ``folder``: what looks like damage because it was removed or replaced meanwhile (by the run that saves
+    there) is a RemovedCheckpointError."""
+    before = _identity(folder)
     try:
-        values: dict[str, Any] = json.loads(json.dumps(dict(meta)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"meta can't be stored as JSON: {error}; convert it to numbers, strings, lists and dicts"
-        ) from error
-    return values
+        yield
+    except DamagedCheckpointError as error:
+        if before is None or _identity(folder) != before:
+            raise RemovedCheckpointError(
+                f"checkpoint {folder} was removed while being read, as a run removes old ones; read a newer one, or raise "
+                "run.keep_last"
+            ) from error
+        raise
 
 
 def reason(error: BaseException) -> str:
@@ -171,24 +173,7 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-195:]}"
 
 
-def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a complete temporary folder its final name, replacing what has it."""
-    stale = final.with_name(f"{final.name}.tmp-replaced")
-    if final.exists():
-        final.rename(stale)
-    temporary.rename(final)
-    _flush_directory(final.parent)
-    remove(stale)
-
-
-def remove(folder: Path) -> None:
-    """Delete a checkpoint or temporary folder, if it exists; a kill half-way leaves nothing that looks like a checkpoint."""
-    if ".tmp-" not in folder.name and folder.exists():
-        folder = folder.rename(folder.with_name(f"{folder.name}.tmp-removed"))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _flush_directory(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
     """Make new names in ``directory`` survive a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -197,8 +182,43 @@ def _flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
+    """A file of a checkpoint, to be read."""
+    with _told(folder, name):
+        if not stat.S_ISREG((folder / name).stat().st_mode):  # reading a pipe would never end
+            raise FileNotFoundError
+        with (folder / name).open("rb") as file:
+            yield file
+
+
+@contextmanager
+def _told(folder: Path, name: str) -> Iterator[None]:
+    """Errors of the system as ours: what is not there is damage, what can't be read now is not."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: no file can have such a name
+        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {name} is missing") from error
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            f"checkpoint {folder} can't be read now: {name}: {error.strerror}; make it readable and try again, or move the "
+            "folder away to do without it"
+        ) from error
+
+
+def _mismatch(folder: Path, name: str, size: int) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"checkpoint {folder} is damaged: {name} ({size} bytes) does not match its checksum (truncated or altered since it "
+        "was saved)"
+    )
 
 
 def _array_sha256(array: np.ndarray) -> str:
@@ -219,36 +239,25 @@ def _file_names(folder: Path) -> list[str]:
     return sorted((name for name in files if name != SUMS), key=lambda name: (name == MANIFEST, name))
 
 
+def names_in(folder: Path) -> set[str]:
+    """Names of what lies directly in a checkpoint. Raises CheckpointError."""
+    with _told(folder, "the folder"):
+        return {path.name for path in folder.iterdir()}
+
+
 def _read_sums(folder: Path) -> dict[str, str]:
-    try:
-        text = (folder / SUMS).read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {SUMS} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} can't be read: {error}") from error
+    """Checksums by file name."""
+    with _opened(folder, SUMS) as file:
+        data = file.read()
     sums = {}
-    for line in text.split("\n")[:-1]:
+    for line in data.decode("utf-8", "replace").split("\n")[:-1]:
         match = _SUM_LINE.fullmatch(line)
         if match is None:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has the line {line[:90]!r}")
         sums[match[2]] = match[1]
     if next(reversed(sums), None) != MANIFEST:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has lost its end")
-    if missing := sorted(sums.keys() - set(_file_names(folder))):
-        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {missing[0]} is missing")
     return sums
-
-
-def _leaf_to_json(leaf: Leaf, array: np.ndarray) -> dict[str, Any]:
-    record: dict[str, Any] = {"layer": leaf.layer, "path": leaf.path, "shape": leaf.shape, "dtype": leaf.dtype}
-    if leaf.python is not None:
-        record["python"] = leaf.python
-    return {**record, "sha256": _array_sha256(array)}
-
-
-def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
-    path = tuple((kind, key) for kind, key in record["path"])
-    return Leaf(record["layer"], path, tuple(record["shape"]), record["dtype"], record.get("python"), record["sha256"])
 
 
 def _write_arrays(folder: Path, content: Snapshot) -> None:
@@ -274,6 +283,8 @@ def _restore(folder: Path, group: str) -> Any:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(folder / group)
+    except MemoryError:
+        raise
     except Exception as error:
         raise DamagedCheckpointError(
             f"checkpoint {folder} is damaged: Orbax can't read {group}: {reason(error)}"

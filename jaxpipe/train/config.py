@@ -117,6 +117,10 @@ class RunConfig:
     master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
     ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``platform`` and
     ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
+
+    ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
+    ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
+    this, and than 20 times the median, ends the run as hung (0: none does).
     """
 
     steps: int = 200
@@ -134,6 +138,9 @@ class RunConfig:
     tensorboard: bool = False
     platform: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 0
+    on_nonfinite: Literal["skip", "abort"] = "skip"
+    max_skipped: int = 5
+    watchdog_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +250,19 @@ def _unspellable(config: TrainConfig) -> Iterator[str]:
         except UnicodeEncodeError:
             encoding = sys.getfilesystemencoding()
             yield f"{key} is {path!r}, and file names here are {encoding}: set PYTHONUTF8=1, or use other characters"
+
+
+def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """The settings of a stored config, which another version may have written, that there are today, by section; and the
+    dotted keys of the others. Values are not checked."""
+    hints = settings.leaf_hints(TrainConfig)
+    sections = {name: leaves for name, leaves in stored.items() if isinstance(leaves, Mapping)}
+    known = {
+        name: {key: value for key, value in leaves.items() if f"{name}.{key}" in hints}
+        for name, leaves in sections.items()
+    }
+    other = [f"{name}.{key}" for name, leaves in sections.items() for key in leaves if f"{name}.{key}" not in hints]
+    return known, tuple(sorted([*other, *(stored.keys() - sections.keys())]))
 
 
 _SECTIONS: Mapping[str, type[Any]] = {

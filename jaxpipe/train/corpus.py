@@ -9,6 +9,7 @@ processes that read different parts, document separators (documents follow each 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import sysconfig
 import zipfile
 import zlib
@@ -169,6 +170,21 @@ def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:
     if not isinstance(ids, np.memmap):
         ids = ids.astype(id_dtype(tokenizer.vocab_size), copy=False)
     return Corpus(str(path), ids, (Document(path.name, 0, len(ids)),), (), fingerprint_ids(ids))
+
+
+def check_extent(ids: Ids) -> None:
+    """Look whether a mapped file still holds its ids: reading beyond its end would kill the process (SIGBUS).
+
+    Raises:
+        DataError: it has become shorter.
+    """
+    if not isinstance(ids, np.memmap) or not isinstance(ids.base, mmap.mmap):
+        return
+    needed, there = ids.offset + ids.nbytes, ids.base.size()  # of the file that was opened, whatever its name is now
+    if there < needed:
+        raise DataError(
+            f"data {ids.filename}: the file was cut to {there} bytes while it was in use, and its ids need {needed}; restore it"
+        )
 
 
 def _check_vocabulary(path: Path, ids: Ids, tokenizer: Tokenizer) -> None:

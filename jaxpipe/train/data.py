@@ -23,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpus import Corpus, Document
+from jaxpipe.train.corpus import Corpus, Document, check_extent
 from jaxpipe.train.permutation import Permutation, mix
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
 Batch = dict[str, npt.NDArray[Any]]  # tokens, targets: int32 [batch, seq_len]; weights: float32 [batch, seq_len]
 Span = tuple[int, int]  # [start, stop) of token positions
 
+_MOST_SEQUENCES = 1 << 60
 _MAX_BLOCKS = 64
 _MIN_BLOCK_TOKENS = 4096
-_MOST_POSITIONS = 1 << 60  # of a checkpoint: as many sequences again still fit 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DataState:
         kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
         wrong = sorted(kinds.keys() ^ mapping.keys())
         wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
-        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_POSITIONS]
+        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_SEQUENCES]
         if wrong:
             raise DataError(
                 f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"
@@ -126,7 +126,12 @@ class Batches:
         return indices
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``."""
+        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``.
+
+        Raises:
+            DataError: the file that holds the ids has become shorter.
+        """
+        check_extent(self.ids)
         starts = self.windows.starts(self.indices_at(step))
         window = self.ids[starts[:, None] + np.arange(self.windows.seq_len + 1)].astype(np.int32)
         weights = np.ones((self.batch, self.windows.seq_len), dtype=np.float32)
@@ -262,6 +267,7 @@ class TokenDataset:
         )
 
     def _padded(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], batch: int, seq_len: int) -> Batch:
+        check_extent(self.corpus.ids)
         positions = starts[:, None] + np.arange(seq_len + 1)
         real = positions < stops[:, None]
         window = np.zeros((batch, seq_len + 1), dtype=np.int32)

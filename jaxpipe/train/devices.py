@@ -1,4 +1,7 @@
-"""Choosing devices for a run: accelerators when there are enough, emulated CPU devices otherwise.
+"""Choosing devices for a run, and saying in one line what went wrong on them.
+
+CPU devices are emulated where JAX's default backend is the CPU, or where ``run.platform=cpu`` asks for it; never in place of
+accelerators that are too few.
 
 XLA reads its flags when JAX first looks for devices, so :func:`request_devices` must come before anything that does. It does
 not import JAX.
@@ -9,19 +12,25 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.errors import ConfigError, JaxpipeError, RunError, gist
+from jaxpipe.train.metrics import format_bytes
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxpipe.program.accounting import MemoryReport
 
 _FLAG = "--xla_force_host_platform_device_count"
 _YNN = "--xla_cpu_experimental_ynn_fusion_type"
 """Set to nothing with jaxlib 0.10: its fused reductions on CPU give wrong sums for some shapes (jax#39103). Costs about 10%."""
 _MAX_EMULATED = 512
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_LESS_STATE = "more pipeline.ranks or tp, pipeline.zero1 with dp, run.dtype=bfloat16, or a smaller model"
+_LESS_WORK = "a smaller run.batch, more microbatches or ranks, pipeline.recompute=full, or a schedule that offloads"
 
 
 def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
@@ -44,13 +53,11 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-def find_devices(
-    count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1
-) -> tuple[Sequence[jax.Device], str]:
-    """``count`` devices and a remark for people (empty if there is nothing to remark). ``tp``: of the config, for advice.
+def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:
+    """``count`` devices: of JAX's default kind, or of the one that ``platform`` names. ``tp``: of the config, for advice.
 
     Raises:
-        ConfigError: there are not enough; names ways to use those that there are.
+        ConfigError: there are not enough; names ways to use those that there are. CPU devices never stand in for others.
     """
     import jax
 
@@ -61,21 +68,16 @@ def find_devices(
             raise ConfigError(
                 "run.platform=gpu, but JAX sees no GPU: install jaxpipe[cuda13] (or [cuda12]), or use auto"
             ) from None
-    elif platform == "cpu":
-        devices = jax.devices("cpu")
     else:
-        devices = jax.devices()
+        devices = jax.devices("cpu" if platform == "cpu" else None)
     if len(devices) >= count:
-        return devices[:count], ""
+        return devices[:count]
     kind = devices[0].platform
-    emulated = jax.devices("cpu") if platform == "auto" and kind != "cpu" else []
-    if len(emulated) >= count:
-        return emulated[
-            :count
-        ], f"{len(devices)} {kind} device(s) are too few for {count} places: running on emulated CPU devices"
+    emulated = "set run.platform=cpu to emulate them, slowly"
+    if kind == "cpu":
+        emulated = f"before JAX starts set XLA_FLAGS={_FLAG}={count}"
     raise ConfigError(
-        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp)}, or before JAX "
-        f"starts set XLA_FLAGS={_FLAG}={count}"
+        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp)}, or {emulated}"
     )
 
 
@@ -91,24 +93,42 @@ def _divisors(number: int) -> list[int]:
 
 
 @contextmanager
-def device_errors(doing: str) -> Iterator[None]:
-    """Errors of a device inside the block, such as memory that ran out, become one line that begins with ``doing``.
+def device_errors(doing: str, memory: Callable[[], MemoryReport] | None = None) -> Iterator[None]:
+    """Errors of a device inside the block become one line that begins with ``doing``. ``memory``: the prediction of what a step
+    holds, for advice where memory ran out.
 
     Raises:
         RunError: instead of JAX's error.
     """
-    import jax
-
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        raise RunError(f"{doing}: a device failed: {gist(error)}") from error
+    except Exception as error:
+        if not of_device(error):
+            raise
+        raise RunError(f"{doing}: a device failed: {gist(error)}{memory_advice(error, memory)}") from error
 
 
-def gist(error: Exception) -> str:
-    """First and last line of a message of XLA's, which may hold a stack trace or a memory map in between."""
-    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    text = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}"
-    if "RESOURCE_EXHAUSTED" not in text:
-        return text
-    return f"{text}; out of device memory: use a smaller batch, more microbatches or ranks, or pipeline.recompute=full"
+def of_device(error: Exception) -> bool:
+    """Whether JAX raised it for what happened on a device; memory that ran out may be told as any type of error."""
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        _OUT_OF_MEMORY in str(error) and not isinstance(error, JaxpipeError)
+    )
+
+
+def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None) -> str:
+    """If ``error`` says that memory ran out, what to do about it, by what takes most of it; else nothing."""
+    if _OUT_OF_MEMORY not in str(error):
+        return ""
+    try:
+        fullest = max(memory().ranks, key=lambda r: r.peak_bytes) if memory is not None else None
+    except Exception:  # nothing can be predicted yet, or not in the memory that is left
+        fullest = None
+    if fullest is None:
+        return f"; out of memory: use {_LESS_WORK}"
+    state = sum(fullest.by_kind.get(k, 0) for k in ("parameters", "gradients", "masters", "optimizer"))
+    of = f"of {format_bytes(fullest.peak_bytes)} predicted on rank {fullest.rank}"
+    if 2 * state > fullest.peak_bytes:
+        return f"; out of memory: parameters, gradients and optimizer state take {format_bytes(state)} {of}: use {_LESS_STATE}"
+    return f"; out of memory: activations and workspace take {format_bytes(fullest.peak_bytes - state)} {of}: use {_LESS_WORK}"

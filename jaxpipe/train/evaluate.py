@@ -1,59 +1,111 @@
 """Evaluation and generation from a checkpoint, without any pipeline: one device, the model's layers one after another.
 
 This is what an evaluator does who gets a checkpoint and the model's name: nothing here knows of ranks, stages or schedules.
+
+A checkpoint is data: of what it names, only models of the package ``models`` are imported and called. Any other model must be
+named by whoever evaluates it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.stage.layer import Model, Params
 from jaxpipe.stage.reference import apply_model, logits
 from jaxpipe.train import ngram
-from jaxpipe.train.checkpoint import find, load_params, read_manifest
-from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.data import Batch
-from jaxpipe.train.setup import build_model, stored_params
+from jaxpipe.train.checkpoint_format import read_manifest
+from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
+from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.data import Batch, TokenDataset
+from jaxpipe.train.setup import build_model, load_dataset, stored_params
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
+
+_OURS = ("models", "jaxpipe.models")
+"""Packages whose models a checkpoint may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained model on one device. ``step``: of the checkpoint."""
+    """A trained model on one device. ``config``: its model and data are those of the run, other sections are defaults.
+    ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known. ``ignored``: settings
+    of the run that this version does not know."""
 
     config: TrainConfig
     model: Model
     params: Mapping[str, Params]
     tokenizer: Tokenizer
     step: int
+    fingerprint: str = ""
+    ignored: tuple[str, ...] = ()
 
 
-def load_trained(path: str | os.PathLike[str], *, step: int | Literal["best"] | None = None) -> Trained:
+def load_trained(path: str | os.PathLike[str], *, step: StepName = None, model: str | None = None) -> Trained:
     """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
     ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
+    ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names.
+
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
-        ConfigError: the model can't be made (its module is not importable here).
+        ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``.
     """
-    folder = find(path, step)
+    return reading(partial(find, path, step), partial(_trained, named=model))
+
+
+def load_data(trained: Trained, *, other: bool = False) -> tuple[TokenDataset, bool]:
+    """The data of a trained model's config, and whether they are other data than it was trained on.
+
+    Raises:
+        DataError: they can't be read, or they are and ``other`` does not allow it.
+    """
+    dataset = load_dataset(trained.config)
+    differ = dataset.fingerprint != trained.fingerprint
+    if differ and not other:
+        raise DataError(
+            f"data {dataset.corpus.source}: not the data that step {trained.step} was trained on (or its holdout or tokenizer "
+            "differ), so what is held out here may have been learnt; restore them, or evaluate all the same with --other-data"
+        )
+    return dataset, differ
+
+
+def _trained(folder: Path, named: str | None) -> Trained:
     manifest = read_manifest(folder)
-    if "config" not in manifest.meta:
-        raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe train")
-    config = TrainConfig.from_dict(manifest.meta["config"], place=str(folder))
+    config, ignored = _config(manifest.meta, folder)
+    target = config.model.target
+    if named is None and not target.startswith(tuple(f"{package}{mark}" for package in _OURS for mark in ":.")):
+        raise ConfigError(
+            f"{folder} is of the model {target}, code that is not jaxpipe's: if you trust it, name it yourself with "
+            f"--model {target}"
+        )
+    config = replace(config, model=replace(config.model, target=named or target))
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config, tokenizer.vocab_size)
-    params = load_params(folder, jax.devices()[0], like=stored_params(model))
-    return Trained(config, model, params, tokenizer, manifest.step)
+    params = load_group(folder, "params", manifest, {"params": stored_params(model)}, jax.devices()[0])
+    data = manifest.meta.get("data")
+    fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
+    return Trained(config, model, params, tokenizer, manifest.step, str(fingerprint or ""), ignored)
+
+
+def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The model and data of a stored config, and the settings that this version does not know."""
+    stored = meta.get("config")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe train")
+    known, unknown = known_settings(stored)
+    try:
+        return TrainConfig.from_dict({name: known[name] for name in ("model", "data") if name in known}), unknown
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: its config can't be used: {error}") from error
 
 
 def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: float | None) -> ngram.Score:

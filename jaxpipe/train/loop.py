@@ -1,8 +1,13 @@
-"""The training loop: steps, live line, evaluation, metrics, checkpoints, resume, and a clean stop on Ctrl-C or SIGTERM.
+"""The training loop: steps, live line, evaluation, metrics, checkpoints, resume, and the ways in which a run may end.
 
 The host runs one step ahead of the devices. Every ``log_every`` steps one step is recorded, from idle devices to idle
 devices; it gives the measured bubble and the ratio of the step to a replay of its own durations. What a config, its data or
 a checkpoint can have wrong is found before anything is compiled, and before anything on disk changes.
+
+A run ends at its last step; by a signal, after saving; by devices that fail or hang; by gradients or parameters that are not
+finite (``run.on_nonfinite``, ``run.max_skipped``); by data that are gone; or where its last checkpoint can't be saved. Nothing
+else ends it: what can't be shown, drawn or written down beside checkpoints costs a line. A step whose gradient is not finite
+changes nothing, and no checkpoint is saved before a finite one follows.
 """
 
 from __future__ import annotations
@@ -10,53 +15,54 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TextIO
 
 import jax
 import numpy as np
 
 from jaxpipe import __version__
-from jaxpipe.errors import JaxpipeError, RunError
+from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.stage.reference import init_params
 from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import find_devices, gist
-from jaxpipe.train.metrics import LiveLine, MetricsLog, require_tensorboard
+from jaxpipe.train.devices import find_devices, memory_advice, of_device
+from jaxpipe.train.metrics import MetricsLog, require_tensorboard
+from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
+from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, Setup, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import Stop
+from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
 
-def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
+def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
     Raises:
-        JaxpipeError: the config, data, checkpoint or schedule is wrong, an instruction failed, or a checkpoint could not be
-            written. Checkpoints written before stay.
+        JaxpipeError: the config, data, checkpoint or schedule is wrong, an instruction failed, steps were not finite, or the
+            last checkpoint could not be written. Checkpoints written before stay.
     """
     started = time.perf_counter()
-    stream = sys.stdout if stream is None else stream
-
-    def note(text: str) -> None:
-        print(text, file=stream, flush=True)
-
+    out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     with RunDirectory(config.run) as folder:
-        origin = resume.choose(config, folder.store, note)
+        origin = resume.choose(config, folder.store, out.print)
         if origin is not None and origin.step >= config.run.steps:
-            note(
+            out.print(
                 f"nothing to do: {folder.path} is at step {origin.step} of run.steps={config.run.steps}; raise run.steps, or "
                 "choose another run.out_dir"
             )
@@ -64,22 +70,18 @@ def train(config: TrainConfig, stream: TextIO | None = None) -> TrainResult:
             return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
         if origin is not None:
             folder.check_metrics()
-        devices, remark = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+        devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
         if config.run.tensorboard:
             require_tensorboard()
-        if stream.isatty():
-            note(f"reading {config.data.path}")
+        if out.isatty():
+            out.print(f"reading {config.data.path}")
         prepared = prepare(config)
-        start = resume.start_of(prepared, origin, folder.store)
+        start = resume.start_of(prepared, origin, folder.store, out.print)
         held_out = held_out_microbatches(prepared)
-        if remark:
-            note(remark)
-        setup = compile_setup(prepared, devices, note)
-        note(f"built in {time.perf_counter() - started:.1f} s")
-        folder.make()
-        folder.write_plan(setup)
+        setup = compile_setup(prepared, devices, out.print)
+        out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
-            return _Run(setup, start, held_out, folder, stream, stop).run(started)
+            return _Run(setup, start, held_out, folder, out, stop).run(started)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
@@ -107,37 +109,52 @@ class _Run:
         start: Start,
         held_out: Mapping[str, np.ndarray],
         folder: RunDirectory,
-        stream: TextIO,
+        out: ProgressStream,
         stop: Stop,
     ) -> None:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
         self.config, self.pipe, self.train_step = setup.config, setup.pipeline, setup.step
         run = self.config.run
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.train_step.memory_report()
-        self.line = LiveLine(run.steps, stream, every=run.log_every, start=start.step)
+        self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
         enabled = self.config.replan.enabled
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
-        self.saved = start.step if start.params is not None else -1
+        self.resumed = start.params is not None
+        self.saving = Saving(
+            folder.store,
+            lambda step: self._due(run.checkpoint_every, step),
+            start.step if self.resumed else -1,
+            self.line.note,
+        )
+        self.watchdog = Watchdog(run.watchdog_s, self._stuck)
         self.evaluated: tuple[int, float] | None = None
-        self.loss, self.skipped = float("nan"), 0
+        self.loss, self.skipped = float("nan"), _Skipped()
         self.bubbles: list[float] = []  # of recorded steps, as are the ratios
         self.ratios: list[float] = []
         self.timeline: Timeline | None = None  # of the last recorded step
         self.pace = _Pace(run.batch * self.config.data.seq_len)
 
     def run(self, started: float) -> TrainResult:
-        run, resumed = self.config.run, self.start.params is not None
-        if resumed:
-            self.folder.store.discard_after(self.start.step)
+        run = self.config.run
+        if self.resumed:
+            for moved in self.folder.store.discard_after(self.start.step):
+                self.line.note(moved)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
+        with self._less_important("settings and plan"):
+            self.folder.write_plan(self.setup)
         board = self.folder.path / "tensorboard" if run.tensorboard else None
-        first = self.start.step if resumed else None
-        with MetricsLog(self.folder.metrics, resume_step=first, tensorboard_dir=board) as self.log:
+        first = self.start.step if self.resumed else None
+        log = MetricsLog(self.folder.metrics, warn=self.line.note, resume_step=first, tensorboard_dir=board)
+        with log as self.log, self.watchdog:
             try:
                 self._steps(self._first_state())
-            except (RunError, jax.errors.JaxRuntimeError) as error:
+            except NotFiniteError as error:
+                raise NotFiniteError(f"{error}; {self._left('change that and ')}") from error
+            except Exception as error:
+                if not (isinstance(error, RunError) or of_device(error)):
+                    raise
                 raise self._failed(error) from error
             finally:
                 self.line.close()
@@ -148,7 +165,8 @@ class _Run:
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
                 "same command again to go on"
             )
-        self._draw()
+        with self._less_important("pictures"):
+            self._draw()
         return self._result(started)
 
     @property
@@ -164,19 +182,21 @@ class _Run:
 
     def _steps(self, state: TrainState) -> None:
         run, first = self.config.run, self.start.step
-        if self.saved == first and self._due(run.eval_every, first) and not self.folder.was_evaluated(first):
+        if self.resumed and self._due(run.eval_every, first) and not self.folder.was_evaluated(first):
             self._evaluate(state)  # a signal came between the step and its evaluation
         while state.step < run.steps and not self.stop.requested:
             self._replan()
-            state = self._advance(state)
+            try:
+                batch = self.start.batches.batch_at(state.step)
+            except DataError as error:
+                self._finish(state)
+                raise DataError(f"after step {state.step}, which is saved: {error}") from None
+            state = self._advance(state, batch)
             if self._due(run.eval_every, state.step) and not self.stop.requested:
                 self._evaluate(state)
-            if self._due(run.checkpoint_every, state.step):
+            if self.saving.due(state.step):
                 self._save(state)
-        self._settle()
-        if self.saved != state.step:
-            self._save(state)
-        self.folder.store.wait()
+        self._finish(state)
 
     def _replan(self) -> None:
         """Go on with a better schedule, if one was found. What was recorded before belongs to the old one."""
@@ -186,26 +206,29 @@ class _Run:
         self.pipe, self.train_step = pipe, self.train_step.with_pipeline(pipe)
         self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
         self.memory = self.train_step.memory_report()
-        self.folder.write_schedule(pipe.schedule)
+        with self._less_important("the schedule"):
+            self.folder.write_schedule(pipe.schedule)
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
-    def _advance(self, state: TrainState) -> TrainState:
+    def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began = time.perf_counter()
         m = self.config.pipeline.microbatches
-        batch = {k: v.reshape(m, -1, *v.shape[1:]) for k, v in self.start.batches.batch_at(state.step).items()}
+        microbatches = {k: v.reshape(m, -1, *v.shape[1:]) for k, v in batch.items()}
         key = jax.random.fold_in(jax.random.key(self.config.run.seed), state.step)
         record = (state.step + 1) % self.config.run.log_every == 0
-        if record:  # what runs still would count as this step's
-            self._settle()
-            jax.block_until_ready((dict(state.master), dict(state.compute)))
-        state, metrics = self.train_step(state, batch, key, record=record)
+        with self.watchdog.watch(state.step + 1):
+            if record:  # what runs still would count as this step's
+                self._settle()
+                jax.block_until_ready((dict(state.master), dict(state.compute)))
+            state, metrics = self.train_step(state, microbatches, key, record=record)
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
         self.pace.add(time.perf_counter() - began)
+        self.watchdog.took(time.perf_counter() - began)
         compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
         if record or compiled or state.step == self.config.run.steps:
             self._settle()
@@ -216,17 +239,31 @@ class _Run:
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
             peak_bytes=max(self.memory.peak_bytes),
-            extra="" if self.replanner is None else f"schedule {self.pipe.schedule.name}",
+            extra="  ".join(self._remarks()),
         )
         return state
 
+    def _remarks(self) -> Iterator[str]:
+        if self.skipped.steps:
+            yield f"{self.skipped.steps} skipped"
+        if self.replanner is not None:
+            yield f"schedule {self.pipe.schedule.name}"
+
     def _settle(self) -> None:
-        """Wait for the pending step's scalars and write its record."""
+        """Wait for the pending step's scalars, write its record, and judge it.
+
+        Raises:
+            NotFiniteError: the run is not to go on from it.
+        """
         if self.pending is None:
             return
         step, metrics = self.pending
+        finite = getattr(metrics, "finite", True)
+        with self.watchdog.watch(step):
+            loss, norm, applied, weight, finite = jax.device_get(
+                (metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight, finite)
+            )
         self.pending = None
-        loss, norm, applied, weight = jax.device_get((metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight))
         self.loss = float(loss)
         record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "tokens": int(weight), "applied": bool(applied)}
         record["schedule"] = self.pipe.schedule.name
@@ -242,11 +279,35 @@ class _Run:
             }
             if self.replanner is not None:
                 self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
-        if not applied:
-            self.skipped += 1
-            self.line.note(f"step {step}: the gradient is not finite; parameters were left as they are")
         self.log.write(step, record)
         self.logged = step
+        self._judge(step, bool(applied), bool(finite))
+
+    def _judge(self, step: int, applied: bool, finite: bool) -> None:
+        """What a step that was not finite means for the run.
+
+        Raises:
+            NotFiniteError: the run ends by it.
+        """
+        run, rate = self.config.run, f"optimizer.lr={self.config.optimizer.lr:g}"
+        if not finite:
+            raise NotFiniteError(
+                f"step {step} made parameters that are not finite: {rate} or optimizer.weight_decay is too high"
+            )
+        if applied:
+            if self.skipped.row > 1:
+                self.line.note(f"step {step}: finite again; {self.skipped.row} steps were skipped")
+            self.skipped = self.skipped.ended()
+            return
+        self.skipped = self.skipped.one_more(step)
+        if run.on_nonfinite == "abort" or self.skipped.row == run.max_skipped:
+            since = f"steps {self.skipped.first} to {step} were" if self.skipped.row > 1 else f"step {step} was"
+            policy = "run.on_nonfinite=abort" if run.on_nonfinite == "abort" else f"run.max_skipped={run.max_skipped}"
+            raise NotFiniteError(
+                f"{since} not finite ({policy}): {rate} may be too high, or the data hold ids that the model does not know"
+            )
+        if self.skipped.row == 1:
+            self.line.note(f"step {step}: the gradient is not finite; parameters were left as they are")
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
@@ -258,36 +319,83 @@ class _Run:
         self.line.restart_clock()
 
     def _save(self, state: TrainState) -> None:
-        """Start to save. The metrics up to here are written first: a run that goes on from here finds them all."""
+        """Start to save, unless the last step was skipped."""
         self._settle()
+        if self.skipped.row:
+            self.saving.put_off(state.step)
+            return
+        self.saving.save(state.step, self._content(state))
+        self.line.restart_clock()
+
+    def _finish(self, state: TrainState) -> None:
+        """Bring the last step to the disk. In a row of skipped steps nothing gives way to it.
+
+        Raises:
+            CheckpointError: it can't be saved.
+        """
+        self._settle()
+        try:
+            self.saving.finish(state.step, lambda: self._content(state), prune=not self.skipped.row)
+        except CheckpointError as error:
+            raise CheckpointError(f"after step {state.step}: {error}; {self._left()}") from error
+
+    def _content(self, state: TrainState) -> Content:
+        """What a checkpoint holds. The metrics up to here are on the disk first: a run that goes on from it finds them all."""
+        self.log.sync()
         params, optimizer = self.train_step.by_layer(state)
         meta = {
             "data": self.start.batches.state_at(state.step).to_dict(),
             "config": self.config.to_dict(),
+            "program": self.program,
             "schedule": self.pipe.schedule.name,
             "jaxpipe": __version__,
         }
-        step, loss = self.evaluated or (-1, None)
-        self.folder.store.save(state.step, params, optimizer, meta, eval_loss=loss if step == state.step else None)
-        self.saved = state.step
-        self.line.restart_clock()
+        step, loss = self.evaluated or (-1, math.nan)
+        return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
+
+    @cached_property
+    def program(self) -> dict[str, str]:
+        """What checkpoints keep to know their model again."""
+        return resume.model_digest(self.setup.model)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> RunError:
-        """What went wrong, and what is left. An error of a device may turn up only when its result is waited for."""
+        """What went wrong, and what is left. An error of a device may turn up only where a later step needs its result."""
         what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
-        with suppress(JaxpipeError, jax.errors.JaxRuntimeError):
+        try:
+            if self.pending is not None:
+                self.pending[1].outputs.wait()
+        except RunError as first:
+            what = str(first)
+        with suppress(Exception):  # it is being told
             self._settle()
-        with suppress(JaxpipeError):
+        return RunError(f"after step {self.logged}: {what}{memory_advice(error, lambda: self.memory)}; {self._left()}")
+
+    def _left(self, first: str = "") -> str:
+        """What to do next, and ``first`` before that. Waits for the save under way."""
+        step = None
+        with suppress(CheckpointError):
             self.folder.store.close()
-        step = self.folder.store.latest()
-        left = (
-            "no checkpoint was saved before"
-            if step is None
-            else f"run the same command again to go on from step {step}"
-        )
-        return RunError(f"after step {self.logged}: {what}; {left}")
+        with suppress(CheckpointError):
+            step = self.folder.store.latest_intact().step
+        return _go_on(step, first)
+
+    def _stuck(self, step: int) -> str:
+        """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
+        executor = self.train_step.pipeline.executor
+        before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
+        steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
+        at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")
+        return f"{at}; {_go_on(self.folder.store.latest())}"
+
+    @contextmanager
+    def _less_important(self, what: str) -> Iterator[None]:
+        """A failure in the block is told, and the run goes on: its checkpoints are what counts."""
+        try:
+            yield
+        except Exception as error:
+            self.line.note(f"warning: {what} can't be written: {gist(error)}; the run goes on without")
 
     def _draw(self) -> None:
         """The last recorded step under what its own mean action times predict: one scale, also where devices share cores."""
@@ -311,12 +419,34 @@ class _Run:
             bubble_measured=float(np.median(self.bubbles)) if self.bubbles else float("nan"),
             replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
             peak_bytes=max(self.memory.peak_bytes),
-            skipped_steps=self.skipped,
+            skipped_steps=self.skipped.steps,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,
             gain_predicted=gains[0],
             gain_measured=gains[1],
         )
+
+
+def _go_on(step: int | None, first: str = "") -> str:
+    """Advice after a failure; ``step``: of the newest checkpoint."""
+    if step is None:
+        return "no checkpoint was saved before"
+    return f"{first}run the same command again to go on from step {step}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Skipped:
+    """Steps whose gradient was not finite: all of them, those of the row that the last step belongs to, and its first."""
+
+    steps: int = 0
+    row: int = 0
+    first: int = 0
+
+    def one_more(self, step: int) -> _Skipped:
+        return _Skipped(self.steps + 1, self.row + 1, self.first if self.row else step)
+
+    def ended(self) -> _Skipped:
+        return _Skipped(self.steps)
 
 
 class _Pace:

@@ -1,21 +1,21 @@
-"""What a run says about itself: JSONL records, TensorBoard if wanted, and one live line for a person.
+"""What a run writes down about itself: JSONL records, and TensorBoard if wanted. Also numbers as people read them.
 
-:class:`MetricsLog` appends one JSON object a line and flushes it, so a killed run loses nothing but a half-written line;
-resuming drops what lies beyond the checkpoint, so each step is in the file once. Numbers that are not finite are written
-as null, since JSON has no word for them. :class:`LiveLine` refreshes one line on a terminal and prints plain lines elsewhere.
+:class:`MetricsLog` appends one JSON object a line at once, so a killed run loses nothing but a half-written line; resuming
+drops what lies beyond the checkpoint, so each step is in the file once. Numbers that are not finite are written as null, since
+JSON has no word for them. A disk that takes no more ends no run: records are left out, and the file stays readable.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn
 
 from jaxpipe.errors import ConfigError, DataError
 
@@ -65,48 +65,63 @@ class MetricsLog:
     """Appends records to ``path``; a context manager.
 
     With ``resume_step`` the records of later steps, and a half-written last line, are dropped first; without it the file
-    starts empty. ``tensorboard_dir``: also write scalars there.
+    starts empty. It takes the place of a link at ``path``. ``tensorboard_dir``: also write scalars there. What can't be written
+    is left out; ``warn`` is told once, in a line.
 
     Raises:
-        DataError: the file can't be written, or what is there is not ours.
+        DataError: what is there is not ours.
         ConfigError: TensorBoard is asked for and tensorboardX is not installed.
     """
 
     def __init__(
-        self, path: str | Path, *, resume_step: int | None = None, tensorboard_dir: str | Path | None = None
+        self,
+        path: str | Path,
+        *,
+        warn: Callable[[str], None],
+        resume_step: int | None = None,
+        tensorboard_dir: str | Path | None = None,
     ) -> None:
-        self._path = Path(path)
-        self._tensorboard = None if tensorboard_dir is None else _tensorboard_writer(Path(tensorboard_dir), resume_step)
+        self._path, self._warn, self._warned = Path(path), warn, set[str]()
+        self._file: io.FileIO | None = None
+        self._tensorboard: Any = None
+        if tensorboard_dir is not None:
+            require_tensorboard()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [] if resume_step is None else [r for r in read_metrics(self._path) if r["step"] <= resume_step]
-            _write_whole(self._path, kept)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = _begin(self._path, resume_step)
+            if tensorboard_dir is not None:
+                self._tensorboard = _tensorboard_writer(Path(tensorboard_dir), resume_step)
         except OSError as error:
-            raise DataError(f"metrics {self._path}: can't be written ({error.strerror})") from None
+            self._complain("metrics", error)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append ``{"step": step, **values}``. Values: numbers (NumPy and JAX scalars too), strings, None, lists of such.
-
-        Raises:
-            DataError: the disk is full or gone.
-        """
+        """Append ``{"step": step, **values}``. Values: numbers (NumPy and JAX scalars too), strings, None, lists of such."""
         assert "step" not in values, values
-        record = {"step": int(step), **{key: _jsonable(value) for key, value in values.items()}}
+        record = {"step": int(step), **plain(values)}
+        self._append((json.dumps(record, allow_nan=False) + "\n").encode())
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise DataError(f"metrics {self._path}: can't be written ({error.strerror})") from None
-        if self._tensorboard is not None:
-            for key, value in record.items():
+            for key, value in record.items() if self._tensorboard is not None else ():
                 if key != "step" and isinstance(value, (int, float)):
                     self._tensorboard.add_scalar(key, value, step)
+        except Exception as error:  # whatever another package raises
+            self._tensorboard = None
+            self._complain("TensorBoard", error)
+
+    def sync(self) -> None:
+        """Bring to the disk what was written: a checkpoint saved after this is never without its records."""
+        try:
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._complain("metrics", error)
 
     def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        try:
+            if self._file is not None:
+                self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+        except Exception as error:  # as in write
+            self._complain("metrics", error)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -116,6 +131,30 @@ class MetricsLog:
     ) -> None:
         self.close()
 
+    def _append(self, line: bytes) -> None:
+        """Write a whole line or nothing."""
+        if self._file is None:
+            return
+        end = self._file.tell()
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._complain("metrics", error)
+            try:
+                self._file.truncate(end)
+                self._file.seek(end)
+            except OSError:  # half a line stays, and nothing may follow it
+                self._file = None
+
+    def _complain(self, what: str, error: Exception) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            reason = getattr(error, "strerror", None) or error
+            self._warn(
+                f"warning: {what} ({self._path}) can't be written: {reason}; training goes on, records are missing"
+            )
+
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, in order; none if there is no file. A half-written last line is left out.
@@ -123,32 +162,61 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: a line before the last is not a record.
     """
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or half-written
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise DataError(f"metrics {path}: line {number} is not a record of a step; move the file away")
-        yield record
+    return (record for record, _ in _read(Path(path)))
 
 
-def _write_whole(path: Path, records: list[dict[str, Any]]) -> None:
-    """Replace the file at once, so that a crash leaves the old one or the new one."""
+def _read(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Each record with its line. Holds one line at a time."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):  # half-written
+                return
+            try:
+                record = json.loads(line, parse_constant=_no_number)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise DataError(f"metrics {path}: line {number} is not a record of a step; move the file away")
+            yield record, line
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _begin(path: Path, resume_step: int | None) -> io.FileIO:
+    """The file, open behind the records up to ``resume_step``. A crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or a link
+    file = io.FileIO(temporary, "x")
+    try:
+        lines = io.BufferedWriter(file)
+        for record, line in _read(path) if resume_step is not None else ():
+            if record["step"] <= resume_step:
+                lines.write(line)
+        lines.detach()
+        os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        file.close()
+        temporary.unlink(missing_ok=True)
+        raise
+    return file
 
 
-def _jsonable(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` in types that JSON has; numbers that are not finite become None."""
     if isinstance(value, (str, bool, int, type(None))):
         return value
+    if isinstance(value, Mapping):
+        return {key: plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(x) for x in value]
+        return [plain(x) for x in value]
     if hasattr(value, "tolist"):  # NumPy and JAX
-        return _jsonable(value.tolist())
+        return plain(value.tolist())
     return float(value) if math.isfinite(value) else None
 
 
@@ -169,87 +237,3 @@ def require_tensorboard() -> Any:
 def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
     purge = None if resume_step is None else resume_step + 1
     return require_tensorboard().SummaryWriter(str(directory), purge_step=purge)
-
-
-class LiveLine:
-    """Progress for a person: step, loss, tokens/s, bubble predicted and measured, peak memory, time left.
-
-    On a terminal one line is rewritten at each update; elsewhere a line is printed every ``every`` steps, and at the last.
-    Step time is a moving average that leaves out the first step, which compiles.
-    """
-
-    def __init__(
-        self,
-        steps: int,
-        stream: TextIO,
-        *,
-        every: int = 10,
-        start: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._steps, self._stream, self._every, self._clock = steps, stream, every, clock
-        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._done, self._last_s, self._step_s, self._drawn = start, clock(), math.nan, 0
-        self._first = start
-
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float,
-        tokens: int,
-        bubble_predicted: float | None = None,
-        bubble_measured: float | None = None,
-        peak_bytes: float | None = None,
-        extra: str = "",
-    ) -> None:
-        """``step`` steps are done; ``tokens``: of one step; bubbles as fractions; ``extra``: shown at the end."""
-        now = self._clock()
-        taken_s = (now - self._last_s) / max(1, step - self._done)
-        if self._done > self._first:
-            self._step_s = taken_s if math.isnan(self._step_s) else 0.9 * self._step_s + 0.1 * taken_s
-        self._done, self._last_s = step, now
-        if not self._live and step % self._every and step != self._steps:
-            return
-        step_s = taken_s if math.isnan(self._step_s) else self._step_s
-        parts = [f"step {step}/{self._steps}", f"loss {loss:.4f}", f"{format_count(tokens / max(step_s, 1e-9))} tok/s"]
-        if bubble_predicted is not None:
-            measured = "" if bubble_measured is None else f" → {bubble_measured:.1%} measured"
-            parts.append(f"bubble {bubble_predicted:.1%} predicted{measured}")
-        if peak_bytes is not None:
-            parts.append(f"peak {format_bytes(peak_bytes)}")
-        parts += [extra] if extra else []
-        parts += [f"{format_seconds((self._steps - step) * step_s)} left"] if step < self._steps else []
-        self._show("  ".join(parts))
-
-    def note(self, text: str) -> None:
-        """Print a line of its own (an evaluation, a checkpoint, a warning) above the live one."""
-        self._clear()
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def restart_clock(self) -> None:
-        """What took time since the last update (an evaluation, a save) was no step."""
-        self._last_s = self._clock()
-
-    def close(self) -> None:
-        """Leave the last line standing."""
-        if self._drawn:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._drawn = 0
-
-    def _show(self, text: str) -> None:
-        if not self._live:
-            self._stream.write(text + "\n")
-        else:
-            width = max(20, shutil.get_terminal_size().columns - 1)
-            text = text if len(text) <= width else text[: width - 1] + "…"
-            self._stream.write("\r" + text + " " * max(0, self._drawn - len(text)))
-            self._drawn = len(text)
-        self._stream.flush()
-
-    def _clear(self) -> None:
-        if self._drawn:
-            self._stream.write("\r" + " " * self._drawn + "\r")
-            self._drawn = 0

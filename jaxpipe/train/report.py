@@ -11,7 +11,7 @@ from typing import Any
 from jaxpipe.profile import StageMeasurements
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
-from jaxpipe.train.metrics import format_bytes, format_count, format_gain, format_seconds
+from jaxpipe.train.metrics import format_bytes, format_count, format_gain, format_seconds, plain
 from jaxpipe.train.ngram import Score
 
 _NAN = float("nan")
@@ -53,8 +53,8 @@ class TrainResult:
 
 def result_json(result: TrainResult) -> dict[str, Any]:
     """The fields of a result; numbers that do not exist are None."""
-    fields = {**asdict(result), "out_dir": str(result.out_dir)}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+    fields: dict[str, Any] = plain({**asdict(result), "out_dir": str(result.out_dir)})
+    return fields
 
 
 def result_text(result: TrainResult) -> str:
@@ -90,6 +90,13 @@ def score_table(scores: Mapping[str, Score]) -> str:
     return "\n".join(rows)
 
 
+def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, float | None]]:
+    """Held-out losses; None for a number that is not finite or does not exist."""
+    return {
+        name: {"loss": plain(x.nats_per_token), "bits_per_byte": plain(x.bits_per_byte)} for name, x in scores.items()
+    }
+
+
 def cost_table(costs: CostProfile) -> str:
     """Milliseconds and bytes of each stage, aligned."""
     rows = ["stage     F ms     B ms     W ms    BW ms   residual  held for W   boundary     params"]
@@ -123,17 +130,22 @@ def measurement_table(measured: StageMeasurements) -> str:
 
 def measurement_json(measured: StageMeasurements) -> dict[str, Any]:
     """All that was measured: the cost profile, quartiles and memory of each function, the points of the host link."""
-    return {
-        "costs": to_costs(measured.costs()),
-        "functions": [
-            {
-                "stage": s,
-                "op": op,
-                "timing": asdict(timing),
-                "memory": asdict(measured.footprints[(op, s)]) if (op, s) in measured.footprints else None,
-            }
-            for (op, s), timing in measured.timings.items()
-        ],
-        "tp_collectives": [{"stage": s, "timing": asdict(alone)} for s, alone in sorted(measured.collectives.items())],
-        "host_link": asdict(measured.host) if measured.host is not None else None,
-    }
+    found: dict[str, Any] = plain(
+        {
+            "costs": to_costs(measured.costs()),
+            "functions": [
+                {
+                    "stage": s,
+                    "op": op,
+                    "timing": asdict(timing),
+                    "memory": asdict(measured.footprints[(op, s)]) if (op, s) in measured.footprints else None,
+                }
+                for (op, s), timing in measured.timings.items()
+            ],
+            "tp_collectives": [
+                {"stage": s, "timing": asdict(alone)} for s, alone in sorted(measured.collectives.items())
+            ],
+            "host_link": asdict(measured.host) if measured.host is not None else None,
+        }
+    )
+    return found

@@ -1,7 +1,9 @@
 """Where a run starts: at step 0 with fresh parameters, or at a checkpoint that this config may go on from.
 
 A run may go on over another number of ranks, schedule, chunk count or batch size. The model and the data must be the
-same: another model in the same directory is refused, with the settings that differ.
+same: another model in the same directory is refused, with the settings that differ. Whether it is another is decided by what
+it computes: every save keeps a digest of the traced model, so nothing that a checkpoint names is imported. Other settings may
+change, and are named where they change what is learnt.
 """
 
 from __future__ import annotations
@@ -13,18 +15,27 @@ from typing import Any
 
 import jax
 
-from jaxpipe.errors import CheckpointError, JaxpipeError
+from jaxpipe.errors import CheckpointError, DataError
+from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.layer import Model, Params
 from jaxpipe.stage.reference import apply_model
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
-from jaxpipe.train.checkpoint_format import Manifest
-from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.checkpoint_format import DamagedCheckpointError
+from jaxpipe.train.checkpoint_manifest import Manifest
+from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
-from jaxpipe.train.setup import Prepared, build_model, optimizer_of, stored_params
+from jaxpipe.train.setup import Prepared, optimizer_of, stored_params
 from jaxpipe.train.step import trained
-from jaxpipe.train.tokenizers import load_tokenizer
 
 Note = Callable[[str], None]
+
+_WHERE = ("pipeline.", "offload.", "replan.", "data.")
+"""Settings of where a run computes; those of the data are compared by the data's fingerprint."""
+_HOW_OFTEN = (
+    "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
+    "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
+    "run.max_skipped", "run.watchdog_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +48,12 @@ class Start:
     optimizer: Mapping[str, Any] | None = None
 
 
-def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest | None:
-    """The checkpoint to go on from, None to start anew. ``note`` gets a warning for each damaged one passed over.
+def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
+    """The checkpoint to go on from (of a step below ``before``), None to start anew. ``note`` gets a warning for each damaged
+    one passed over.
 
     Raises:
-        CheckpointError: what ``run.resume`` asks for can't be had.
+        CheckpointError: what ``run.resume`` asks for can't be had, or a newer checkpoint can't be read now.
     """
     if config.run.resume == "never":
         if store.steps():
@@ -50,7 +62,7 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
                 "choose another run.out_dir, or delete that folder"
             )
         return None
-    intact = store.latest_intact()
+    intact = store.latest_intact(before)
     if intact.step is not None:
         for warning in intact.warnings:
             note(f"warning: {warning}")
@@ -64,64 +76,99 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
     return None
 
 
-def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore) -> Start:
-    """Read what the run starts from. Nothing is compiled, and nothing changes on disk.
+def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore, note: Note) -> Start:
+    """Read what the run starts from. Nothing is compiled, and nothing changes on disk. ``note`` is told what is other than in
+    the run so far, and of a checkpoint that is passed over for an older one because its arrays are damaged.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint is of another model, or was not written by jaxpipe train.
         DataError: it is of other data, or the data are too small.
     """
-    config, dataset = prepared.config, prepared.dataset
-    data = (config.data.seed, config.run.batch, config.data.seq_len)
     if origin is None:
-        return Start(0, dataset.batches(*data))
+        return Start(0, _batches(prepared, None))
+    try:
+        return _resumed(prepared, origin, store, note)
+    except DamagedCheckpointError as error:  # its files match their checksums, and its arrays do not
+        older = choose(prepared.config, store, note, before=origin.step)
+        if older is None:
+            raise
+        note(f"warning: passed over step {origin.step}: {error.__cause__ or error}")
+        return start_of(prepared, older, store, note)
+
+
+def model_digest(model: Model) -> dict[str, str]:
+    """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
+    by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
+    forward = partial(apply_model, model, train=False)
+    closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
+    return {"jax": jax.__version__, "sha256": program_digest(closed)}
+
+
+def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:
     folder = store.path(origin.step)
-    if not {"config", "data"} <= origin.meta.keys():
+    meta = origin.meta
+    if not all(isinstance(meta.get(part), dict) for part in ("config", "data")):
         raise CheckpointError(f"{folder} was not written by jaxpipe train; choose another run.out_dir")
-    _check_model(prepared, origin, str(folder))
-    batches = dataset.batches(*data, DataState.from_dict(origin.meta["data"]))
+    _compare(prepared, origin, note)
+    try:
+        state = DataState.from_dict(meta["data"])
+    except DataError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    if state.step != origin.step:
+        raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     params = stored_params(prepared.model)
-    tx = optimizer_of(config)
+    tx = optimizer_of(prepared.config)
     optimizer = jax.eval_shape(lambda tree: {name: tx.init(trained(leaves)) for name, leaves in tree.items()}, params)
+    batches = _batches(prepared, state)
     loaded = store.load(origin.step, like={"params": params, "optimizer": optimizer})
     return Start(origin.step, batches, loaded.params, loaded.optimizer)
 
 
-def _check_model(prepared: Prepared, origin: Manifest, folder: str) -> None:
-    """Refuse a checkpoint whose model computes something else, even where shapes agree (another number of heads, say)."""
-    now = prepared.config
-    then = TrainConfig.from_dict(origin.meta["config"], place=folder)
-    changes = _changes(then, now)
-    if changes and not _same_function(then, prepared.model):
+def _batches(prepared: Prepared, state: DataState | None) -> Batches:
+    config = prepared.config
+    return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
+
+
+def _compare(prepared: Prepared, origin: Manifest, note: Note) -> None:
+    """Refuse a checkpoint whose model computes something else, even where shapes agree (another number of heads, say), and
+    name the settings that have changed otherwise."""
+    then, unknown = known_settings(origin.meta["config"])
+    changes = _changes(then, prepared.config)
+    model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
+    stored, now = origin.meta.get("program"), model_digest(prepared.model)
+    comparable = isinstance(stored, dict) and stored.get("jax") == now["jax"]
+    same = stored == now if comparable else not model
+    if not same and model:
+        listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())
         raise CheckpointError(
-            f"run.out_dir={now.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {', '.join(changes)}; "
+            f"run.out_dir={prepared.config.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {listed}; "
             "restore it, or choose another run.out_dir"
         )
-
-
-def _changes(then: TrainConfig, now: TrainConfig) -> list[str]:
-    """Settings of the model that differ, as ``model.options.d_model is 32, was 16``."""
-    old, new = (
-        {"model.target": c.model.target, **{f"model.options.{k}": v for k, v in c.model.options.items()}}
-        for c in (then, now)
-    )
-    old["data.tokenizer"], new["data.tokenizer"] = then.data.tokenizer, now.data.tokenizer
-    return [
-        f"{key} is {new.get(key, 'not set')}, was {old.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+    if not same:
+        note(f"warning: {prepared.config.model.target} computes something else than when step {origin.step} was saved")
+    named = [
+        f"{key} {old:.60} → {new}"
+        for key, (old, new) in changes.items()
+        if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
     ]
+    if named:
+        note(f"resuming with changes: {', '.join(named)}")
+    if unknown:
+        note(f"settings of step {origin.step} that this version does not know are ignored: {', '.join(unknown)}")
 
 
-def _same_function(then: TrainConfig, model: Model) -> bool:
-    """Whether the old config's model evaluates to the same program (an option may just spell out its default)."""
-    try:
-        old = build_model(then, load_tokenizer(then.data.tokenizer).vocab_size)
-    except JaxpipeError:
-        return False
-    return _program(old) == _program(model)
+def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:
+    """Settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
+    default = _leaves(TrainConfig().to_dict())
+    old, new = default | _leaves(then), default | _leaves(now.to_dict())
+    pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
+    return {key: (str(a), str(b)) for key, (a, b) in pairs.items() if a != b}
 
 
-def _program(model: Model) -> str:
-    forward = partial(apply_model, model, train=False)
-    return str(jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1)))
+def _leaves(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings by dotted key, options of the model one by one."""
+    leaves = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    options = leaves.pop("model.options", None)
+    if not isinstance(options, Mapping):
+        return leaves
+    return leaves | {f"model.options.{key}": value for key, value in options.items()}

@@ -40,6 +40,7 @@ _AT_LEAST: Mapping[str, int] = {
     "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.min_lr_ratio": 0,
     "run.steps": 1, "run.batch": 1, "run.seed": 0, "run.eval_every": 0, "run.eval_batches": 1, "run.checkpoint_every": 0,
     "run.keep_last": 1, "run.keep_best": 0, "run.log_every": 1, "run.devices": 0,
+    "run.max_skipped": 0, "run.watchdog_s": 0,
     "replan.min_gain": 0, "replan.workers": 1, "offload.fraction": 0,
 }  # fmt: skip
 _AT_MOST: Mapping[str, float] = {
@@ -53,6 +54,8 @@ _POSITIVE = (
     "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit",
     "offload.host_memory_gb",
 )  # fmt: skip
+_FLOAT32 = ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm")
+_FLOAT32_LEAST, _FLOAT32_MOST = 1.2e-38, 3.4e38
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
 
@@ -67,6 +70,8 @@ def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is {value}, must be at most {high}"
         elif key in _POSITIVE and value is not None and value <= 0:
             yield key, f"{key} is {value}, must be greater than 0"
+        elif key in _FLOAT32 and value != 0 and not _FLOAT32_LEAST <= value <= _FLOAT32_MOST:
+            yield key, f"{key} is {value}, which float32 does not hold: use {_FLOAT32_LEAST:g} to {_FLOAT32_MOST:g}"
         elif key in _NOT_EMPTY and not value.strip():
             yield key, f"{key} is empty"
     yield from _form_rules(values)
@@ -77,8 +82,8 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
         yield "model.target", f"model.target is {target!r}, expected module:function such as models.gpt:GPT"
     for i, beta in enumerate(values.get("optimizer.betas", ())):
-        if not 0 <= beta < 1:
-            yield "optimizer.betas", f"optimizer.betas[{i}] is {beta}, must be at least 0 and less than 1"
+        if not 0 <= beta < 1 - 2**-25:  # what is nearer to 1 is 1 in float32
+            yield "optimizer.betas", f"optimizer.betas[{i}] is {beta}, must be at least 0 and less than 1 in float32"
     for suffix in values.get("data.suffixes", ()):
         if not suffix.startswith("."):
             yield (

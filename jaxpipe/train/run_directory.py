@@ -1,14 +1,14 @@
 """The directory of one run.
 
-It holds ``config.toml``, ``plan.json``, ``schedule.sched``, ``metrics.jsonl``, ``checkpoints/`` and ``pictures/``. Nothing is
-made or changed in it before the run is known to be able to start. One process trains in it at a time.
+It holds ``config.toml``, ``plan.json``, ``schedule.sched``, ``metrics.jsonl``, ``checkpoints/`` and ``pictures/``. One process
+trains in it at a time, and holds it from before anything is compiled; but for being made, it is not changed before the run is
+known to be able to start. What people and other programs put there is never overwritten.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -16,59 +16,68 @@ from typing import Self
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.plot import plot_timelines
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
+from jaxpipe.schedule.files import write_atomically
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import RunConfig
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.setup import Setup
 
-CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "checkpoints", "pictures", "tensorboard")
-"""What a run makes; anything else in its directory is the user's."""
+CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures")
+"""What a run writes beside ``checkpoints`` and ``tensorboard``, and would overwrite."""
 PICTURES = ("timeline.svg", "timeline.png", "timeline.html", "timeline.trace.json")
+_MARK = "# Written by jaxpipe train: the settings of the run in this directory."
+"""The first line of ``config.toml``."""
 
 
 class RunDirectory:
-    """Use as a context: it is locked from the start if it exists, else from :meth:`make` on.
+    """Use as a context: it is made and locked from the start, and removed at the end if nothing was put into it.
 
     Raises:
-        ConfigError: the path is no directory or can't be made, or another process trains in it.
+        ConfigError: the path is no directory, can't be made or written, holds files that are no run's, or another process
+            trains in it.
     """
 
     def __init__(self, run: RunConfig) -> None:
         self.path = Path(run.out_dir)
-        self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best > 0)
+        self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best)
         self._lock: int | None = None
-        self._check()
+        self._made: list[Path] = []
 
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
     def __enter__(self) -> Self:
-        if self.path.is_dir():
+        self._check()
+        try:
+            self._make()
             self._take()
+            self._probe()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # not empty, mostly
+            for folder in reversed(self._made):
+                folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def make(self) -> None:
-        """Make the directory, if it is not there."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run.out_dir={self.path}: can't be made ({error.strerror}); choose another") from None
-        self._take()
-
     def write_plan(self, setup: Setup) -> None:
-        """What the run is about to do, for people and tools."""
-        (self.path / "config.toml").write_text(setup.config.to_toml(), encoding="utf-8")
-        (self.path / "plan.json").write_text(setup.plan.to_json(), encoding="utf-8")
+        """What the run is about to do, for people and tools.
+
+        Raises:
+            ScheduleError: a file can't be written.
+        """
+        write_atomically(self.path / "config.toml", f"{_MARK}\n{setup.config.to_toml()}")
+        write_atomically(self.path / "plan.json", setup.plan.to_json())
         self.write_schedule(setup.pipeline.schedule)
 
     def write_schedule(self, schedule: Schedule) -> None:
-        """Keep the schedule that runs."""
+        """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""
         write_schedule(schedule, self.path / "schedule.sched")
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
@@ -77,6 +86,7 @@ class RunDirectory:
         folder.mkdir(exist_ok=True)
         title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
         for name in PICTURES:
+            (folder / name).unlink(missing_ok=True)  # it may be a link to something else
             plot_timelines(timelines, folder / name, title=title, units="si")
 
     def check_metrics(self) -> None:
@@ -103,11 +113,30 @@ class RunDirectory:
             raise ConfigError(f"run.out_dir={self.path}: {there} is a file; choose another directory")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(f"run.out_dir={self.path}: no permission to write in {there}; choose another directory")
+        others = [name for name in CONTENT if os.path.lexists(self.path / name)]
+        if others and not self.store.steps() and not self._is_marked():
+            raise ConfigError(
+                f"run.out_dir={self.path}: {', '.join(others)} there is no run's of jaxpipe's and would be overwritten; "
+                "choose another directory, or move it away"
+            )
+
+    def _is_marked(self) -> bool:
+        """Whether a run began here."""
+        with suppress(OSError), (self.path / "config.toml").open("rb") as file:
+            return file.readline().startswith(_MARK.encode())
+        return False
+
+    def _make(self) -> None:
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            for folder in reversed(missing):
+                folder.mkdir(exist_ok=True)
+                self._made.append(folder)
+        except OSError as error:
+            raise ConfigError(f"run.out_dir={self.path}: can't be made ({error.strerror}); choose another") from None
 
     def _take(self) -> None:
         """Lock the directory; file systems without locks go without."""
-        if self._lock is not None:
-            return
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,12 +147,17 @@ class RunDirectory:
         except OSError:
             pass
 
-
-def remove_run(path: Path) -> None:
-    """Delete what a run made in ``path``, and nothing else."""
-    for name in CONTENT:
-        part = path / name
-        if part.is_dir():
-            shutil.rmtree(part)
-        else:
-            part.unlink(missing_ok=True)
+    def _probe(self) -> None:
+        """Make a file where checkpoints will be, and remove it."""
+        folder = self.store.directory if os.path.lexists(self.store.directory) else self.path
+        file = folder / f".jaxpipe-{os.getpid()}"
+        try:
+            file.write_bytes(bytes(4096))
+            file.unlink()
+        except OSError as error:
+            with suppress(OSError):
+                file.unlink()
+            raise ConfigError(
+                f"run.out_dir={self.path}: checkpoints can't be written in {folder} ({error.strerror}); mend that, or choose "
+                "another directory"
+            ) from None

@@ -119,7 +119,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
     ``progress`` is told what is being done."""
     config = prepared.config
     pipeline = compile_pipeline(prepared, devices, progress)
-    with device_errors("setting up"):
+    with device_errors("setting up", lambda: step_of(config, pipeline).memory_report(workspace=False)):
         if moved := host_bytes(pipeline.programs):
             progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
         progress("timing each stage alone")

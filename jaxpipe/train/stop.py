@@ -1,6 +1,7 @@
-"""A clean stop: the first SIGINT or SIGTERM asks for one, a second one ends the process at once.
+"""A clean stop: the first signal asks for one, a second one ends the process at once, with exit code 130.
 
-Imports no JAX. Ending at once loses no checkpoint: one half-written is ignored (:mod:`jaxpipe.train.checkpoint`).
+Signals are counted by a thread, because the main thread may wait for a device inside XLA, where no Python handler runs. Imports
+no JAX. Ending at once loses no checkpoint: one half-written is ignored (:mod:`jaxpipe.train.checkpoint`).
 """
 
 from __future__ import annotations
@@ -13,35 +14,63 @@ import threading
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED_TWICE = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up
+_UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
 _STDERR = 2
 
 
 class Stop:
     """Use as a context around work that looks at :attr:`requested` now and then; handlers are put back at its end.
 
-    Outside the main thread, where Python allows no handlers, nothing is ever requested. ``requested`` is the name of the
-    signal, or empty.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask for a stop; the last two not where they were ignored before. Outside the main
+    thread, where Python allows no handlers, nothing is ever requested. ``requested`` is the name of the signal, or empty.
     """
 
     def __init__(self) -> None:
         self.requested = ""
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
+        self._seen = False
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._thread = threading.Thread(target=self._count, name="jaxpipe-signals", daemon=True)
+            self._thread.start()
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            for number in _SIGNALS:
+                if number not in _UNLESS_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.requested = signal.Signals(number).name
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)  # the system ends the process, also inside a long call of XLA's
-        line = f"{self.requested}: stopping after this step and saving; a second signal ends at once\n"
-        before = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
-        with contextlib.suppress(OSError):
-            os.write(_STDERR, (before + line).encode())  # print may not be called while another print is under way
+    def _request(self, number: int, _frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+
+    def _count(self) -> None:
+        """Read the number of every signal, also of those that Python handles for others."""
+        while number := os.read(self._reader, 1):
+            if number[0] not in self._before:
+                continue
+            name = signal.Signals(number[0]).name
+            if self._seen:
+                _say(f"{name}: ended at once; what was saved before is intact")
+                os._exit(INTERRUPTED_TWICE)
+            self._seen = True
+            _say(f"{name}: stopping after this step and saving; a second signal ends at once")
+
+
+def _say(line: str) -> None:
+    before = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, f"{before}{line}\n".encode())  # print may not be called while another print is under way

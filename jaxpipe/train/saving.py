@@ -1,0 +1,90 @@
+"""When a run saves: at its checkpoint steps, and again after a save that failed.
+
+A save that fails ends nothing. It is tried again at the next step, then after 1, 2, 4, … more steps: every try copies the
+arrays to the host, so a disk that stays full costs few copies, and one that is full for n steps puts at most about 2n at risk.
+While steps are being skipped, saves wait for one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.stage.layer import Params
+from jaxpipe.train.checkpoint import CheckpointStore
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint holds: parameters and optimizer state by layer, values that JSON has, and the evaluation loss."""
+
+    params: Mapping[str, Params]
+    optimizer: Mapping[str, Any]
+    meta: Mapping[str, Any]
+    eval_loss: float | None
+
+
+class Saving:
+    """Saves into ``store``.
+
+    Args:
+        regular: whether a step is one to save at.
+        saved: the step that the run starts from, if it is in the store, else -1.
+        warn: told, in a line, of each save that failed.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, regular: Callable[[int], bool], saved: int, warn: Callable[[str], None]
+    ) -> None:
+        self._store, self._regular, self._warn = store, regular, warn
+        self._saved = saved  # or being saved
+        self._again: int | None = None  # the step to try again at
+        self._failures = 0  # in a row
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``. Looks at the save under way, and does not wait for it."""
+        if error := self._store.poll():
+            self._failed(error, step)
+        return self._regular(step) or (self._again is not None and step >= self._again)
+
+    def put_off(self, step: int) -> None:
+        """``step`` was skipped: ask after the next one."""
+        self._again = step + 1
+
+    def save(self, step: int, content: Content) -> None:
+        """Start to save; waits for the save before this one."""
+        if self._again is None:
+            self._failures = 0
+        self._again = None
+        try:
+            self._put(step, content)
+        except CheckpointError as error:
+            self._failed(error, step)
+
+    def finish(self, step: int, content: Callable[[], Content], *, prune: bool) -> None:
+        """Bring ``step`` to the disk. ``prune``: delete what need not be kept.
+
+        Raises:
+            CheckpointError: it can't be saved, tried for a last time.
+        """
+        try:
+            if self._saved == step:
+                self._store.wait()
+                return
+        except CheckpointError as error:
+            self._failed(error, step)
+        self._put(step, content(), prune=prune)
+        self._store.wait()
+
+    def _put(self, step: int, content: Content, *, prune: bool = True) -> None:
+        params, optimizer, meta = content.params, content.optimizer, content.meta
+        self._store.save(step, params, optimizer, meta, eval_loss=content.eval_loss, prune=prune)
+        self._saved = step
+
+    def _failed(self, error: CheckpointError, step: int) -> None:
+        """Told after ``step``."""
+        wait = (2**self._failures) // 2
+        self._saved, self._again, self._failures = -1, step + wait, self._failures + 1
+        self._warn(f"warning: {error}; trying again" + (f" after step {self._again}" if wait else ""))

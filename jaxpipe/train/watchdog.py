@@ -1,0 +1,104 @@
+"""Ends a run whose step never ends: a device that hangs leaves the main thread waiting inside XLA, for good.
+
+A thread counts seconds in slices while a step is being watched, so a process that was suspended is not taken for one that
+hangs. Imports no JAX. What it ends loses no checkpoint: one half-written is ignored (:mod:`jaxpipe.train.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import statistics
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from jaxpipe.errors import JaxpipeError
+
+_FACTOR = 20
+_KEPT = 33  # steps that the usual length is the median of
+_SLICE_S = 1.0
+_LAST_WORDS_S = 30
+_STDERR = 2
+
+
+class Watchdog:
+    """Use as a context around the steps of a run; the thread that makes it is the one that runs them.
+
+    While a step is watched for longer than ``floor_s`` and than 20 times the median of the past ones, the process ends with
+    exit code 2, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
+    long, as that one compiles; nor is it while a Python debugger traces the watched thread.
+
+    Args:
+        floor_s: seconds; 0 watches nothing.
+        explain: called in another thread when the time is up, with the step: where it stands, and what to do.
+    """
+
+    def __init__(self, floor_s: float, explain: Callable[[int], str]) -> None:
+        self.limit_s = math.inf
+        self._floor_s, self._explain = floor_s, explain
+        self._watched: list[int] | None = None  # a new list each time, so that a slice belongs to one of them
+        self._lengths_s: deque[float] = deque(maxlen=_KEPT)
+        self._closed = threading.Event()
+        self._owner = threading.get_ident()
+        self._thread = threading.Thread(target=self._count, name="jaxpipe-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._floor_s > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        if self._floor_s > 0:
+            self._thread.join()
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """The block dispatches ``step`` or waits for it."""
+        before, self._watched = self._watched, [step]
+        try:
+            yield
+        finally:
+            self._watched = before and [*before]
+
+    def took(self, seconds: float) -> None:
+        """A step took so long."""
+        self._lengths_s.append(seconds)
+        self.limit_s = max(self._floor_s, _FACTOR * statistics.median(self._lengths_s))
+
+    def _count(self) -> None:
+        seen, spent_s = None, 0.0
+        slice_s = min(_SLICE_S, self._floor_s / 4)
+        while not self._closed.wait(slice_s):
+            if self._watched is not seen or seen is None or _traced(self._owner):
+                seen, spent_s = self._watched, 0.0
+                continue
+            spent_s += slice_s
+            if spent_s > self.limit_s:
+                self._end(seen[0])
+
+    def _end(self, step: int) -> None:
+        with suppress(OSError, ValueError):
+            faulthandler.dump_traceback_later(
+                _LAST_WORDS_S, exit=True, file=_STDERR
+            )  # whatever the words below wait for
+            faulthandler.dump_traceback(_STDERR)
+        said = "what it waits for is not known"
+        with suppress(JaxpipeError, OSError, RuntimeError):
+            said = self._explain(step)
+        line = f"jaxpipe: step {step} has not ended after {self.limit_s:.3g} s (run.watchdog_s): {said}\n"
+        with suppress(OSError):
+            os.write(_STDERR, line.encode())
+        os._exit(JaxpipeError.exit_code)
+
+
+def _traced(thread: int) -> bool:
+    """Whether a debugger, or another tracer, follows the thread."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_trace is None:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,55 @@
+"""The tiny GPT, going wrong in the microbatch that holds token 81 (``Q`` in text): its loss hangs, is NaN, or can't be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.stage.layer import LayerContext, Model
+from models.gpt import GPT
+
+TOKEN = 81
+
+
+def hangs(**options: Any) -> Model:
+    """Its loss never ends."""
+
+    def wait(hit: jax.Array, loss: jax.Array) -> jax.Array:
+        rounds = jax.lax.while_loop(lambda n: n >= 0, lambda n: jnp.where(hit, n, -1), jnp.where(hit, 0, 0))
+        return loss + (rounds + 1)
+
+    return _with_loss(GPT(**options), wait)
+
+
+def not_finite(**options: Any) -> Model:
+    """Its loss is NaN."""
+    return _with_loss(GPT(**options), lambda hit, loss: jnp.where(hit, jnp.nan, loss))
+
+
+def breaks(**options: Any) -> Model:
+    """Its loss raises on the host."""
+
+    def check(hit: jax.Array, loss: jax.Array) -> jax.Array:
+        return loss + jax.pure_callback(_raise_if, jax.ShapeDtypeStruct((), loss.dtype), hit)
+
+    return _with_loss(GPT(**options), check)
+
+
+def _raise_if(hit: Any) -> Any:
+    if hit:
+        raise ValueError("the sensor is on fire")
+    return jnp.float32(0)
+
+
+def _with_loss(model: Model, change: Callable[[jax.Array, jax.Array], jax.Array]) -> Model:
+    *layers, loss = model.layers
+
+    def apply(params: Any, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+        loss_sum, weight_sum = loss.apply(params, x, context)
+        return change(jnp.any(context.data["targets"] == TOKEN), loss_sum), weight_sum
+
+    return replace(model, layers=(*layers, replace(loss, apply=apply)))

@@ -280,6 +280,11 @@ def main() -> int:
         from results_table import paper_tables
 
         print(paper_tables(report))
+        if arguments.only:
+            made = [title for title in TABLES if arguments.only in title]
+            print(
+                f"\nComputed now: {', '.join(made) or 'nothing'}. All other tables are those of {RESULT.relative_to(ROOT)}."
+            )
     for cell in missed(report):
         print(f"worse than the paper by more than {TOLERANCE} points: {cell}", file=sys.stderr)
     return 0

@@ -152,11 +152,10 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        Schedule("b", one_to_one(1), 2, ((Action("F", 0, 0), Braid((Action("F", 0, 1), Action("BW", 0, 0)))),)),
         Schedule("u", one_to_one(1), 1, ((Action("F", 0, 0), Action("Sync_x", 0, 0)),)),
         Schedule("d", explicit(1, [0, 0, 0], [(0, 2), (1, 2)]), 1, ((Action("F", 0, 0),),)),
     ],
-    ids=["braid", "user op", "dag"],
+    ids=["user op", "dag"],
 )
 def test_csv_refuses_what_it_would_lose(schedule: Schedule) -> None:
     with pytest.raises(ScheduleError, match=r"CSV .* write \.sched or \.json"):
@@ -296,7 +295,13 @@ def test_bad_timeline_json(data: object, message: str) -> None:
     ("text", "message"),
     [
         ("0F0,0F1junk\n", r"x\.csv: line 1, cell 2: '0F1junk' is not an action"),
-        ("0F0,0SEND_F0\n", "cell 2: '0SEND_F0' is not an action"),
+        ("0F0,0SENT_F0\n", "cell 2: '0SENT_F0' is not an action"),
+        ("0F0,SEND_F\n", "cell 2: 'SEND_F' is not an action"),
+        ("0SEND_F0,0RECV_B0,1UNSHARD\n", "no action"),
+        ("0F0,(0F1;0B0)OVERLAP_B_F\n", r"cell 2: '\(0F1;0B0\)OVERLAP_B_F' is not an action; .*OVERLAP_F_B"),
+        ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", "cell 2: .* is not an action"),
+        ("0F0,(0B0)OVERLAP_F_B\n", "cell 2: .* is not an action"),
+        ("0F0,()OVERLAP_F_B\n", "cell 2: .* is not an action"),
         ("0F0\n1X0\n", "line 2, cell 1: '1X0'"),
         ("0f0\n", "'0f0'"),
         ("00F0\n", "'00F0'"),

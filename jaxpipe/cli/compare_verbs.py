@@ -1,42 +1,83 @@
-"""The verbs ``compare`` and ``best``: all schedule families beside each other, and the best of them within a memory limit."""
+"""The verbs ``compare`` and ``best``: all schedule families beside each other, and the best of them within a memory limit.
+
+Schedule files stand beside the families in the table, the picture and the choice.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
+    FREE_CHUNKS,
     CostChoice,
     add_braid_flag,
+    add_chunk_limit_flags,
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
     add_size_flags,
     check_limit,
+    check_same_sizes,
     check_size,
     chosen_costs,
+    chunks_are_free,
+    most_chunks,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Failure, Record, print_json, print_table
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, make, show, write_outputs
-from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, load_schedule, make, show, simulated, write_outputs
+from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 
 if TYPE_CHECKING:
-    from jaxpipe.schedule import Family
+    from collections.abc import Mapping, Sequence
+
+    from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
     from jaxpipe.schedule.explore import Candidate
-    from jaxpipe.schedule.settings import Objective, Task
+    from jaxpipe.schedule.settings import Objective, Setting, Task
 
 _PLOTS = (".svg", ".png", ".html")
 _LONGEST_REASON = 100
+_PROGRESS_S = 1.0
 
 
-def configure_compare(parser: argparse.ArgumentParser) -> None:
+def _configure(parser: argparse.ArgumentParser) -> None:
+    """What both verbs take."""
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default",
+    )
     add_size_flags(parser)
+    parser.set_defaults(ranks=None, microbatches=None)
+    add_chunk_limit_flags(parser)
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
     add_braid_flag(parser)
+
+
+def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
+    """The schedules given, by path; sets the sizes.
+
+    Raises:
+        JaxpipeError, OSError: one can't be read, is invalid, given twice, or of another size.
+    """
+    twice = next((path for k, path in enumerate(arguments.files) if path in arguments.files[:k]), None)
+    if twice is not None:
+        raise ConfigError(f"{twice!r} is given twice")
+    schedules = {path: load_schedule(path) for path in arguments.files}
+    check_same_sizes(arguments, schedules)
+    return schedules
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    _configure(parser)
     parser.add_argument(
         "--explore",
         action="store_true",
@@ -49,48 +90,82 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
-    """Every family at the same sizes, the fastest first. Flags apply to the families that take them."""
+    """Every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
     from jaxpipe.schedule import FAMILIES
 
     if arguments.plot:
         check_outputs([arguments.plot], _PLOTS, "--plot")
     costs = chosen_costs(arguments)
+    files = _files(arguments)
+    most = most_chunks(arguments, costs)
     row = _best_row if arguments.explore else _row
-    entries = [row(family, arguments, costs) for family in FAMILIES.values()]
+    entries = [row(family, arguments, costs, most) for family in FAMILIES.values()]
+    entries += [_file_row(path, schedule, arguments, costs) for path, schedule in files.items()]
     records = [e for e in entries if isinstance(e, Record)]
     records.sort(key=lambda r: (float(f"{r.makespan:.9g}"), float(f"{r.max_span:.9g}"), r.peak))
     ordered: list[Record | Failure] = [*records, *(e for e in entries if isinstance(e, Failure))]
+    notes = _notes(arguments, costs, records, explored=arguments.explore)
     if arguments.json:
-        print_json({"schedules": [entry.json() for entry in ordered]})
+        print_json({"schedules": [entry.json() for entry in ordered], "notes": notes})
     else:
         print_table(ordered, costs.units)
-        if any(r.offloaded_share for r in records) and costs.profile is None and costs.offload_time is None:
-            print("offloads take no time here; --offload-time says how long a share's round trip is")
+        for note in notes:
+            print(note)
     if arguments.plot:
         _plot(arguments, costs, ordered)
         if not arguments.json:
             print(f"wrote {arguments.plot}")
 
 
-def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice) -> Record | Failure:
+def _notes(arguments: argparse.Namespace, costs: CostChoice, records: Sequence[Record], *, explored: bool) -> list[str]:
+    """What is free here, one line each."""
+    notes = []
+    if chunks_are_free(arguments, costs):
+        tried = f": at most {FREE_CHUNKS} a rank are tried" if explored else ""
+        notes.append(f"chunks cost nothing here{tried}; --comm prices them, --layers or --max-chunks limits them")
+    if any(r.free_copies for r in records):
+        notes.append(f"{FREE_COPIES} here, as the costs say")
+    return notes
+
+
+def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
     """The family with its defaults and the flags that it takes."""
-    chunks = arguments.chunks if "chunks" in family.options else None
+    takes = "chunks" in family.options
+    chunks = arguments.chunks if takes else None
     group = arguments.group if "group" in family.options else None
-    if costs.profile is not None and chunks is None and "chunks" in family.options:
-        chunks = max(1, costs.profile.num_stages // arguments.ranks)
-    limit = arguments.memory_limit
+    if chunks is None and takes:
+        wanted = family.default_chunks if costs.profile is None else costs.profile.num_stages // arguments.ranks
+        chunks = max(1, min(wanted, most or wanted))
+
+    def made() -> tuple[Schedule, CostProfile, Timeline]:
+        if most is not None and (chunks or family.default_chunks) > most:
+            raise ConfigError(
+                f"{family.name} has {family.default_chunks} chunks per rank, more than the {most} allowed"
+            )
+        return make(family, arguments, costs, chunks, group)
+
+    told = arguments.memory_limit if "memory_limit" in family.options else None
+    return _entry(family.name, arguments.memory_limit, made, group=group, family_limit=told)
+
+
+def _file_row(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> Record | Failure:
+    """A schedule as it was read."""
+    return _entry(schedule.name, arguments.memory_limit, lambda: simulated(schedule, arguments, costs), file=path)
+
+
+def _entry(
+    name: str, limit: float | None, made: Callable[[], tuple[Schedule, CostProfile, Timeline]], **facts: Any
+) -> Record | Failure:
+    """The record of what ``made`` simulates, or why there is none; ``facts`` of it as :meth:`Record.of` takes them."""
     record = None
     try:
-        schedule, profile, timeline = make(family, arguments, costs, chunks, group)
-        told = limit if "memory_limit" in family.options else None
+        schedule, profile, timeline = made()
         within = limit if max(timeline.peak_activations) <= (limit or 0) * (1 + 1e-9) else None
-        record = Record.of(schedule, timeline, profile, within, group=group, family_limit=told)
+        record = Record.of(schedule, timeline, profile, within, **facts)
         check_limit(timeline, limit)
     except JaxpipeError as error:
-        reason = (
-            f"needs {record.peak:g} activations, limit {limit:g}" if record else _shortened(str(error), family.name)
-        )
-        return Failure(family.name, " ".join(str(error).split()), reason, record)
+        reason = f"needs {record.peak:g} activations, limit {limit:g}" if record else _shortened(str(error), name)
+        return Failure(name, " ".join(str(error).split()), reason, record, facts.get("file"))
     return record
 
 
@@ -100,12 +175,12 @@ def _shortened(message: str, name: str) -> str:
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 2].rstrip() + " …"
 
 
-def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice) -> Record | Failure:
+def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
     """The family with the parameters that suit it best."""
     from jaxpipe.schedule.explore import best_of_family
 
     try:
-        return _record(best_of_family(family, _task(arguments, costs)), arguments.memory_limit)
+        return _record(best_of_family(family, _task(arguments, costs, most)), arguments.memory_limit)
     except JaxpipeError as error:
         text = " ".join(str(error).split())
         return Failure(family.name, text, _shortened(text, family.name))
@@ -123,7 +198,9 @@ def _record(candidate: Candidate, limit: float | None) -> Record:
     )
 
 
-def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective = "makespan") -> Task:
+def _task(
+    arguments: argparse.Namespace, costs: CostChoice, most: int | None, objective: Objective = "makespan"
+) -> Task:
     from jaxpipe.schedule.settings import Task
 
     check_size(arguments.ranks, arguments.microbatches, arguments.chunks or 1)
@@ -137,6 +214,7 @@ def _task(arguments: argparse.Namespace, costs: CostChoice, objective: Objective
         offload=None if costs.offload_time is None else True,
         objective=objective,
         braid=arguments.braid,
+        max_chunks=most,
     )
 
 
@@ -144,7 +222,7 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
     from jaxpipe.plot.pareto import Point, plot_pareto
 
     points = [
-        Point(record.name, record.peak, record.bubble_rate, record is entry)
+        Point(record.label, record.peak, record.bubble_rate, record is entry)
         for entry in entries
         for record in (entry if isinstance(entry, Record) else entry.record,)
         if record is not None
@@ -156,11 +234,7 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
 
 
 def configure_best(parser: argparse.ArgumentParser) -> None:
-    add_size_flags(parser)
-    add_group_flag(parser)
-    add_cost_flags(parser)
-    add_limit_flag(parser)
-    add_braid_flag(parser)
+    _configure(parser)
     parser.add_argument(
         "--objective",
         choices=("makespan", "span"),
@@ -171,20 +245,86 @@ def configure_best(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A schedule that keeps the limit. ``setting``: the family and its parameters, or the file."""
+
+    setting: str
+    record: Record
+    schedule: Schedule
+    costs: CostProfile
+    timeline: Timeline
+
+
 def run_best(arguments: argparse.Namespace) -> None:
-    """Explore all families and their parameters, show and write the best schedule."""
-    from jaxpipe.schedule.explore import best_for
+    """Explore all families and their parameters, show and write the best schedule among these and the files."""
+    from jaxpipe.schedule.explore import order_key
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
-    best = best_for(_task(arguments, costs, arguments.objective))
-    write_outputs(arguments.output, best.schedule, best.timeline, costs)
-    record = _record(best, arguments.memory_limit)
+    files = _files(arguments)
+    most = most_chunks(arguments, costs)
+    kept = [_kept(path, schedule, arguments, costs) for path, schedule in files.items()]
+    choices = [choice for choice in kept if choice is not None]
+    try:
+        choices.insert(0, _best_family(arguments, costs, most))
+    except ScheduleError:
+        if not choices:
+            raise
+    objective = arguments.objective
+    best = min(choices, key=lambda c: order_key(objective, c.record.makespan, c.record.max_span, c.record.peak))
+    write_outputs(arguments.output, best.schedule, best.timeline, best.costs, costs)
+    notes = _notes(arguments, costs, [best.record], explored=True)
     if arguments.json:
-        print_json({**record.json(), "setting": str(best.setting)})
+        print_json({**best.record.json(), "setting": best.setting, "notes": notes})
         return
     print(f"best: {best.setting}")
-    show(arguments, record, best.timeline, costs)
+    show(arguments, best.record, best.timeline, costs)
+    for note in notes:
+        print(f"  {note}")
+
+
+def _best_family(arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> _Choice:
+    """Raises ScheduleError if no family keeps the limit."""
+    from jaxpipe.schedule.explore import best_for
+
+    found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
+    record = _record(found, arguments.memory_limit)
+    return _Choice(str(found.setting), record, found.schedule, found.costs, found.timeline)
+
+
+def _kept(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> _Choice | None:
+    """A schedule that was read, or None where a notice says why it can't be chosen."""
+    try:
+        schedule, profile, timeline = simulated(schedule, arguments, costs)
+        check_limit(timeline, arguments.memory_limit)
+    except JaxpipeError as error:
+        notice(f"{path}: not possible: {' '.join(str(error).split())}")
+        return None
+    record = Record.of(schedule, timeline, profile, arguments.memory_limit, file=path)
+    return _Choice(path, record, schedule, profile, timeline)
+
+
+class _Progress:
+    """Says on stderr, about once a second, what is tried and the best so far."""
+
+    def __init__(self) -> None:
+        from jaxpipe.schedule import FAMILIES
+
+        self.families = len(FAMILIES)
+        self.seen: set[str] = set()
+        self.tried = 0
+        self.began = self.told = time.perf_counter()
+
+    def __call__(self, setting: Setting, best: Candidate | None) -> None:
+        self.seen.add(setting.family)
+        now = time.perf_counter()
+        if now - self.told >= _PROGRESS_S:
+            self.told = now
+            found = f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
+            where = f"family {len(self.seen)} of {self.families}, {self.tried} settings tried"
+            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {found}")
+        self.tried += 1
 
 
 COMMANDS = {

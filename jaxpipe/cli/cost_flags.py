@@ -7,7 +7,7 @@ given as ``--costs`` has an entry per stage and is used as it is.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,17 +20,22 @@ if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000
+MOST_LAYERS = MOST_RANKS * MOST_CHUNKS
+DEFAULT_SIZES = {"ranks": 4, "microbatches": 8}
+FREE_CHUNKS = 4
+"""Chunks per rank that are tried where chunks cost nothing: 32 layers on 8 ranks have four."""
 
 
 def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
     """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
     note = "; must agree with the file" if from_file else ""
     group = parser.add_argument_group("sizes")
-    for flag, metavar, most, default in (
-        ("ranks", "P", MOST_RANKS, 4),
-        ("microbatches", "M", MOST_MICROBATCHES, 8),
-        ("chunks", "V", MOST_CHUNKS, None),
+    for flag, metavar, most in (
+        ("ranks", "P", MOST_RANKS),
+        ("microbatches", "M", MOST_MICROBATCHES),
+        ("chunks", "V", MOST_CHUNKS),
     ):
+        default = DEFAULT_SIZES.get(flag)
         shown = note or (f" (default {default})" if default else " per rank (default: the family's own)")
         group.add_argument(
             f"--{flag}",
@@ -39,6 +44,48 @@ def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) 
             default=None if from_file else default,
             help=f"number of {flag}{shown}",
         )
+
+
+def add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """``--layers --max-chunks``: how many chunks per rank may be tried."""
+    group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
+    group.add_argument(
+        "--layers",
+        metavar="N",
+        type=whole_number("layers", MOST_LAYERS),
+        help="layers of the model: ranks x chunks is at most this",
+    )
+    group.add_argument(
+        "--max-chunks",
+        metavar="V",
+        type=whole_number("chunks", MOST_CHUNKS),
+        help=f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)",
+    )
+
+
+def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
+    """The most chunks per rank that may be tried; None: as many as the families try by themselves.
+
+    Raises:
+        ConfigError: fewer layers than ranks, or ``--chunks`` above the limit.
+    """
+    limits = {"--max-chunks": arguments.max_chunks}
+    if arguments.layers is not None:
+        if arguments.layers < arguments.ranks:
+            raise ConfigError(
+                f"--layers {arguments.layers} can't be spread over {arguments.ranks} ranks; lower --ranks"
+            )
+        limits["--layers"] = arguments.layers // arguments.ranks
+    most, flag = min(((limit, flag) for flag, limit in limits.items() if limit is not None), default=(None, ""))
+    if most is not None and arguments.chunks is not None and arguments.chunks > most:
+        raise ConfigError(f"--chunks {arguments.chunks} contradicts {flag}, which allows {most} per rank")
+    return FREE_CHUNKS if most is None and chunks_are_free(arguments, costs) else most
+
+
+def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
+    """Whether nothing that was said keeps chunks from being as many as possible: no transfer time, no limit, no profile."""
+    said = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
+    return not costs.comm and all(x is None for x in said)
 
 
 def add_group_flag(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +117,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         "--offload-time",
         metavar="T",
         type=amount("offload time"),
-        help="time to copy a share's activations to the host and back (default 0)",
+        help="time to copy a share's activations to the host and back (0: none); without it nothing may offload",
     )
     group.add_argument(
         "--host-link",
@@ -117,7 +164,7 @@ def add_limit_flag(parser: argparse.ArgumentParser) -> None:
 class CostChoice:
     """The costs asked for: a profile read from ``path``, or uniform ones.
 
-    ``offload_time``: None where nothing was said about the host link; copies then take no time.
+    ``offload_time``: None where nothing was said about the host link; see :func:`check_copies`.
     """
 
     path: str | None
@@ -142,7 +189,7 @@ class CostChoice:
         parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.cost)]
         parts += [f"transfers {self.comm:g}"] if self.comm else []
         parts += [f"TP collectives {self.tp_comm:g}"] if self.tp_comm else []
-        parts += [f"offload {self.offload_time:g}"] if self.offload_time else []
+        parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)
 
     def for_placement(self, placement: Placement, name: str) -> CostProfile:
@@ -237,6 +284,39 @@ def check_agreement(arguments: argparse.Namespace, schedule: Schedule, path: str
             raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {actual} {flag}")
 
 
+def check_same_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
+    """Set ``--ranks`` and ``--microbatches`` to those of the schedules, keyed by file, or to the defaults without any.
+
+    Raises:
+        ConfigError: files differ in them, or a flag differs from the files.
+    """
+    for flag, default in DEFAULT_SIZES.items():
+        sizes = {path: getattr(schedule, f"num_{flag}") for path, schedule in schedules.items()}
+        first, size = next(iter(sizes.items()), ("", getattr(arguments, flag) or default))
+        other = next((path for path, x in sizes.items() if x != size), None)
+        if other is not None:
+            raise ConfigError(
+                f"{first} has {size} {flag} and {other} has {sizes[other]}; compare schedules of one size"
+            )
+        if getattr(arguments, flag) not in (None, size):
+            raise ConfigError(f"--{flag} {getattr(arguments, flag)} contradicts {first}, which has {size} {flag}")
+        setattr(arguments, flag, size)
+
+
+def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:
+    """Refuse a schedule that offloads where nothing says how long that takes. ``--offload-time 0`` says it.
+
+    Raises:
+        ConfigError: names the schedule and the flag.
+    """
+    if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
+        return
+    from jaxpipe.schedule.explore import UNPRICED, offloaded_share
+
+    if offloaded_share(schedule, profile) > 0:
+        raise ConfigError(f"{schedule.name} {UNPRICED}")
+
+
 def check_limit(timeline: Timeline, limit: float | None) -> None:
     """Refuse a schedule that needs more than ``--memory-limit``.
 
@@ -255,10 +335,12 @@ def require_file(path: str) -> None:
     """Refuse a path that is not a readable file, in words.
 
     Raises:
-        ConfigError: it does not exist or is a directory.
+        ConfigError: it does not exist, is a directory or no regular file (reading a pipe could take for ever).
     """
     where = Path(path)
     if where.is_dir():
         raise ConfigError(f"{path!r} is a directory; want a file")
     if not where.exists():
         raise ConfigError(f"{path!r} does not exist")
+    if not where.is_file():
+        raise ConfigError(f"{path!r} is not a regular file; want one")

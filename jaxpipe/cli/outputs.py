@@ -34,9 +34,11 @@ def check_outputs(paths: Sequence[str], suffixes: Sequence[str], flag: str = "-o
     """Refuse paths, given as ``flag``, that can't be written.
 
     Raises:
-        ConfigError: an unknown suffix, a directory, a missing or unwritable folder, or a path given twice.
+        ConfigError: an unknown suffix, a directory, a missing or unwritable folder, a null byte, or a path given twice.
     """
     for k, path in enumerate(paths):
+        if "\0" in path:
+            raise ConfigError(f"{flag} {path!r}: a path can't hold a null byte")
         suffix = suffix_of(path)
         if suffix not in suffixes:
             raise ConfigError(

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, chosen_costs, require_file
+from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, check_copies, chosen_costs, require_file
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, add_output_flag, check_outputs, suffix_of
 from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import FREE_COPIES, copies_are_free
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def run_plot(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{len(arguments.files)} files are too many for one picture; give at most {_MOST_FILES}")
     check_outputs(arguments.output, _OUTPUTS)
     costs = chosen_costs(arguments)
-    timelines = [_timeline(path, costs) for path in arguments.files]
+    drawings = [_drawing(path, costs) for path in arguments.files]
+    timelines = [timeline for timeline, _ in drawings]
     measured = [p for p, t in zip(arguments.files, timelines, strict=True) if t.source == "measured"]
     drawn = [p for p in arguments.files if not _holds_timeline(p)]
     if measured and drawn and costs.profile is None:
@@ -49,17 +51,21 @@ def run_plot(arguments: argparse.Namespace) -> None:
             "give --costs FILE so that both share a time axis"
         )
     units: Units | None = "si" if measured or costs.profile is not None else None
+    title = arguments.title
+    if any(free for _, free in drawings):
+        title = " · ".join([title or " · ".join(dict.fromkeys(t.name for t in timelines)), FREE_COPIES])
     for path in arguments.output:
-        plot_timelines(timelines, path, title=arguments.title, units=units)
+        plot_timelines(timelines, path, title=title, units=units)
         print(f"wrote {path}")
 
 
-def _timeline(path: str, costs: CostChoice) -> Timeline:
+def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
+    """The timeline of a file, and whether its copies to the host take no time because the costs say so."""
     from jaxpipe.schedule import read_timeline, simulate
 
     require_file(path)
     if _holds_timeline(path):
-        return read_timeline(path)
+        return read_timeline(path), False
     if suffix_of(path) == ".trace.json":
         raise ConfigError(
             f"{path!r} is a trace, which is written but not read; give the schedule or {_TIMELINE_SUFFIX} file"
@@ -67,7 +73,9 @@ def _timeline(path: str, costs: CostChoice) -> Timeline:
     from jaxpipe.cli.schedule_verbs import load_schedule
 
     schedule = load_schedule(path)
-    return simulate(schedule, costs.for_placement(schedule.placement, schedule.name))
+    profile = costs.for_placement(schedule.placement, schedule.name)
+    check_copies(schedule, profile, costs)
+    return simulate(schedule, profile), copies_are_free(schedule, profile)
 
 
 def _holds_timeline(path: str) -> bool:

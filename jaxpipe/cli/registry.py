@@ -59,7 +59,8 @@ def run(argv: list[str]) -> int:
     """Run the verb that ``argv`` begins with.
 
     Raises:
-        ConfigError: no such verb or flag. Whatever the verb raises passes through.
+        ConfigError: no such verb or flag, or a module of ``--import`` can't be imported. Whatever the verb raises passes
+            through.
         SystemExit: after ``--help``.
     """
     if argv and argv[0] in ("-h", "--help", "help"):
@@ -79,7 +80,21 @@ def run(argv: list[str]) -> int:
     command: Command = importlib.import_module(verb.module).COMMANDS[verb.name]
     parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
     command.configure(parser)
-    return command.run(parser.parse(argv[1:])) or 0
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import a module that registers schedule families or ops, also from the working directory (repeatable)",
+    )
+    arguments = parser.parse(argv[1:])
+    if arguments.imports:
+        from jaxpipe.schedule.plugins import import_module
+
+        for module in arguments.imports:
+            import_module(module)
+    return command.run(arguments) or 0
 
 
 def overview() -> str:

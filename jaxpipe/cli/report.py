@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
 
 
+_SAME = 1e-9
 _MOST_STEPS = 400
 _MOST_RANKS = 16
+_FINER = (3, 2, 1)  # columns that the shortest action gets in a rounded picture, the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,9 @@ class Record:
     ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none.
     ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
     ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
-    was told, where it takes them.
+    was told, where it takes them. ``rank_shares``: what one activation is on each rank, its residuals of one microbatch in the
+    unit of the costs. ``free_copies``: whether it offloads and that takes no time. ``file``: where the schedule was read, if it
+    was.
     """
 
     name: str
@@ -47,6 +52,9 @@ class Record:
     group: int | None
     family_limit: float | None
     tp_exposed_s: tuple[float, ...] = ()
+    rank_shares: tuple[float, ...] = ()
+    free_copies: bool = False
+    file: str | None = None
 
     @classmethod
     def of(
@@ -58,8 +66,10 @@ class Record:
         *,
         group: int | None = None,
         family_limit: float | None = None,
+        file: str | None = None,
     ) -> Record:
         from jaxpipe.schedule.explore import bounds_within, offloaded_share
+        from jaxpipe.schedule.memory import rank_share
 
         offloaded = offloaded_share(schedule, costs)
         makespan, span = bounds_within(
@@ -82,10 +92,18 @@ class Record:
             group=group,
             family_limit=family_limit,
             tp_exposed_s=tuple(timeline.tp_exposed_s),
+            rank_shares=tuple(rank_share(schedule.placement, costs, rank, 0) for rank in range(schedule.num_ranks)),
+            free_copies=copies_are_free(schedule, costs),
+            file=file,
         )
 
     def json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+    @property
+    def label(self) -> str:
+        """What a table and a picture call it."""
+        return self.file or self.name
 
     @property
     def peak(self) -> float:
@@ -117,16 +135,37 @@ def _above(value: float, bound: float) -> str:
 class Failure:
     """A family that can't be had at these sizes: ``error`` says why at length, ``reason`` in a few words.
 
-    ``record``: what it would take, where it is only the memory limit that forbids it.
+    ``record``: what it would take, where it is only the memory limit that forbids it. ``file``: as in :class:`Record`.
     """
 
     name: str
     error: str
     reason: str
     record: Record | None = None
+    file: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.file or self.name
 
     def json(self) -> dict[str, Any]:
-        return {"name": self.name, "error": self.error, "reason": self.reason}
+        said = {"name": self.name, "error": self.error, "reason": self.reason}
+        return said if self.file is None else {**said, "file": self.file}
+
+
+def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
+    """Whether the schedule copies to the host, and that takes no time under these costs."""
+    from jaxpipe.schedule.explore import offloaded_share
+
+    return not any(costs.offload_s) and not any(costs.load_s) and offloaded_share(schedule, costs) > 0
+
+
+FREE_COPIES = "copies to the host take no time"
+
+
+def notice(text: str) -> None:
+    """A line on stderr, where it never mixes with results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_json(document: object) -> None:
@@ -141,18 +180,27 @@ def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
     span, span_bound = time.show(record.max_span), time.show(record.span_lower_bound)
     rows = [
         ("makespan", f"{time.show(record.makespan)}"),
-        ("lower bound", f"{time.show(record.lower_bound)}{limit} (makespan is {record.above_bound} above)"),
+        (
+            "lower bound",
+            f"{time.show(record.lower_bound)} of its placement{limit} (makespan is {record.above_bound} above)",
+        ),
         ("longest rank span", f"{span} (lower bound {span_bound}, {record.span_above_bound} above)"),
         ("bubble", f"{record.bubble_rate:.1%}, by longest span {record.span_bubble_rate:.1%}"),
         ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
     ]
+    largest = max(record.rank_shares)
+    if largest > min(record.rank_shares) * (1 + _SAME):
+        memory = memory_scale(largest, units)
+        each = _each([x * memory.factor for x in record.rank_shares])
+        rows.append(("", f"each rank counts in its own share of a microbatch: {each} {memory.name}".rstrip()))
     if record.tp_exposed_s:
         longest = time.show(max(record.tp_exposed_s))
         rows.append(
             ("TP exposed", f"{record.tp_exposed:.1%} of all time, part of the bubble (at most {longest} on a rank)")
         )
     if record.offloaded_share:
-        rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations"))
+        free = f"; {FREE_COPIES}" if record.free_copies else ""
+        rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations{free}"))
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         rows.append(("peak memory", f"{memory_scale(most, units).show(most)} on the fullest rank"))
@@ -178,7 +226,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
     time = time_scale(max((r.makespan for r in records), default=0.0), units)
     best = {id(r) for r in front(records)}
     columns: list[tuple[str, list[str]]] = [
-        ("schedule", [r.name for r in records]),
+        ("schedule", [r.label for r in records]),
         ("chunks", [str(r.chunks) for r in records]),
         ("group", ["" if r.group is None else str(r.group) for r in records]),
         ("limit", ["" if r.family_limit is None else number(r.family_limit) for r in records]),
@@ -193,7 +241,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
         ("front", ["*" if id(r) in best else "" for r in records]),
     ]
     failures = [e for e in entries if isinstance(e, Failure)]
-    names = max((len(e.name) for e in entries), default=0)
+    names = max((len(e.label) for e in entries), default=0)
     if records:
         shown = [(head, cells) for head, cells in columns if any(cells)]
         widths = [max(len(head), *map(len, cells)) for head, cells in shown]
@@ -202,7 +250,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
             aligned = (x.ljust(w) if k == 0 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
             print("  ".join(aligned).rstrip())
     for failure in failures:
-        print(f"{failure.name:<{names}}  not possible: {failure.reason}")
+        print(f"{failure.label:<{names}}  not possible: {failure.reason}")
 
 
 def front(records: Sequence[Record]) -> list[Record]:
@@ -218,18 +266,28 @@ def _rounded(x: float) -> float:
     return float(f"{x:.9g}")
 
 
-def sketch(timeline: Timeline, width: int) -> str | None:
-    """The timeline as text (:func:`jaxpipe.schedule.picture.draw`), or None if it doesn't fit in ``width`` columns."""
+def sketch(timeline: Timeline, width: int, units: Units) -> str:
+    """The timeline as text (:func:`jaxpipe.schedule.picture.draw`) in at most ``width`` columns: exactly where its times have a
+    common step, else with times rounded, which its last line says. A line that says how to draw it where it does not fit."""
     from jaxpipe.schedule.picture import draw
 
-    if timeline.num_ranks > _MOST_RANKS:
-        return None
+    too_large = "  (too large for a picture here; -o x.svg draws it)"
     events = [e for e in timeline.events if e.lane == "compute"]
+    if not events or timeline.num_ranks > _MOST_RANKS or len(events) > width * timeline.num_ranks:
+        return too_large
     step = _common_step([t for e in events for t in (e.start_s, e.end_s)])
-    if step is None:
-        return None
-    picture = draw(timeline, step)
-    return picture if max(map(len, picture.splitlines())) <= width else None
+    if step is not None and _fits(picture := draw(timeline, step), width):
+        return picture
+    shortest = min((e.end_s - e.start_s for e in events if e.end_s > e.start_s), default=0.0)
+    for parts in _FINER if shortest > 0 else ():
+        picture = draw(timeline, shortest / parts)
+        if _fits(picture, width):
+            return f"{picture}\n  (times rounded to multiples of {time_scale(shortest, units).show(shortest / parts)})"
+    return too_large
+
+
+def _fits(picture: str, width: int) -> bool:
+    return max(map(len, picture.splitlines())) <= width
 
 
 def _common_step(times: Sequence[float]) -> float | None:

@@ -15,6 +15,7 @@ from jaxpipe.cli.cost_flags import (
     add_limit_flag,
     add_size_flags,
     check_agreement,
+    check_copies,
     check_limit,
     check_size,
     chosen_costs,
@@ -23,8 +24,9 @@ from jaxpipe.cli.cost_flags import (
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parser import amount, closest
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Record, print_json, print_summary, sketch
+from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, print_json, print_summary, sketch
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.plot.units import number, time_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,9 +86,10 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         from jaxpipe.schedule.passes import offload
 
         offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
+        check_copies(offloaded.schedule, profile, costs)
         schedule, timeline = offloaded.schedule, simulate(offloaded.schedule, profile)
     check_limit(timeline, arguments.memory_limit)
-    write_outputs(arguments.output, schedule, timeline, costs)
+    write_outputs(arguments.output, schedule, timeline, profile, costs)
     limit = arguments.memory_limit
     told = limit if "memory_limit" in family.options else None
     record = Record.of(schedule, timeline, profile, limit, group=arguments.group, family_limit=told)
@@ -95,10 +98,15 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     show(arguments, record, timeline, costs)
 
 
+_FILE_RULES = (
+    "A .sched file may hold 'rank N: F0.0 BW0.0 ...' lines only. A row is the order in which a rank issues; a copy to the host "
+    "or back (O, L) starts once the compute slot before it in its row has ended, so an O belongs right behind its F."
+)
+
+
 def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's compute-only format)"
-    )
+    parser.epilog = _FILE_RULES
+    parser.add_argument("file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's formats)")
     add_size_flags(parser, from_file=True)
     add_cost_flags(parser)
     add_limit_flag(parser)
@@ -109,23 +117,18 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 def run_simulate(arguments: argparse.Namespace) -> None:
     """Read, check and simulate one schedule file."""
-    from jaxpipe.schedule import simulate
-
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     schedule = load_schedule(arguments.file)
     check_agreement(arguments, schedule, arguments.file)
-    profile = costs.for_placement(schedule.placement, schedule.name)
-    if arguments.braid:
-        schedule = braided(schedule, profile, arguments.memory_limit)
-    timeline = simulate(schedule, profile)
+    schedule, profile, timeline = simulated(schedule, arguments, costs)
     check_limit(timeline, arguments.memory_limit)
-    write_outputs(arguments.output, schedule, timeline, costs)
+    write_outputs(arguments.output, schedule, timeline, profile, costs)
     show(arguments, Record.of(schedule, timeline, profile, arguments.memory_limit), timeline, costs)
 
 
 def load_schedule(path: str) -> Schedule:
-    """Read and check a schedule file.
+    """Read and check a schedule file; a notice says what of it was left out.
 
     Raises:
         JaxpipeError, OSError: it can't be read, or breaks a rule; the message begins with the path.
@@ -133,12 +136,52 @@ def load_schedule(path: str) -> Schedule:
     from jaxpipe.schedule import check_schedule, read_schedule
 
     require_file(path)
-    schedule = read_schedule(path)
+    schedule = read_schedule(path, notice)
     try:
         check_schedule(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.problems) from None
     return schedule
+
+
+def simulated(
+    schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
+) -> tuple[Schedule, CostProfile, Timeline]:
+    """A schedule that was read, braided if asked for, with its costs and timeline. A notice names an O that stands too late.
+
+    Raises:
+        JaxpipeError: costs for another number of stages, or none for its copies to the host.
+    """
+    from jaxpipe.schedule import simulate
+
+    profile = costs.for_placement(schedule.placement, schedule.name)
+    check_copies(schedule, profile, costs)
+    if arguments.braid:
+        schedule = braided(schedule, profile, arguments.memory_limit)
+    timeline = simulate(schedule, profile)
+    _warn_of_late_offloads(schedule, profile, timeline, costs)
+    return schedule, profile, timeline
+
+
+def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
+    from jaxpipe.schedule.passes.prompt_offloads import late_offload
+
+    found = late_offload(schedule, profile, timeline)
+    if found is None:
+        return
+    time = time_scale(timeline.makespan, costs.units)
+    shorter = found.timeline.makespan < timeline.makespan * (1 - 1e-9)
+    more = f" (and {found.others} more likewise)" if found.others else ""
+    peaks = [number(max(t.peak_activations)) for t in (found.timeline, timeline)]
+    gain = (
+        f"the makespan is {time.show(found.timeline.makespan)}, not {time.show(timeline.makespan)}"
+        if shorter
+        else f"the peak is {peaks[0]} activations, not {peaks[1]}"
+    )
+    notice(
+        f"warning: {schedule.name}: {found.action} on rank {found.rank} stands behind {found.after} and so waits for its end; "
+        f"right behind {found.source}{more} {gain}"
+    )
 
 
 def _family(name: str) -> Family:
@@ -155,7 +198,8 @@ def make(
     """Generate and simulate one family with the flags it takes; its peak is not checked.
 
     Raises:
-        JaxpipeError: a flag it does not take, a size it does not work for, or costs for another number of stages.
+        JaxpipeError: a flag it does not take, a size it does not work for, costs for another number of stages, or none for its
+            copies to the host.
     """
     from jaxpipe.schedule import generate, simulate
 
@@ -175,6 +219,7 @@ def make(
         memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
         group=group,
     )
+    check_copies(schedule, profile, costs)
     if arguments.braid:
         schedule = braided(schedule, profile, arguments.memory_limit)
     return schedule, profile, simulate(schedule, profile)
@@ -187,13 +232,16 @@ def braided(schedule: Schedule, costs: CostProfile, memory_limit: float | None) 
     return braid(schedule, costs, memory_limit=float("inf") if memory_limit is None else memory_limit)
 
 
-def write_outputs(paths: Sequence[str], schedule: Schedule, timeline: Timeline, costs: CostChoice) -> None:
+def write_outputs(
+    paths: Sequence[str], schedule: Schedule, timeline: Timeline, profile: CostProfile, costs: CostChoice
+) -> None:
     """Each of ``-o``: a schedule or a picture, as its suffix says."""
     for path in paths:
         if is_picture(path):
             from jaxpipe.plot import plot_timelines
 
             title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+            title += f", {FREE_COPIES}" if copies_are_free(schedule, profile) else ""
             plot_timelines([timeline], path, title=title, units=costs.units)
         else:
             from jaxpipe.schedule import write_schedule
@@ -207,9 +255,7 @@ def show(arguments: argparse.Namespace, record: Record, timeline: Timeline, cost
         print_json(record.json())
         return
     print_summary(record, timeline, costs.units)
-    picture = sketch(timeline, _terminal_width())
-    if picture is not None:
-        print(picture)
+    print(sketch(timeline, _terminal_width(), costs.units))
     for path in arguments.output:
         print(f"  wrote {path}")
 

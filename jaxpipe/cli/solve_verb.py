@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
+    FREE_CHUNKS,
     MOST_MICROBATCHES,
     CostChoice,
     add_braid_flag,
+    add_chunk_limit_flags,
     add_cost_flags,
     add_limit_flag,
     add_size_flags,
     check_size,
     chosen_costs,
+    chunks_are_free,
+    most_chunks,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Record, print_json
+from jaxpipe.cli.report import Record, notice, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
 from jaxpipe.errors import ConfigError, ScheduleError
 
@@ -32,11 +36,15 @@ _MOST_WORKERS = 256
 _MOST_SEEDS = 2**31 - 1
 _MOST_ACTIONS = 200_000
 _MOST_PAIRS = 2_048  # pairs of stage and microbatch up to which many chunks are tried
+_FREE_CHUNKS = (
+    f"chunks cost nothing here: at most {FREE_CHUNKS} a rank are tried; --comm prices them, --layers limits them"
+)
 _PLACEMENTS = ("auto", "one-to-one", "circular", "v", "wave", "bidirectional")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser)
+    add_chunk_limit_flags(parser)
     parser.add_argument(
         "--placement",
         choices=_PLACEMENTS,
@@ -85,34 +93,52 @@ def run(arguments: argparse.Namespace) -> None:
     tasks = _tasks(arguments, costs)
     options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
     solution = solve_cached(
-        tasks, options, _progress, use_cache=not (arguments.no_cache or arguments.reproducible), notice=_notice
+        tasks, options, _progress, use_cache=not (arguments.no_cache or arguments.reproducible), notice=notice
     )
     for failure in solution.failures:
-        _notice(f"part of the search failed: {failure}")
+        notice(f"part of the search failed: {failure}")
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
     schedule, timeline = solution.schedule, solution.timeline
     if any(profile.tp_comm_s):
         schedule = braided(schedule, profile, arguments.memory_limit) if arguments.braid else schedule
         timeline = simulate(schedule, profile)
-    write_outputs(arguments.output, schedule, timeline, costs)
-    record = Record.of(schedule, timeline, profile, arguments.memory_limit)
+    write_outputs(arguments.output, schedule, timeline, profile, costs)
+    record = _with_proof(Record.of(schedule, timeline, profile, arguments.memory_limit), solution)
+    notes = [_FREE_CHUNKS] if tasks[1:] and chunks_are_free(arguments, costs) else []
     if arguments.json:
-        print_json({**record.json(), **_facts(solution)})
+        tried = [{"placement": t.placement.kind, "chunks": t.placement.num_chunks} for t in tasks]
+        print_json({**record.json(), **_facts(solution), "placements": tried, "notes": notes})
         return
-    print(_headline(solution))
+    print(_headline(solution, len(tasks)))
     show(arguments, record, timeline, costs)
+    for note in notes:
+        print(f"  {note}")
+
+
+def _with_proof(record: Record, solution: Solution) -> Record:
+    """``record`` with what the search proved for its placement; it searched without braids, so only where none can be."""
+    if record.tp_exposed_s:
+        return record
+    proven = solution.placement_bound
+    if solution.task.objective == "span":
+        return replace(record, span_lower_bound=max(record.span_lower_bound, proven))
+    return replace(record, lower_bound=max(record.lower_bound, proven))
 
 
 def _progress(progress: Progress, _schedule: Schedule | None) -> None:
     bound = f"bound {progress.lower_bound:.6g}  gap {progress.gap:.2%}"
-    print(f"{progress.wall_s:7.1f} s  {progress.value:.6g}  {bound}  {progress.source}", file=sys.stderr, flush=True)
+    notice(f"{progress.wall_s:7.1f} s  {progress.value:.6g}  {bound}  {progress.source}")
 
 
-def _notice(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _headline(solution: Solution) -> str:
+def _headline(solution: Solution, placements: int) -> str:
+    """Both bounds by name: of all placements that were tried, and, where it is another, of the one that was found."""
+    kind = solution.task.placement.kind
+    where = f" of all {placements} placements tried" if placements > 1 else ""
+    own = ""
+    if solution.status != "optimal" and solution.optimal_in_placement:
+        own = f"; optimal in its placement ({kind})"
+    elif solution.placement_bound > solution.lower_bound:
+        own = f"; lower bound {solution.placement_bound:.6g} in its placement ({kind})"
     family = ""
     if solution.family is not None:
         name, seconds = solution.family
@@ -120,19 +146,23 @@ def _headline(solution: Solution) -> str:
         if seconds > solution.value * (1 + 1e-9):
             family += f" ({seconds / solution.value - 1:.1%} longer)"
     return (
-        f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}, "
-        f"gap {solution.gap:.2%}, {solution.status} after {solution.wall_s:.1f} s{family}"
+        f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}{where}, "
+        f"gap {solution.gap:.2%}, {solution.status} after {solution.wall_s:.1f} s{own}{family}"
     )
 
 
 def _facts(solution: Solution) -> dict[str, Any]:
-    """What ``--json`` says beyond the keys of ``schedule --json``."""
+    """What ``--json`` says beyond the keys of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
+    tried, ``placement_bound`` and ``placement_gap`` those of the placement found."""
     return {
         "objective": solution.task.objective,
         "placement": solution.task.placement.kind,
         "value": solution.value,
         "lower_bound": solution.lower_bound,
         "gap": solution.gap,
+        "placement_bound": solution.placement_bound,
+        "placement_gap": solution.placement_gap,
+        "optimal_in_placement": solution.optimal_in_placement,
         "status": solution.status,
         "wall_s": solution.wall_s,
         "first_feasible_s": solution.first_feasible_s,
@@ -149,7 +179,11 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice) -> list[SolveTask]:
     from jaxpipe.schedule.solve import SolveTask
 
     tasks = []
-    for placement in _placements(arguments, costs):
+    most = most_chunks(arguments, costs)
+    placements = [x for x in _placements(arguments, costs) if x.num_chunks <= (most or x.num_chunks)]
+    if not placements:
+        raise ConfigError(f"no placement asked for has {most} chunk(s) per rank, which --layers or --max-chunks allows")
+    for placement in placements:
         check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
         actions = 3 * placement.num_stages * arguments.microbatches
         if actions > _MOST_ACTIONS:

@@ -254,7 +254,9 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
     scale = memory_scale(highest, units)
     what = "live memory" if units == "si" else "live activations"
     who = "" if len(panels) == 1 else f" ({panels[0].timeline.source} filled, then as lines)"
-    axes.set_title(f"{what} per rank{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
+    static = max((x for p in panels for x in p.timeline.static_bytes), default=0.0)
+    rest = f" without parameters and optimizer state (up to {scale.show(static)}, counted above)" if static else ""
+    axes.set_title(f"{what} per rank{rest}{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
                    loc="left", pad=4, parse_math=False)  # fmt: skip
     _label_ranks(axes, ranks, layout.memory_row)
     for k, panel in enumerate(panels):

@@ -11,13 +11,13 @@ import html
 import io
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import number
+from jaxpipe.plot.units import number, printable
 
 SUFFIXES = (".svg", ".png", ".html")
 _WIDTH_IN, _HEIGHT_IN = 10.0, 6.4
@@ -61,6 +61,7 @@ def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit:
         raise ConfigError(f"can't draw to {str(path)!r}: its suffix is not one of {' '.join(SUFFIXES)}")
     if not points:
         raise ConfigError(f"nothing to draw to {str(path)!r}: no points were given")
+    title, points = printable(title), [replace(p, name=printable(p.name)) for p in points]
     if suffix == ".html":
         where.write_text(_page(points, title, limit, _drawn(points, "svg", title, limit, path)), encoding="utf-8")
     else:

@@ -52,6 +52,11 @@ def memory_scale(largest: float, units: Units) -> Scale:
     return Scale(1.0, "") if units == "plain" else next(s for limit, s in _BYTES if largest < limit)
 
 
+def printable(text: str) -> str:
+    """``text`` as it can be written: halves of surrogate pairs (bytes of a file name that are not UTF-8) become ``?``."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def number(x: float) -> str:
     """``x`` with at most four significant digits, never in exponent form for 1e-4 <= |x| < 1e9."""
     if x == 0:

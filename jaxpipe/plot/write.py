@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import Units, units_of
+from jaxpipe.plot.units import Units, printable, units_of
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Timeline
@@ -51,7 +52,8 @@ def plot_timelines(
     if not timelines or not any(t.events for t in timelines):
         raise ConfigError(f"nothing to draw to {str(path)!r}: there are no events in the timelines given")
     chosen = units or units_of(timelines)
-    heading = title if title is not None else " · ".join(dict.fromkeys(t.name for t in timelines))
+    timelines = [replace(t, name=printable(t.name)) for t in timelines]
+    heading = printable(title) if title is not None else " · ".join(dict.fromkeys(t.name for t in timelines))
     if suffix == ".html":
         from jaxpipe.plot.viewer import viewer_page
 

@@ -26,6 +26,7 @@ from jaxpipe.schedule.engine import run_graph
 from jaxpipe.schedule.ir import Action, OpSpec, Schedule, registered_ops
 
 _SHOWN = 40
+_MOST = 1000  # problems of completeness after which nothing more is looked for
 
 Place = tuple[int, int, int]
 """(stage, microbatch, rank)."""
@@ -46,13 +47,15 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Every problem of ``schedule``, one string each; empty for a valid schedule."""
+    """Every problem of ``schedule``, one string each; empty for a valid schedule. A list that is too long ends by saying so."""
     graph = build_graph(schedule)
     problems = list(graph.problems)
     if not graph.waits:
         return problems or [f"rows are empty: {schedule.num_stages} stages need their actions"]
     incomplete = _Incomplete(graph)
     problems += incomplete.problems
+    if len(incomplete.problems) >= _MOST:
+        return [*problems, f"{_MOST} actions are missing or done twice, and no more was looked for"]
     problems += _torn_groups(graph, incomplete.places)
     problems += _unmet(graph, incomplete.parts)
     problems += _row_order(graph)
@@ -68,6 +71,7 @@ class _Incomplete:
     """Required parts that are missing or performed more than once.
 
     ``places``: the (stage, microbatch, rank) concerned. ``parts``: (part, stage, microbatch) that are missing on some rank.
+    Collecting ends after ``_MOST`` problems.
     """
 
     def __init__(self, graph: DependencyGraph) -> None:
@@ -82,6 +86,8 @@ class _Incomplete:
     def _check(self, part: str, performers: list[str]) -> None:
         find = self.graph.slot_of
         for place in _places(self.graph.schedule):
+            if len(self.problems) >= _MOST:
+                return
             ops = [op for op in performers if find(op, *place) is not None]
             if len(ops) == 1:
                 continue

@@ -5,7 +5,8 @@ cheap families to the expensive ones. Left out without loss: one whose placement
 found, one that a closed form says is above the limit, and larger groups than one that was. What needs too much memory goes
 through the offload pass, if the costs say how long that takes. No clock decides anything: the same task, the same schedule.
 
-Not explored: mixtures of families, placements that no family uses, more than eight chunks per rank unless asked for.
+Not explored: mixtures of families, placements that no family uses, more than eight chunks per rank unless asked for. Chunks
+cost time only where transfers do: without ``max_chunks`` and with free transfers, most chunks win.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
-from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.ir import Schedule, op_spec
 from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
@@ -27,6 +28,8 @@ from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
+UNPRICED = "offloads, and the costs don't say how long that takes: give --offload-time, or offload_s and load_s"
+"""What is wrong with a schedule that copies to the host under costs without a time for it."""
 _FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
 _SLACK = 1 + 1e-9
 
@@ -49,9 +52,14 @@ class Candidate:
         object.__setattr__(self, "peak", max(self.timeline.peak_activations))
 
     def key(self, objective: Objective) -> tuple[float, float, float]:
-        """What is minimised: the objective, the other of makespan and span, the peak."""
-        times = (self.makespan, self.span) if objective == "makespan" else (self.span, self.makespan)
-        return (nine_digits(times[0]), nine_digits(times[1]), nine_digits(self.peak))
+        """What is minimised, of this candidate."""
+        return order_key(objective, self.makespan, self.span, self.peak)
+
+
+def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
+    """What is minimised: the objective, the other of makespan and span, the peak."""
+    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
+    return nine_digits(first), nine_digits(second), nine_digits(peak)
 
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
@@ -59,7 +67,7 @@ def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     moved = total = 0.0
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
-            if action.op == "O":
+            if op_spec(action.op).lane == "d2h":
                 moved += costs.offloadable_bytes[action.stage]
             elif action.op == "F":
                 total += costs.residual_bytes[action.stage]
@@ -94,12 +102,19 @@ def _offloaded(candidate: Candidate, done: Offloaded) -> Candidate:
     return Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs))
 
 
+OnTrial = Callable[[Setting, Candidate | None], None]
+"""Called with each setting before it is tried, and the best candidate so far."""
+
+
 class _Search:
     """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before."""
 
-    def __init__(self, task: Task, on_better: Callable[[Candidate], None] | None = None) -> None:
+    def __init__(
+        self, task: Task, on_better: Callable[[Candidate], None] | None = None, on_trial: OnTrial | None = None
+    ) -> None:
         self.task = task
         self.on_better = on_better
+        self.on_trial = on_trial
         self.best: Candidate | None = None
         self.reasons: list[str] = []
         self._too_large: list[Candidate] = []
@@ -124,12 +139,14 @@ class _Search:
         for candidate in (*self._promising(fast, _FAST), *self._promising(near, _NEAR)):
             if id(candidate) in reached or not self._promises(candidate):
                 continue
+            self._tell(replace(candidate.setting, offload=True))
             done = offload_pass(candidate.schedule, candidate.costs)
             reached[id(candidate)] = max(done.peak_after), candidate
             if max(done.peak_after) <= self.task.memory_limit * _SLACK:
                 self._keep(_offloaded(candidate, done))
         for _, candidate in sorted(reached.values(), key=lambda x: (nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
             if self._promises(candidate):
+                self._tell(replace(candidate.setting, offload=True))
                 done = offload_pass(candidate.schedule, candidate.costs, memory_limit=self.task.memory_limit)
                 if done.limit_met:
                     self._keep(_offloaded(candidate, done))
@@ -150,14 +167,19 @@ class _Search:
     def _key(self, candidate: Candidate) -> tuple[float, float, float]:
         return candidate.key(self.task.objective)
 
+    def _tell(self, setting: Setting) -> None:
+        if self.on_trial is not None:
+            self.on_trial(setting, self.best)
+
     def _try(self, setting: Setting) -> None:
+        self._tell(setting)
         try:
             candidate = make(setting, self.task)
         except ScheduleError as error:
             self.reasons.append(str(error))
             return
         if not self.task.may_offload(candidate.costs) and offloaded_share(candidate.schedule, candidate.costs) > 0:
-            self.reasons.append(f"{setting.family} offloads, and the costs don't say how long that takes")
+            self.reasons.append(f"{setting.family} {UNPRICED}")
             self._offloads.add(setting.family)
             return
         if candidate.peak <= self.task.memory_limit * _SLACK:
@@ -252,9 +274,16 @@ def best_of_family(family: Family, task: Task) -> Candidate:
     search = _Search(task)
     best = search.run([family])
     if best is None:
-        why = search.reasons or [f"{family.name} has no placement with as many stages as the costs"]
+        why = search.reasons or [_no_placement(family, task)]
         raise ScheduleError(why[0], why)
     return best
+
+
+def _no_placement(family: Family, task: Task) -> str:
+    chunks, most = family.default_chunks, task.max_chunks
+    if most is not None and chunks > most:
+        return f"{family.name} has {chunks} chunks per rank, more than the {most} allowed"
+    return f"{family.name} has no placement with as many stages as the costs"
 
 
 def best_schedule(
@@ -280,10 +309,10 @@ def best_schedule(
     return best_for(Task(ranks, microbatches, costs, memory_limit, chunks, group, offload, objective), families)
 
 
-def best_for(task: Task, families: Iterable[str] | None = None) -> Candidate:
-    """:func:`best_schedule` of a task."""
+def best_for(task: Task, families: Iterable[str] | None = None, on_trial: OnTrial | None = None) -> Candidate:
+    """:func:`best_schedule` of a task; ``on_trial`` is told what is tried."""
     chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    best = explore(task, chosen)
+    best = _Search(task, on_trial=on_trial).run(chosen)
     if best is None:
         raise ScheduleError(_nothing(chosen, task))
     return best

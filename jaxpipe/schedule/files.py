@@ -1,7 +1,6 @@
 """Schedules, cost profiles and timelines as files; written whole or not at all.
 
-Schedules by suffix: ``.sched`` (text), ``.json``, ``.csv`` (PyTorch's compute-only format). Cost profiles and timelines are
-JSON.
+Schedules by suffix: ``.sched`` (text), ``.json``, ``.csv`` (PyTorch's formats). Cost profiles and timelines are JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +26,10 @@ T = TypeVar("T")
 SUFFIXES = (".sched", ".json", ".csv")
 
 
-def read_schedule(path: StrPath) -> Schedule:
+def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) -> Schedule:
     """The schedule in ``path``, by suffix. Not checked: call :func:`~jaxpipe.schedule.check.check_schedule`.
+
+    ``notice``: told in one line what of the file was left out (cells of a CSV that only communicate).
 
     Raises:
         ScheduleParseError: the file can't be read, is damaged, or has another suffix.
@@ -38,8 +40,8 @@ def read_schedule(path: StrPath) -> Schedule:
     if suffix == ".sched":
         return parse_schedule(text, str(path))
     if suffix == ".csv":
-        return parse_csv(text, path.stem, str(path))
-    return _from_json(path, text, json_form.from_schedule)
+        return parse_csv(text, path.stem, str(path), notice)
+    return _from_json(path, text, partial(json_form.from_schedule, name=path.stem))
 
 
 def write_schedule(schedule: Schedule, path: StrPath) -> None:
@@ -99,7 +101,8 @@ def write_atomically(path: Path, text: str) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         temporary = Path(name)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            # a name's half of a surrogate pair is written as JSON writes it, backslash and all
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
             temporary.chmod(0o666 & ~_umask())
             temporary.replace(path)
@@ -126,6 +129,8 @@ def _suffix(path: Path, error: type[ScheduleError]) -> str:
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ScheduleParseError(f"can't read {path}: not a regular file; give the path of one")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ScheduleParseError(f"can't read {path}: {error.strerror or error}; check the path") from None
@@ -135,6 +140,8 @@ def _read(path: Path) -> str:
             f"{path}: line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
             "is this the right file? Save it as UTF-8"
         ) from None
+    except ValueError as error:  # a null byte in the path
+        raise ScheduleParseError(f"can't read {str(path)!r}: {error}; check the path") from None
 
 
 def _to_json(data: json_form.Json) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.plugins import load_installed
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.placement import Placement
@@ -118,14 +119,20 @@ def op_spec(name: str) -> OpSpec:
     Raises:
         ScheduleError: no such op.
     """
-    try:
-        return _REGISTRY[name]
-    except KeyError:
-        raise ScheduleError(f"unknown op {name!r}; known: {' '.join(sorted(_REGISTRY))}") from None
+    if not is_op(name):
+        raise ScheduleError(f"unknown op {name!r}; known: {' '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[name]
+
+
+def is_op(name: str) -> bool:
+    """Whether an op called ``name`` is registered, here or by an installed package."""
+    if name not in _REGISTRY:
+        load_installed()
+    return name in _REGISTRY
 
 
 def registered_ops() -> tuple[OpSpec, ...]:
-    """All registered ops, in order of registration."""
+    """All registered ops, in order of registration; those of installed packages once one of them was asked for."""
     return tuple(_REGISTRY.values())
 
 

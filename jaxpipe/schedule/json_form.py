@@ -1,7 +1,7 @@
 """The JSON form of schedules, placements, cost profiles and timelines.
 
 Each is an object with a ``format`` key (``jaxpipe schedule 1``); unknown and missing keys are refused. Infinity, which JSON
-lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``.
+lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``. Of a schedule, ``rows`` alone will do (:mod:`.infer`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
+from jaxpipe.schedule.infer import infer_microbatches, infer_placement
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.text import closest, parse_slot
@@ -43,10 +44,10 @@ def to_schedule(schedule: Schedule) -> Json:
     }
 
 
-def from_schedule(data: object) -> Schedule:
-    """Raises ScheduleParseError, naming the key."""
-    keys = ("format", "name", "microbatches", "placement", "rows")
-    value = _object(data, "schedule", keys, SCHEDULE_FORMAT)
+def from_schedule(data: object, name: str = "unnamed") -> Schedule:
+    """``name``: of a schedule that has none. Raises ScheduleParseError, naming the key."""
+    optional = ("name", "microbatches", "placement")
+    value = _object(data, "schedule", ("rows",), SCHEDULE_FORMAT, optional, need_format=False)
     rows = tuple(
         tuple(
             _at(f"rows[{r}][{k}]", parse_slot, _text(x, f"rows[{r}][{k}]"))
@@ -55,9 +56,9 @@ def from_schedule(data: object) -> Schedule:
         for r, row in enumerate(_list(value["rows"], "rows"))
     )
     return Schedule(
-        _text(value["name"], "name"),
-        from_placement(value["placement"]),
-        _whole(value["microbatches"], "microbatches"),
+        _text(value.get("name", name), "name"),
+        from_placement(value["placement"]) if "placement" in value else _at("rows", infer_placement, rows),
+        _whole(value["microbatches"], "microbatches") if "microbatches" in value else infer_microbatches(rows),
         rows,
     )
 

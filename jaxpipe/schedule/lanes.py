@@ -96,7 +96,7 @@ def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
         ScheduleError: the costs lack what an op takes.
     """
     seconds = [costs.seconds(op_spec(op).cost, stage) for op, stage in actions]
-    if not any(costs.tp_comm_s):
+    if not any(costs.tp_comm_s[stage] for _, stage in actions):
         return Woven(total := sum(seconds), total)
     return weave([strand(costs, op, stage) for op, stage in actions], seconds)
 

@@ -14,6 +14,7 @@ Not modelled: fragmentation, and reloads that a runtime issues before the host l
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -67,15 +68,15 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
 
 def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -> float:
     """Bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
-    return sum(costs.residual_bytes[s] for s, group in enumerate(placement.flows[flow]) if rank in group)
+    groups = placement.flows[flow]
+    return sum(costs.residual_bytes[s] for s in placement.stages_of(rank) if rank in groups[s])
 
 
 class _Grid:
-    """Deltas of every op, stage and flow as integers: ``round(bytes * scale)``, with one power of two for all."""
+    """Deltas of every op and stage as integers: ``round(bytes * scale)``, with one power of two for all."""
 
     def __init__(self, graph: DependencyGraph, costs: CostProfile) -> None:
         self.costs = costs
-        self.placement = graph.schedule.placement
         self.effects = {spec.name: spec.memory for spec in graph.ops()}
         self.temp = dict(costs.temp_bytes)
         used = {e.field for effects in self.effects.values() for e in effects}
@@ -83,11 +84,12 @@ class _Grid:
         largest = max([largest, *(max(v, default=0.0) for v in self.temp.values())])
         if costs.boundary_buffers:
             largest = max([largest, *costs.boundary_bytes])
-        self.scale = 2.0 ** (_BITS - math.frexp(largest)[1]) if largest > 0 else 1.0
+        exponent = min(_BITS - math.frexp(largest)[1], sys.float_info.max_exp - 1)
+        self.scale = 2.0**exponent if largest > 0 else 1.0
         self.unit_scale = 2.0**_BITS
 
-    def delta(self, rank: int, op: str, stage: int, flow: int) -> _Delta:
-        share = rank_share(self.placement, self.costs, rank, flow)
+    def delta(self, op: str, stage: int, share: float) -> _Delta:
+        """``share``: the unit of activations, in bytes."""
         changes = {"start": [0, 0], "end": [0, 0]}
         for effect in op_spec(op).memory:
             amount = self.costs.values(effect.field)[stage]
@@ -106,7 +108,9 @@ def _changes(
     graph: DependencyGraph, grid: _Grid, rank: int, start_s: Sequence[float], end_s: Sequence[float]
 ) -> list[tuple[float, int, int]]:
     """(time, bytes, units) of every change on ``rank``, in order of time."""
-    num_flows = graph.schedule.placement.num_flows
+    placement = graph.schedule.placement
+    num_flows = placement.num_flows
+    shares = [rank_share(placement, grid.costs, rank, flow) for flow in range(num_flows)]
     known: dict[tuple[str, int, int], _Delta] = {}
     changes: list[tuple[float, int, int]] = []
     number = graph.row_start[rank]
@@ -115,7 +119,7 @@ def _changes(
             key = (action.op, action.stage, action.microbatch % num_flows)
             delta = known.get(key)
             if delta is None:
-                delta = known[key] = grid.delta(rank, *key)
+                delta = known[key] = grid.delta(action.op, action.stage, shares[key[2]])
             start_bytes, start_units, end_bytes, end_units = delta
             if start_bytes or start_units:
                 changes.append((start_s[number], start_bytes, start_units))

@@ -10,8 +10,9 @@ Constructors: :func:`one_to_one`, :func:`circular`, :func:`v_shape`, :func:`wave
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxpipe.errors import ScheduleError
 
@@ -39,11 +40,22 @@ class Placement:
     num_ranks: int
     flows: tuple[tuple[Group, ...], ...]
     edges: Edges
+    num_chunks: int = field(init=False, repr=False, compare=False)
+    """The largest number of stages that one rank runs in one flow."""
+    _stages: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise ScheduleError(f"placement {self.kind!r}: " + "; ".join(problems), problems)
+        visits = [Counter(rank for group in flow for rank in group) for flow in self.flows]
+        object.__setattr__(self, "num_chunks", max(max(counts.values()) for counts in visits))
+        runs = {(rank, s) for flow in self.flows for s, group in enumerate(flow) for rank in group}
+        object.__setattr__(self, "_stages", _grouped(self.num_ranks, sorted(runs)))
+        object.__setattr__(self, "_before", _grouped(self.num_stages, [(b, a) for a, b in self.edges]))
+        object.__setattr__(self, "_after", _grouped(self.num_stages, self.edges))
 
     def _problems(self) -> Iterable[str]:
         if self.num_ranks < 1:
@@ -87,24 +99,19 @@ class Placement:
     def num_flows(self) -> int:
         return len(self.flows)
 
-    @property
-    def num_chunks(self) -> int:
-        """The largest number of stages that one rank runs in one flow."""
-        return max(sum(rank in group for group in flow) for flow in self.flows for rank in range(self.num_ranks))
-
     def ranks(self, stage: int, microbatch: int) -> Group:
         """The group of ranks that runs ``stage`` for ``microbatch``."""
         return self.flows[microbatch % len(self.flows)][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` runs in any flow, ascending: its chunks."""
-        return tuple(s for s in range(self.num_stages) if any(rank in flow[s] for flow in self.flows))
+        return self._stages[rank]
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
-        return tuple(a for a, b in self.edges if b == stage)
+        return self._before[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
-        return tuple(b for a, b in self.edges if a == stage)
+        return self._after[stage]
 
     def topological_order(self) -> tuple[int, ...]:
         """Stages such that every stage comes after its predecessors; ties by number."""
@@ -115,6 +122,14 @@ class Placement:
     @property
     def is_chain(self) -> bool:
         return sorted(self.edges) == list(chain(self.num_stages))
+
+
+def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Per first entry 0..n-1, the second entries of its pairs, in order."""
+    groups: list[list[int]] = [[] for _ in range(n)]
+    for key, value in pairs:
+        groups[key].append(value)
+    return tuple(map(tuple, groups))
 
 
 def _topological_order(n: int, edges: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:

@@ -119,7 +119,9 @@ class Problem:
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """The replicas on ``rank``, ascending."""
-        return tuple(k for k, r in enumerate(self.rank) if r == rank)
+        stages, mine = self.placement.num_stages, self.placement.stages_of(rank)
+        flows = range(self.placement.num_flows)
+        return tuple(k for flow in flows for s in mine if self.rank[k := flow * stages + s] == rank)
 
     def schedule(self, name: str, rows: CodeRows) -> Schedule:
         """The schedule whose rank r issues the actions ``rows[r]``."""

@@ -58,9 +58,9 @@ class Task:
 
     ``costs``: a profile, which fixes the number of stages; a function from placement to profile, which leaves it free; or
     None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
-    ``chunks``, ``group``: for the families that take them; free if None. ``offload``: whether schedules may copy activations
-    to the host; by default they may if the costs say that it takes time (a host link that takes none would hide it all).
-    ``braid``: whether the braid pass goes over every schedule.
+    ``chunks``, ``group``: for the families that take them; free if None. ``max_chunks``: the most per rank of any family.
+    ``offload``: whether schedules may copy activations to the host; by default they may if the costs say that it takes time (a
+    host link that takes none would hide it all). ``braid``: whether the braid pass goes over every schedule.
     """
 
     ranks: int
@@ -72,6 +72,7 @@ class Task:
     offload: bool | None = None
     objective: Objective = "makespan"
     braid: bool = False
+    max_chunks: int | None = None
 
     def costs_for(self, placement: Placement) -> CostProfile:
         """The profile for schedules of ``placement``.
@@ -114,11 +115,12 @@ def _chunks(family: Family, task: Task) -> Iterable[int]:
         stages = task.costs.num_stages
         candidates = {v, stages // p} if "chunks" in family.options else {v}
         return [x for x in sorted(candidates) if x >= 1 and _stages(family, p, x) == stages]
+    most = task.max_chunks or max(*CHUNKS, v)
     if "chunks" not in family.options:
-        return (v,)
+        return (v,) if v <= most else ()
     if task.chunks is not None:
         return (task.chunks,)
-    return [x for x in sorted({*CHUNKS, v}) if x == v or p * m * x <= _MOST_PAIRS]
+    return [x for x in sorted({*CHUNKS, v, most}) if x <= most and (x == v or p * m * x <= _MOST_PAIRS)]
 
 
 def _stages(family: Family, ranks: int, chunks: int) -> int | None:

@@ -14,6 +14,8 @@ Placements that a constructor makes are written by its arguments (``circular ran
 stage by stage, groups joined by ``+`` (``two-towers ranks=3 flow=0,1,0+1+2``). Edges are ``chain``, ``none`` or a list
 (``0->2 1->2``). Braided slots print as ``F3.5+BW1.2``. Names that would not survive as bare text are JSON strings. Blank lines
 and lines that start with ``#`` are skipped. ``parse_schedule(str(s)) == s``; user ops must be registered before parsing.
+
+Written by hand, the ``rank`` lines alone will do: the name is then the file's, the rest is inferred (:mod:`.infer`).
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import NoReturn, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot, registered_ops
+from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
+from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import Edges, Placement, bidirectional, chain, circular, one_to_one, v_shape, wave
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 
 FIRST_LINE = "# jaxpipe schedule 1"
-MAX_STAGES = 1_000_000
+_FEW_STAGES = 10_000  # up to which a placement may have more stages than the rows have actions
 
 _ACTION = re.compile(r"([^\W\d]+)(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank (0|[1-9][0-9]*)")
@@ -78,17 +82,6 @@ def parse_slot(token: str) -> Slot:
     Raises:
         ScheduleParseError: the token is malformed or names an op that is not registered.
     """
-    return _slot(token, frozenset(spec.name for spec in registered_ops()))
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for a near miss, else the list of what is known."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {' '.join(known)}"
-
-
-def _slot(token: str, known_ops: frozenset[str]) -> Slot:
     actions = []
     for part in token.split("+"):
         match = _ACTION.fullmatch(part)
@@ -97,13 +90,21 @@ def _slot(token: str, known_ops: frozenset[str]) -> Slot:
                 f"{_clip(part)!r} is not an action; write op, stage, '.', microbatch, for example F2.0 (braided: F3.5+BW1.2)"
             )
         op, stage, microbatch = match.groups()
-        if op not in known_ops:
+        if not is_op(op):
+            known = sorted(spec.name for spec in registered_ops())
             raise ScheduleParseError(
-                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{closest(op, sorted(known_ops))} "
-                "(register_op makes new ones)"
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{closest(op, known)} "
+                "(register_op makes new ones, --import loads them)"
             )
         actions.append(Action(op, int(stage), int(microbatch)))
     return actions[0] if len(actions) == 1 else Braid(tuple(actions))
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for a near miss, else the list of what is known."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {' '.join(known)}"
 
 
 def _clip(text: str) -> str:
@@ -147,7 +148,7 @@ def format_edges(placement: Placement) -> str:
     return " ".join(f"{a}->{b}" for a, b in placement.edges) or "none"
 
 
-def _parse_placement(text: str, edges: str, num_rows: int) -> Placement:
+def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Placement:
     """Raises ScheduleError, or ValueError for a malformed ``edges``."""
     kind, arguments = _split_kind(text)
     sizes: dict[str, int] = {}
@@ -172,7 +173,11 @@ def _parse_placement(text: str, edges: str, num_rows: int) -> Placement:
         )
     if flows:
         return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])))
+    if (stages := sizes["ranks"] * sizes.get("chunks", 1)) > max(num_slots, _FEW_STAGES) and stages <= MAX_STAGES:
+        raise ScheduleError(f"the placement has {stages} stages, but the rows hold {num_slots} actions in all")
     placement = _construct(kind, sizes)
+    if edges == "chain":
+        return placement
     return Placement(kind, placement.num_ranks, placement.flows, _parse_edges(edges, placement.num_stages))
 
 
@@ -229,14 +234,28 @@ class _Parser:
         self.lines = text.split("\n")
         self.headers: dict[str, tuple[int, str]] = {}
         self.rows: dict[int, tuple[int, str]] = {}
-        self.known_ops = frozenset(spec.name for spec in registered_ops())
 
     def schedule(self) -> Schedule:
-        self._first_line()
-        for number, raw in enumerate(self.lines[1:], start=2):
-            line = raw.rstrip("\r")
-            if line.strip() and not line.startswith("#"):
-                self._line(number, line)
+        lines = [(number, raw.rstrip("\r")) for number, raw in enumerate(self.lines, start=1)]
+        lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
+        bare = bool(lines) and _RANK.match(lines[0][1]) is not None and not self.lines[0].startswith("# jaxpipe")
+        if not bare:
+            self._first_line()
+        for number, line in lines:
+            self._line(number, line)
+        return self._bare() if bare else self._whole()
+
+    def _bare(self) -> Schedule:
+        """From ``rank`` lines alone."""
+        for number, line in self.headers.values():
+            self._fail(number, line, f"a file with a line like this one must begin with the line '{FIRST_LINE}'")
+        rows = [self._row(rank) for rank in range(len(self.rows))]
+        try:
+            return schedule_of(PurePath(self.path).stem, rows)
+        except ScheduleError as error:
+            raise ScheduleParseError(f"{self.path}: {error}", error.problems) from None
+
+    def _whole(self) -> Schedule:
         for key in _HEADERS[:3]:
             if key not in self.headers:
                 self._fail(len(self.lines), "", f"the line '{key}: …' is missing; is the file truncated?")
@@ -251,7 +270,7 @@ class _Parser:
             return
         if re.fullmatch(r"# jaxpipe schedule \d+", first):
             self._fail(1, first, f"this version of the format is not known; this jaxpipe reads '{FIRST_LINE}'")
-        self._fail(1, first, f"this is not a schedule in text form; its first line must be '{FIRST_LINE}'")
+        self._fail(1, first, f"this is not a schedule in text form; write rank lines, or '{FIRST_LINE}' first")
 
     def _line(self, number: int, line: str) -> None:
         key, colon, value = line.partition(":")
@@ -282,7 +301,8 @@ class _Parser:
         number, text = self.headers["placement"]
         edge_line, edges = self.headers.get("edges", (number, "chain"))
         try:
-            return _parse_placement(text, edges, len(self.rows))
+            num_slots = sum(len(row.split()) for _, row in self.rows.values())
+            return _parse_placement(text, edges, len(self.rows), num_slots)
         except ValueError:
             self._fail(number, text, "the kind of placement is not a JSON string; close its quotes")
         except ScheduleError as error:
@@ -299,7 +319,7 @@ class _Parser:
         row = []
         for token in text.split():
             try:
-                row.append(_slot(token, self.known_ops))
+                row.append(parse_slot(token))
             except ScheduleParseError as error:
                 at = text.index(token)
                 self._fail(number, ("…" if at > 20 else "") + text[max(0, at - 20) : at + len(token)][:80], str(error))

@@ -13,7 +13,8 @@ Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds.ranks import confine_ranks
@@ -105,24 +106,32 @@ class _Bounds:
             trips = (v.flow.round_trip[v.stage] + v.flow.backward[v.stage] for v in visits)
             spans.append(max([confined.own, *trips], default=0.0))
         if self.simple and self.placement.num_flows == 1:
-            for rank in range(self.placement.num_ranks):
-                spans[rank] = max([spans[rank], *self._through_others(rank)])
+            spans = [max(pair) for pair in zip(spans, self._through_others(), strict=True)]
         return spans
 
-    def _through_others(self, rank: int) -> Iterable[float]:
-        """A rank starts before what it feeds and ends after what feeds its backwards.
+    def _through_others(self) -> Iterator[float]:
+        """Per rank: it starts before what it feeds and ends after what feeds its backwards; −inf if it feeds no other rank.
 
         Let e's first stage be s, and let this rank run a stage a < s. The first F on e has this rank's F of stage a before it
         by at least head(s) − head(a). After the last B on e (its microbatch's B of s is not earlier), that microbatch's B and
         W of every stage of this rank below s still follow.
         """
         flow = self.ways.flows[0]
-        mine = sorted(v.stage for v in self.visits[rank])
-        rest = flow.rest_below(mine)
-        for visits, confined in zip(self.visits, self.confined, strict=True):
-            s = min(v.stage for v in visits)
-            if mine[0] < s:
-                yield flow.head[s] - flow.head[mine[0]] + confined.through + rest[s]
+        back = flow.way_back()
+        through = {visits[0].stage: x.through for visits, x in zip(self.visits, self.confined, strict=True)}
+        nothing = [-inf] * (len(back) + 1)
+        ends, ends_below = (
+            nothing.copy(),
+            nothing.copy(),
+        )  # of all e with s or more: its last B; that B's way to stage 0
+        for s in reversed(range(len(back))):
+            last = flow.head[s] + through.get(s, -inf)
+            ends[s], ends_below[s] = max(ends[s + 1], last), max(ends_below[s + 1], last + back[s])
+        for visits in self.visits:
+            rests = (
+                ends_below[v.stage + 1] - back[v.stage] + flow.backward[v.stage] - flow.passed[v.stage] for v in visits
+            )
+            yield max(ends[visits[0].stage + 1], *rests) - flow.head[visits[0].stage]
 
 
 def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:

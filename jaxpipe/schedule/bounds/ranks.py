@@ -53,21 +53,18 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
 
 
 def _residents(ways: Ways, rank: int) -> list[Resident]:
-    visits = ways.chunks(rank)
-    return [
-        _resident(ways, v, [x for x in visits if x.flow is v.flow], number) for number, v in _numbered(ways, visits)
-    ]
+    visits, found = ways.chunks(rank), []
+    for number, flow in enumerate(ways.flows):
+        mine = [v for v in visits if v.flow is flow]
+        share = sum(ways.costs.residual_bytes[v.stage] for v in mine)
+        start = min((flow.head[v.stage] for v in mine), default=0.0)
+        found += [_resident(ways, v, number, share, start) for v in mine]
+    return found
 
 
-def _numbered(ways: Ways, visits: Sequence[Visit]) -> list[tuple[int, Visit]]:
-    return [(ways.flows.index(v.flow), v) for v in visits]
-
-
-def _resident(ways: Ways, v: Visit, together: Sequence[Visit], number: int) -> Resident:
-    """``together``: the visits of the same flow on the same rank; their residuals are the rank's share."""
+def _resident(ways: Ways, v: Visit, number: int, share: float, start: float) -> Resident:
+    """``share``: residuals of all visits of the same flow on the same rank; ``start``: the first of them at its earliest."""
     flow, s, costs = v.flow, v.stage, ways.costs
-    share = sum(costs.residual_bytes[x.stage] for x in together)
-    start = min(flow.head[x.stage] for x in together)
     d2h, h2d = costs.offload_s[s], costs.load_s[s]
     return Resident(
         flow=number,

@@ -8,9 +8,8 @@ they perform F, B or W; an op that performs a forward and a backward at once wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
@@ -37,11 +36,12 @@ class Ways:
         self.counts = [len(range(k, num_microbatches, placement.num_flows)) for k in range(used)]
 
     def chunks(self, rank: int) -> list[Visit]:
+        """What ``rank`` visits, flow by flow, stages ascending."""
         return [
             Visit(s, flow, count)
             for flow, count in zip(self.flows, self.counts, strict=True)
-            for s, group in enumerate(flow.groups)
-            if rank in group
+            for s in self.placement.stages_of(rank)
+            if rank in flow.groups[s]
         ]
 
     def critical_path(self) -> float:
@@ -118,19 +118,12 @@ class Flow:
         """Seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
 
-    def rest_below(self, stages: Sequence[int]) -> list[float]:
-        """Per stage s of a chain: seconds from the end of B of s to the end of that microbatch on all ``stages`` below s."""
-        way = 0.0
-        longest = -inf
-        rest = []
-        for s in range(len(self.groups)):
-            rest.append(max(0.0, way + longest))
-            if s in stages:
-                longest = max(longest, self.backward[s] - self.passed[s] - way)
-            way += self.passed[s]
-            if s + 1 < len(self.groups):
-                way += self.hop(s + 1, s, s)
-        return rest
+    def way_back(self) -> list[float]:
+        """Per stage of a chain: seconds from the end of its B to the end of the same microbatch's B of stage 0."""
+        way = [0.0]
+        for s in range(len(self.groups) - 1):
+            way.append(way[s] + self.passed[s] + self.hop(s + 1, s, s))
+        return way
 
     def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:
         """Each boundary that moves, with its pair of ranks; an activation goes once to each rank that needs it."""

@@ -13,7 +13,7 @@ from jaxpipe.schedule.families.looped import looped_bfs, looped_dfs
 from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from jaxpipe.schedule.families.pipeoffload import pipeoffload
 from jaxpipe.schedule.families.pipeoffload_offloaded import pipeoffload_full, pipeoffload_half
-from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate
+from jaxpipe.schedule.families.registry import FAMILIES, family_named, generate, register_family
 from jaxpipe.schedule.families.v_adaptive import v_adaptive
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v, v_half, v_min
 from jaxpipe.schedule.families.v_zb import v_zb
@@ -44,6 +44,7 @@ __all__ = [
     "pipeoffload",
     "pipeoffload_full",
     "pipeoffload_half",
+    "register_family",
     "v_adaptive",
     "v_half",
     "v_min",

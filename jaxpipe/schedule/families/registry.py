@@ -1,13 +1,14 @@
 """The table of schedule families, and :func:`generate`, which makes a schedule by name.
 
-To add a family: write its file beside this one (a function and a :class:`Family` value) and list the value in ``FAMILIES``.
+To add a family to jaxpipe: write its file beside this one (a function and a :class:`Family` value) and list the value here.
+From outside: :func:`register_family`, or an entry point (:mod:`~jaxpipe.schedule.plugins`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from types import MappingProxyType
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxpipe.errors import ScheduleError
@@ -33,45 +34,84 @@ from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
 from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.plugins import load_installed
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            GPIPE,
-            ONE_F_ONE_B,
-            EAGER_ONE_F_ONE_B,
-            INTERLEAVED_ONE_F_ONE_B,
-            INTERLEAVED_LOW_MEMORY,
-            LOOPED_BFS,
-            LOOPED_DFS,
-            ZB_H1,
-            ZB_H2,
-            ZB_1P,
-            ZB_2P,
-            ZB,
-            ZB_TWO_THIRDS,
-            V_MIN,
-            V_HALF,
-            V_ZB,
-            V_ADAPTIVE,
-            ONE_F_ONE_B_V,
-            GIS,
-            GIS_G,
-            GIS_H,
-            PO,
-            PO_H,
-            PO_F,
-            ADA_OFFLOAD,
-            CHIMERA,
-            HANAYO,
-            DUALPIPE_V,
-            STP,
-            STP_MEMORY,
-            STP_OFFLOAD,
+_TABLE: dict[str, Family] = {
+    family.name: family
+    for family in (
+        GPIPE,
+        ONE_F_ONE_B,
+        EAGER_ONE_F_ONE_B,
+        INTERLEAVED_ONE_F_ONE_B,
+        INTERLEAVED_LOW_MEMORY,
+        LOOPED_BFS,
+        LOOPED_DFS,
+        ZB_H1,
+        ZB_H2,
+        ZB_1P,
+        ZB_2P,
+        ZB,
+        ZB_TWO_THIRDS,
+        V_MIN,
+        V_HALF,
+        V_ZB,
+        V_ADAPTIVE,
+        ONE_F_ONE_B_V,
+        GIS,
+        GIS_G,
+        GIS_H,
+        PO,
+        PO_H,
+        PO_F,
+        ADA_OFFLOAD,
+        CHIMERA,
+        HANAYO,
+        DUALPIPE_V,
+        STP,
+        STP_MEMORY,
+        STP_OFFLOAD,
+    )
+}
+_OPTIONS = ("chunks", "memory_limit", "group", "costs")
+_NAME = re.compile(r"[^\W_][\w+-]*")
+
+
+class _Families(Mapping[str, Family]):
+    """The table, read only. Listing it, or looking for a name it lacks, first loads what installed packages add."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in _TABLE:
+            load_installed()
+        return _TABLE[name]
+
+    def __iter__(self) -> Iterator[str]:
+        load_installed()
+        return iter(tuple(_TABLE))
+
+    def __len__(self) -> int:
+        load_installed()
+        return len(_TABLE)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
+"""All families by name: those listed here, of installed packages, and registered ones."""
+
+
+def register_family(family: Family) -> Family:
+    """Add ``family`` to :data:`FAMILIES`, where every verb and :func:`generate` find it; idempotent for an equal one.
+
+    Raises:
+        ScheduleError: its name is taken or can't be typed as one, or it has an option that nothing would give it.
+    """
+    if not _NAME.fullmatch(family.name):
+        raise ScheduleError(
+            f"family name {family.name!r}: use letters, digits, '-', '_' and '+', a letter or digit first"
         )
-    }
-)
+    if unknown := [option for option in family.options if option not in _OPTIONS]:
+        raise ScheduleError(f"family {family.name!r} has the option {unknown[0]!r}; options are {', '.join(_OPTIONS)}")
+    if _TABLE.setdefault(family.name, family) != family:
+        raise ScheduleError(f"there is a family {family.name!r} already; choose another name")
+    return family
 
 
 def family_named(name: str) -> Family:

@@ -133,6 +133,7 @@ class Board:
             self._timeline = simulate(self.schedule, task.costs)
         seconds = task.seconds(self._timeline)
         solved = self.solved or seconds <= self.lower_bound * _SLACK
+        own_bound = self.bounds[self.number]
         return Solution(
             task=task,
             schedule=self.schedule,
@@ -145,4 +146,5 @@ class Board:
             offloaded=count_offloads(self.schedule),
             family=self.family,
             failures=tuple(failures),
+            placement_bound=seconds if seconds <= own_bound * _SLACK else own_bound,
         )

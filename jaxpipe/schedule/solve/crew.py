@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.schedule.plugins import imported_modules
 from jaxpipe.schedule.solve import messages
 from jaxpipe.schedule.solve.task import SolveTask
 
@@ -38,7 +39,7 @@ class _Member:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.send({"tasks": [messages.task_out(task) for task in tasks]})
+        self.send({"tasks": [messages.task_out(task) for task in tasks], "imports": imported_modules()})
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
 

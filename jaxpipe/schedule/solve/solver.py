@@ -92,15 +92,15 @@ class _Race:
     def __init__(self, tasks: Sequence[SolveTask], options: Options, on_progress: OnProgress | None) -> None:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
-        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
         self.board = Board(tasks, [0.0] * len(tasks), on_progress)
+        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
         self.windows = 0
         self.failures: list[str] = []
 
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
-            if not self.board.solved and min(self.board.bounds) < float("inf"):
+            if not self.board.solved and min(self.board.bounds) < float("inf") and not self._late():
                 with Crew(max(1, self.options.workers), self.tasks) as crew:
                     (self._rounds if self.options.reproducible else self._freely)(crew)
         except KeyboardInterrupt:
@@ -116,6 +116,8 @@ class _Race:
         for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
             if self.board.bounds[number] == float("inf"):
                 continue
+            if self.board.schedule is not None and self._late():
+                break
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
@@ -128,6 +130,10 @@ class _Race:
             for schedule in starts:
                 if schedule.placement == task.placement:
                     self.board.offer(number, schedule, "start")
+
+    def _late(self) -> bool:
+        """Whether the time is up before any worker was started: at thousands of ranks."""
+        return not self.options.reproducible and self.board.wall_s >= self.options.time_limit_s
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 

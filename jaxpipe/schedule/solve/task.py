@@ -135,8 +135,9 @@ OnProgress = Callable[[Progress, Schedule | None], None]
 class Solution:
     """The answer to a :class:`SolveTask`.
 
-    ``timeline``: the schedule simulated under the task's costs. ``lower_bound``: of the objective's time, proven for the whole
-    problem. ``status``: ``optimal`` if the bound is reached. ``first_feasible_s``: when the first answer was there.
+    ``timeline``: the schedule simulated under the task's costs. ``lower_bound``: of the objective's time, proven for every
+    placement that was tried; ``placement_bound``: for that of ``schedule``. ``status``: ``optimal`` if the bound for all is
+    reached. ``first_feasible_s``: when the first answer was there.
     ``improvements``: every better answer, in order. ``offloaded``: number of (stage, microbatch) pairs that are offloaded.
     ``family``: the best family at this limit with its time, or None if no family fits. ``failures``: what went wrong in
     worker processes, if anything; the answer stands all the same.
@@ -153,6 +154,20 @@ class Solution:
     offloaded: int = 0
     family: tuple[str, float] | None = None
     failures: Sequence[str] = field(default_factory=tuple)
+    placement_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement_bound", max(self.placement_bound, self.lower_bound))
+
+    @property
+    def placement_gap(self) -> float:
+        """How far ``value`` may be from the least of its placement, as a fraction of that bound."""
+        return gap_of(self.value, self.placement_bound)
+
+    @property
+    def optimal_in_placement(self) -> bool:
+        """Whether no schedule of the same placement takes less time."""
+        return self.value <= self.placement_bound * _SLACK
 
     @property
     def value(self) -> float:

@@ -19,12 +19,13 @@ from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.explore import Candidate, cheap_first, explore
-from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.families import FAMILIES, family_named
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.plugins import import_module
+from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
@@ -32,6 +33,7 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
+_OPS = frozenset((*OPS, "O", "L", "S"))
 _PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
@@ -67,6 +69,8 @@ class Worker:
             message = json.loads(text)
             if "tasks" in message:
                 self.tasks = [messages.task_in(x) for x in message["tasks"]]
+                for module in message["imports"]:
+                    import_module(module)
                 continue
             error = ""
             try:
@@ -90,7 +94,8 @@ class Worker:
 
 
 def _families(task: SolveTask, job: Job, tell: Tell) -> None:
-    """Every family of the task's placement among ``names``, each that beats those before it."""
+    """Every family of the task's placement among ``names``, each that beats those before it; none with ops that the search
+    does not know."""
     limits = task.safe_limits()
     asked = Task(
         task.placement.num_ranks,
@@ -102,12 +107,14 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
     )
 
     def keep(candidate: Candidate) -> None:
-        if candidate.schedule.placement == task.placement:
+        ops = {a.op for rank in range(candidate.schedule.num_ranks) for a in candidate.schedule.actions(rank)}
+        if candidate.schedule.placement == task.placement and ops <= _OPS:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     for name in job["names"]:
+        family = family_named(name)
         with contextlib.suppress(JaxpipeError):
-            explore(asked, [FAMILIES[name]], keep)
+            explore(asked, [family], keep)
 
 
 def families_of(task: SolveTask) -> list[str]:

@@ -1,0 +1,92 @@
+"""What rows alone say of a schedule: its placement and its number of microbatches.
+
+For files that hold no more than rows: PyTorch's CSV, ``rank N:`` lines without a header, JSON with ``rows`` only. Stages are
+taken for a chain; a stage runs where its actions stand, for one flow of microbatches or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Row, Schedule
+from jaxpipe.schedule.placement import Placement, bidirectional, chain, circular, one_to_one, v_shape, wave
+
+MAX_STAGES = 1_000_000
+
+Homes = dict[int, dict[int, set[int]]]
+"""stage -> microbatch -> ranks that run it."""
+
+
+def schedule_of(name: str, rows: Sequence[Row]) -> Schedule:
+    """The schedule called ``name`` with these rows. Raises as :func:`infer_placement`."""
+    return Schedule(name, infer_placement(rows), infer_microbatches(rows), tuple(rows))
+
+
+def infer_microbatches(rows: Sequence[Row]) -> int:
+    """One more than the highest microbatch; 0 without actions."""
+    return 1 + max((a.microbatch for row in rows for slot in row for a in slot.actions), default=-1)
+
+
+def infer_placement(rows: Sequence[Row]) -> Placement:
+    """The simplest placement in which every action of rank r stands in ``rows[r]``.
+
+    Raises:
+        ScheduleError: there is no action, stage numbers have gaps, or a stage moves between ranks in no pattern that a
+            placement can say.
+    """
+    homes: Homes = {}
+    for rank, row in enumerate(rows):
+        for slot in row:
+            for action in slot.actions:
+                homes.setdefault(action.stage, {}).setdefault(action.microbatch, set()).add(rank)
+    if not homes:
+        raise ScheduleError("the rows hold no action; write one row per rank")
+    num_ranks = len(rows)
+    num_stages = len(homes)
+    gap = next((s for s in range(num_stages) if s not in homes), None)
+    if gap is not None:
+        raise ScheduleError(
+            f"stage {gap} runs nowhere, but stage {max(homes)} exists; number stages from 0 without gaps"
+        )
+    flows = _flows(homes, 1) or _flows(homes, 2)
+    if flows is None:
+        stage = next(s for s in range(num_stages) if _flows({0: homes[s]}, 1) is None)
+        ranks = sorted(set().union(*homes[stage].values()))
+        raise ScheduleError(
+            f"stage {stage} runs on ranks {', '.join(map(str, ranks))}, changing from microbatch to microbatch: "
+            "no placement fits; is an action in the wrong row?"
+        )
+    edges = chain(num_stages)
+    for known in _candidates(num_ranks, num_stages):
+        if known.flows == flows and known.edges == edges:
+            return known
+    return Placement("explicit", num_ranks, flows, edges)
+
+
+def _flows(homes: Homes, num_flows: int) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+    """Groups per flow and stage, if every stage stays with one group per flow."""
+    flows = []
+    for k in range(num_flows):
+        flow = []
+        for stage in range(len(homes)):
+            groups = {tuple(sorted(ranks)) for i, ranks in homes[stage].items() if i % num_flows == k}
+            if len(groups) != 1:
+                return None
+            flow.append(groups.pop())
+        flows.append(tuple(flow))
+    return tuple(flows)
+
+
+def _candidates(num_ranks: int, num_stages: int) -> list[Placement]:
+    chunks, rest = divmod(num_stages, num_ranks)
+    if rest or num_stages > MAX_STAGES:
+        return []
+    makers: list[Callable[[], Placement]] = []
+    if chunks == 1:
+        makers += [lambda: one_to_one(num_ranks), lambda: bidirectional(num_ranks)]
+    makers.append(lambda: circular(num_ranks, chunks))
+    if chunks == 2:
+        makers.append(lambda: v_shape(num_ranks))
+    makers.append(lambda: wave(num_ranks, chunks))
+    return [make() for make in makers]

@@ -1,0 +1,106 @@
+"""Families and ops that are not jaxpipe's: those of installed packages, and modules that register their own.
+
+A package names them as entry points, each a :class:`~jaxpipe.schedule.families.Family` or an
+:class:`~jaxpipe.schedule.ir.OpSpec`; they are looked for once, when the families are listed or a name is not known::
+
+    [project.entry-points."jaxpipe.families"]
+    lockstep = "mypackage.schedules:LOCKSTEP"
+    [project.entry-points."jaxpipe.ops"]
+    recompute = "mypackage.schedules:RECOMPUTE"
+
+A module calls ``register_family`` and ``register_op`` when it is imported: ``jaxpipe VERB … --import MODULE``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+FAMILY_GROUP, OP_GROUP = "jaxpipe.families", "jaxpipe.ops"
+
+
+@cache
+def load_installed() -> None:
+    """Register the families and ops of installed packages; the second call does nothing.
+
+    Raises:
+        ScheduleError: an entry point can't be loaded, is no family or op, or its name is taken; names the distribution.
+    """
+    from importlib.metadata import entry_points
+
+    for group in (OP_GROUP, FAMILY_GROUP):
+        for entry in entry_points(group=group):
+            try:
+                _register(entry)
+            except Exception as error:
+                package = entry.dist.name if entry.dist is not None else "an installed package"
+                raise ScheduleError(
+                    f"{package}: {group} {entry.name!r} ({entry.value}) can't be used: {_said(error)}; mend or uninstall it"
+                ) from error
+
+
+def _register(entry: EntryPoint) -> None:
+    from jaxpipe.schedule.families import Family, register_family
+    from jaxpipe.schedule.ir import OpSpec, register_op
+
+    found = entry.load()
+    if isinstance(found, OpSpec) and entry.group == OP_GROUP:
+        if found.required:
+            raise ScheduleError(
+                "an op that every schedule must have can't come from an entry point; register it yourself"
+            )
+        register_op(found)
+    elif isinstance(found, Family) and entry.group == FAMILY_GROUP:
+        register_family(found)
+    else:
+        wanted = "an OpSpec" if entry.group == OP_GROUP else "a Family"
+        raise ScheduleError(f"it is of type {type(found).__name__}; want {wanted}")
+
+
+_imported: dict[str, None] = {}
+
+
+def import_module(name: str) -> None:
+    """Import the module ``name`` from ``sys.path`` or the working directory, for what it registers.
+
+    Raises:
+        ConfigError: there is no such module, or importing it fails.
+    """
+    here = str(Path.cwd())
+    added = not {"", here} & set(sys.path)
+    if added:
+        sys.path.append(here)
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if added:
+            sys.path.remove(here)
+        raise ConfigError(f"--import {name}: {_why(name, error, here)}") from error
+    _imported[name] = None
+
+
+def imported_modules() -> tuple[str, ...]:
+    """The names given to :func:`import_module`, for processes that must know the same families."""
+    return tuple(_imported)
+
+
+def _why(name: str, error: BaseException, here: str) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return _said(error)
+    if name.endswith(".py") or "/" in name:
+        return f"give the module's name, such as {Path(name).stem}, not its file"
+    if error.name == name or name.startswith(f"{error.name}."):
+        return f"no module {error.name!r} on sys.path or in {here}"
+    return f"it imports {error.name}, which is not installed"
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, JaxpipeError) else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -244,6 +245,11 @@ def _saved(array: Any) -> Maker:
     return lambda path: np.save(path, array)
 
 
+def _headed(header: str) -> Maker:
+    """A ``.npy`` file with any text for its header."""
+    return lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
+
+
 def _write(path: Path, save: Callable[[Any, Any], None], array: Any) -> None:
     with path.open("wb") as file:
         save(file, array)
@@ -259,6 +265,13 @@ BAD_INPUT: dict[str, tuple[str, Maker, str]] = {
     "pickled npy": (
         "a.npy",
         lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+        "not a readable .npy array",
+    ),
+    "header that does not end": ("a.npy", _headed("{'shape': ((("), "not a readable .npy array"),
+    "negative size": ("a.npy", _headed("{'descr': '<i4', 'fortran_order': False, 'shape': (-1,)}"), "not a readable"),
+    "size beyond 64 bits": (
+        "a.npy",
+        _headed(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({2**70},)}}"),
         "not a readable .npy array",
     ),
     "npz called npy": ("a.npy", lambda path: _write(path, np.savez, [1]), "not a readable .npy array"),

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sysconfig
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,12 +148,14 @@ def _read_array(path: Path) -> Ids:
                     f"data {path}: holds the arrays {', '.join(names) or '(none)'}; name the token ids 'ids'"
                 )
             return np.asarray(archive["ids" if "ids" in names else names[0]])
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
+    except Exception as error:  # of NumPy's, zipfile's and zlib's readers, and of Python's tokenizer for the header
         raise DataError(
             f"data {path}: not a readable {path.suffix} array ({' '.join(str(error).split())[:120]})"
         ) from None
-    except OSError as error:
-        raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
 
 
 def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:

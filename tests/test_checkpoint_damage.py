@@ -219,6 +219,7 @@ ODD: dict[str, Callable[[dict[str, Any]], object] | str] = {
     "a layer less": lambda body: body["layers"]["params"].pop(0),
     "a leaf is null": lambda body: body["leaves"]["params"].append(None),
     "a path is text": lambda body: _leaf(body).update(path="ab"),
+    "a key is no text": lambda body: _leaf(body).update(path=[["key", "\ud800"]]),
     "a shape is text": lambda body: _leaf(body).update(shape="34"),
     "a shape is negative": lambda body: _leaf(body).update(shape=[-3, 4]),
     "a shape is huge": lambda body: _leaf(body).update(shape=[0, 10**20]),
@@ -234,6 +235,16 @@ def test_manifests_that_jaxpipe_does_not_write(saved: Path, tmp_path: Path, what
     store = damage_copy(saved, tmp_path)
     rewrite_manifest(store.path(20), ODD[what])
     assert_damage_is_seen(store, what)
+
+
+def test_a_leaf_that_is_nowhere(saved: Path, tmp_path: Path) -> None:
+    store = damage_copy(saved, tmp_path)
+    rewrite_manifest(store.path(20), lambda body: _leaf(body).update(path=[["key", "elsewhere"]]))
+    with pytest.raises(
+        CheckpointError, match=r"params: embed/elsewhere is not the array that was saved; step 10"
+    ) as info:
+        store.load(20)
+    one_line(info)
 
 
 def test_a_loss_that_is_not_finite_as_0_1_0_wrote_it(saved: Path, tmp_path: Path) -> None:
@@ -259,17 +270,21 @@ def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
         (store.directory / name / "notes.txt").write_text(name)
     for name in ("20251122", "000000030"):
         shutil.copytree(store.path(20), store.directory / name, dirs_exist_ok=True)
+    (store.directory / "20240102").write_text("a file")
+    (store.directory / "20240103").symlink_to("nowhere")
     before = {name: contents(store.directory / name) for name in foreign}
     assert store.steps() == (10, 20)
     found = store.latest_intact()
     assert (found.step, len(found.warnings)) == (20, 1)
-    assert "20251122 says that it is of step 20; it is left alone" in found.warnings[0]
+    assert "20251122 holds the checkpoint of step 20 under another number; it is left alone" in found.warnings[0]
     assert store.discard_after(20) == ()
     with store:
         for step in (30, 31, 32, 33):
             store.save(step, {}, {}, {})
     assert store.steps() == (31, 32, 33)
     assert {name: contents(store.directory / name) for name in foreign} == before
+    assert (store.directory / "20240102").read_text() == "a file"
+    assert (store.directory / "20240103").is_symlink()
     assert_same(load_params(store.directory / "20251122"), make_params(20))  # by its path it can be read
     with pytest.raises(CheckpointError, match=r"can't save step 40 in .*00000040 is in the way") as info:
         store.save(40, {}, {}, {}, wait=True)
@@ -282,7 +297,9 @@ def test_nothing_but_copies_is_no_checkpoint(saved: Path, tmp_path: Path) -> Non
         store.path(step).rename(store.directory / name)
     found = store.latest_intact()
     assert (found.step, len(found.warnings)) == (None, 2)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*it has none") as info:
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .*00000015 holds the checkpoint of step 10 under"
+    ) as info:
         store.load()
     one_line(info)
 
@@ -347,31 +364,42 @@ def test_damaged_checkpoints_are_kept_aside(saved: Path, tmp_path: Path) -> None
 # Reading while a run saves and prunes.
 
 
-def test_readers_of_the_newest_never_miss_it(tmp_path: Path) -> None:
-    tree = {f"h.{i}": {"w": np.zeros((8, 8), np.float32)} for i in range(3)}
+def check_readers(directory: Path, saves: int) -> None:
+    """Load without pause while another thread saves and keeps one checkpoint only."""
+    parts = {f"h.{i}": np.zeros((8, 8), np.float32) for i in range(3)}
     done = threading.Event()
 
     def write() -> None:
-        with CheckpointStore(tmp_path, keep_last=1) as store:
-            for step in range(1, 60):
-                store.save(step, {k: {"w": v["w"] + step} for k, v in tree.items()}, {}, {}, eval_loss=1 / step)
-        done.set()
+        try:
+            with CheckpointStore(directory, keep_last=1) as store:
+                for step in range(1, saves):
+                    store.save(step, {name: part + step for name, part in parts.items()}, {}, {}, eval_loss=1 / step)
+        finally:
+            done.set()
 
-    with CheckpointStore(tmp_path) as first:
-        first.save(0, tree, {}, {}, eval_loss=2.0)
+    save_losses(CheckpointStore(directory), {0: 2.0})
     thread = threading.Thread(target=write)
     thread.start()
-    reader, count = CheckpointStore(tmp_path), 0
+    reader, count = CheckpointStore(directory), 0
     while not done.is_set():
         found = reader.load()
         assert all((leaf == found.step).all() for leaf in jax.tree.leaves(found.params))
-        load_params(tmp_path, step="best")
-        read_manifest(tmp_path)
+        load_params(directory, step="best")
+        assert read_manifest(directory).step >= found.step
         assert reader.latest() is not None
         count += 1
     thread.join()
-    assert count > 3
-    assert reader.load().step == 59
+    assert count > saves // 50
+    assert reader.load().step == saves - 1
+
+
+def test_readers_never_miss_the_newest(tmp_path: Path) -> None:
+    check_readers(tmp_path, 60)
+
+
+@pytest.mark.soak
+def test_readers_never_miss_the_newest_often(tmp_path: Path) -> None:
+    check_readers(tmp_path, 500)
 
 
 @pytest.mark.parametrize("replaced", [False, True])

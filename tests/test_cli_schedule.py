@@ -176,8 +176,9 @@ def test_summary_for_people_with_picture(cli: Callable[..., str]) -> None:
 
 
 def test_where_no_picture_fits_a_line_says_how_to_draw_it(cli: Callable[..., str]) -> None:
-    for flags in (("--microbatches", 200), ("--ranks", 17), ("--ranks", 16, "--microbatches", 40, "--comm", 0.1)):
-        text = cli("schedule", "1f1b", *flags)
+    many = ("--ranks", 16, "--microbatches", 40, "--comm", 0.1)
+    for flags in (("--microbatches", 200), ("--ranks", 17), many, ("--cost", "1,1,1e-6")):
+        text = cli("schedule", "zb-h1", *flags)
         assert "rank 0 |" not in text
         assert "-o x.svg draws it" in text
 
@@ -194,6 +195,17 @@ def test_any_costs_have_a_picture_with_rounded_times(cli: Callable[..., str]) ->
             assert sorted(names) == sorted({f"{op}{i}" for op in {x[:-1] for x in names} for i in range(8)})
         assert re.search(r"times rounded to multiples of 0\.\d+", text)
     assert "rounded" not in cli("schedule", "1f1b")
+
+
+def test_unequal_shares_are_named(cli: Callable[..., str], tmp_path: Path) -> None:
+    """users.md 3.8: three stages on two ranks count activations in two units."""
+    rows = "rank 0: F0.0 F1.0 F0.1 F1.1 BW1.0 BW0.0 BW1.1 BW0.1\nrank 1: F2.0 F2.1 BW2.0 BW2.1\n"
+    (tmp_path / "uneven.sched").write_text(rows)
+    text = cli("simulate", tmp_path / "uneven.sched")
+    assert "peak activations   2 (by rank: 2 2)\n" in text
+    assert "each rank counts in its own share of a microbatch: 1 0.5\n" in text
+    assert json.loads(cli("simulate", tmp_path / "uneven.sched", "--json"))["rank_shares"] == [1, 0.5]
+    assert "own share" not in cli("schedule", "1f1b")
 
 
 def test_offload_of_any_family_with_its_report(cli: Callable[..., str], fails: Callable[..., str]) -> None:

@@ -92,6 +92,15 @@ def test_stp_gains_as_reported_at_tp_8(tables: ModuleType, saved: dict[str, Any]
     _within_3_points(rows)
 
 
+def test_new_tables_are_named(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paper_tables.py", "--quick", "--only", "pipeoffload table 1"])
+    assert tables.main() == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Computed now: pipeoffload table 1. All other tables are those of scripts/results/paper-tables.json."
+
+
 def test_script_imports_neither_jax_nor_numpy() -> None:
     code = "import sys; sys.path.insert(0, 'scripts'); import paper_tables; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

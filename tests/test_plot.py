@@ -10,6 +10,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,17 @@ def test_measured_svg_speaks_in_milliseconds_and_megabytes(tmp_path: Path) -> No
         "O  offload",
     ):
         assert part in text
+
+
+def test_memory_rows_say_what_they_leave_out(tmp_path: Path) -> None:
+    """The headline counts parameters and optimizer state, the rows below it don't (users.md 3.9)."""
+    timeline = measured()
+    largest = max(timeline.static_bytes)
+    plot_timelines([timeline], tmp_path / "a.svg")
+    said = f"time (ms); rows leave out parameters and optimizer state, up to {number(largest / 1e6)} MB a rank"
+    assert said in svg_text(tmp_path / "a.svg")
+    plot_timelines([replace(timeline, static_bytes=())], tmp_path / "b.svg")
+    assert "rows leave out" not in svg_text(tmp_path / "b.svg")
 
 
 def test_predicted_over_measured_share_one_figure(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,7 +14,6 @@ from hypothesis import given
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import (
     Action,
-    Braid,
     CostProfile,
     Event,
     HostLink,
@@ -24,8 +25,10 @@ from jaxpipe.schedule import (
     Timeline,
     Wait,
     bidirectional,
+    check_schedule,
     circular,
     explicit,
+    generate,
     one_to_one,
     read_costs,
     read_schedule,
@@ -114,6 +117,40 @@ def test_csv_file_is_pytorchs(tmp_path: Path) -> None:
     assert read_schedule(path).rows[0] == row
 
 
+DUAL_PIPE_V = """\
+0UNSHARD,3UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,3F0,3RECV_F1,3I0,3SEND_B0,3W0,3F1,0RECV_B0,(0F2;3B1)OVERLAP_F_B,\
+0SEND_F2,3SEND_B1,3RECV_F2,0B0,3F2,3B2,0B1,0B2,0REDUCE_GRAD,3REDUCE_GRAD,0RESHARD,3RESHARD\r
+1RECV_F0,1F0,2F0,1F1,2F1,2B0,1B0,1SEND_B0,1F2,2F2,2B1,1B1,2B2,1B2\r
+"""
+"""What PyTorch's ``_dump_csv`` writes by default, as ``_Action.__repr__`` prints it (a small schedule in DualPipeV's style)."""
+
+
+def test_csv_with_communication_is_read(tmp_path: Path) -> None:
+    """users.md 3.3: cells that only communicate are left out, which is said; OVERLAP_F_B is a braid."""
+    (tmp_path / "dual.csv").write_bytes(DUAL_PIPE_V.encode())
+    notices: list[str] = []
+    schedule = read_schedule(tmp_path / "dual.csv", notices.append)
+    check_schedule(schedule)
+    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("dual", v_shape(2), 3)
+    assert str(schedule.rows[0][6]) == "F0.2+BW3.1"
+    assert notices == [
+        f"{tmp_path / 'dual.csv'}: 17 cells left out that only communicate (RECV_B 1, RECV_F 4, REDUCE_GRAD 2, RESHARD 2, "
+        "SEND_B 3, SEND_F 3, UNSHARD 2); transfers are implied"
+    ]
+    assert read_schedule(tmp_path / "dual.csv") == schedule
+    text = format_csv(schedule)
+    assert text.splitlines()[0] == "0F0,0F1,3F0,3I0,3W0,3F1,(0F2;3B1)OVERLAP_F_B,0B0,3F2,3B2,0B1,0B2"
+    assert parse_csv(text, "dual", notice=notices.append) == schedule
+    assert len(notices) == 1
+
+
+@pytest.mark.parametrize("name", ["stp", "1f1b", "zb-h1", "dualpipe-v"])
+def test_csv_round_trip_of_families(name: str) -> None:
+    schedule = generate(name, 2, 6)
+    again = parse_csv(format_csv(schedule), schedule.name)
+    assert (again.rows, again.placement.flows) == (schedule.rows, schedule.placement.flows)
+
+
 @pytest.mark.parametrize(
     "placement", [one_to_one(3), circular(2, 2), v_shape(3), wave(2, 3), bidirectional(3)], ids=lambda p: p.kind
 )
@@ -185,6 +222,43 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def broken(**changes: object) -> dict[str, object]:
     data = to_schedule(one_f_one_b_rows(2, 2)) | changes
     return {key: value for key, value in data.items() if value is not None}
+
+
+def test_rows_alone_are_a_schedule(tmp_path: Path) -> None:
+    whole = to_schedule(one_f_one_b_rows(2, 2))
+    (tmp_path / "1f1b.json").write_text(json.dumps({"rows": whole["rows"]}))
+    assert read_schedule(tmp_path / "1f1b.json") == one_f_one_b_rows(2, 2)
+    (tmp_path / "s.json").write_text(json.dumps({"name": "mine", "microbatches": 3, "rows": whole["rows"]}))
+    assert (read_schedule(tmp_path / "s.json").name, read_schedule(tmp_path / "s.json").num_microbatches) == ("mine", 3)
+    tree = {"kind": "x", "ranks": 2, "flows": [[[0], [1]]], "edges": []}
+    (tmp_path / "s.json").write_text(json.dumps({"placement": tree, "rows": whole["rows"]}))
+    assert read_schedule(tmp_path / "s.json").placement.edges == ()
+    (tmp_path / "s.json").write_text('{"rows": [[], []]}')
+    with pytest.raises(ScheduleParseError, match="rows: the rows hold no action"):
+        read_schedule(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("suffix", [".sched", ".json"])
+def test_names_that_are_no_text_survive(tmp_path: Path, suffix: str) -> None:
+    """Half of a surrogate pair: what Python makes of a byte of a file name that is not UTF-8."""
+    schedule = replace(one_f_one_b_rows(2, 2), name="a\udcffb")
+    write_schedule(schedule, tmp_path / f"s{suffix}")
+    assert read_schedule(tmp_path / f"s{suffix}") == schedule
+    timeline = simulate(schedule, CostProfile.uniform(2))
+    write_timeline(timeline, tmp_path / "t.json")
+    assert read_timeline(tmp_path / "t.json") == timeline
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would take for ever."""
+    os.mkfifo(tmp_path / "pipe.sched")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ScheduleParseError, match="not a regular file"):
+        read_schedule(tmp_path / "pipe.sched")
+    with pytest.raises(ScheduleParseError, match="not a regular file"):
+        read_costs(tmp_path / "pipe.json")
+    with pytest.raises(ScheduleParseError, match="null byte"):
+        read_schedule("a\0b.sched")
 
 
 BAD_JSON = {

@@ -140,6 +140,41 @@ def test_comments_blank_lines_crlf_and_missing_edges_are_read() -> None:
     assert parse_schedule(text) == one_f_one_b_rows(2, 2)
 
 
+def test_rank_lines_alone_are_a_schedule() -> None:
+    """users.md 3.11: name from the file, the rest inferred as from CSV."""
+    rows = "".join(line + "\n" for line in GOLDEN.splitlines() if line.startswith("rank"))
+    for text in (rows, "\n# by hand\n" + rows, "# by hand\r\n" + rows.replace("\n", "\r\n")):
+        assert parse_schedule(text, "some/1f1b.sched") == one_f_one_b_rows(2, 2)
+    folded = parse_schedule("rank 1: F1.0 F2.0 BW2.0 BW1.0\nrank 0: F0.0 F3.0 BW3.0 BW0.0\n", "x.sched")
+    assert (folded.name, folded.placement, folded.num_microbatches) == ("x", v_shape(2), 1)
+    hosted = parse_schedule("rank 0: F0.0 O0.0 L0.0 BW0.0\n")
+    assert [str(slot) for slot in hosted.rows[0]] == ["F0.0", "O0.0", "L0.0", "BW0.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0: F0.0\nrank 2: F1.0\n", "line 2: there is no line 'rank 1: …'"),
+        (
+            "rank 0: F0.0\nname: x\n",
+            "line 2: a file with a line like this one must begin with the line '# jaxpipe schedule 1'",
+        ),
+        ("rank 0: F0.0 F0.1junk\n", r"line 1: 'F0\.1junk' is not an action"),
+        ("rank 0: F0.0\nrank 1: F2.0\n", "stage 1 runs nowhere, but stage 2 exists"),
+        ("rank 0:\n", "the rows hold no action"),
+        ("rank 0: F0.0\nrank 1:\n", "ranks 1 run no stage"),
+        ("# jaxpipe schedule 2\nrank 0: F0.0\n", "line 1: this version of the format is not known"),
+        ("# jaxpipe sched\nrank 0: F0.0\n", "line 1: this is not a schedule in text form; write rank lines, or"),
+        ("hello\nrank 0: F0.0\n", "line 1: this is not a schedule in text form; write rank lines, or"),
+    ],
+)
+def test_bad_rank_lines_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ScheduleParseError, match=message) as caught:
+        parse_schedule(text, "x.sched")
+    assert str(caught.value).startswith("x.sched: ")
+    assert "\n" not in str(caught.value)
+
+
 # Bad text.
 
 BAD_TEXT = {
@@ -172,6 +207,11 @@ BAD_TEXT = {
     "ranks and rows differ": ("ranks=2", "ranks=3", "3 ranks but there are 2 'rank' lines"),
     "empty flow": ("one-to-one ranks=2", "mine ranks=2 flow=", "is not a whole number"),
     "flow out of range": ("one-to-one ranks=2", "mine ranks=2 flow=0,2", "runs on rank 2"),
+    "more stages than actions": (
+        "one-to-one ranks=2",
+        "circular ranks=2 chunks=400000",
+        "line 4: the placement has 800000 stages, but the rows hold 8 actions in all",
+    ),
     "huge chunks": ("one-to-one ranks=2", "circular ranks=2 chunks=999999999", "more than 1000000 stages"),
     "unclosed kind": ("one-to-one ranks=2", '"one ranks=2 flow=0,1', "close its quotes"),
     "unclosed name": ("name: 1f1b", 'name: "1f1b', "line 2: write plain text or a JSON string"),

@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.solve.cache import MAX_ENTRY_BYTES, ScheduleCache, default_folder
 from jaxpipe.schedule.solve.cache_key import CrudeProblem
+from jaxpipe.schedule.solve.cached import solve_cached
 from jaxpipe.schedule.solve.task import Objective, Options, Solution, SolveTask
 from tests.schedule_strategies import gpipe_rows, one_f_one_b_rows, random_costs, random_placements, random_schedule
 
@@ -539,6 +541,43 @@ def test_a_bound_above_the_answer_is_not_believed(cache: ScheduleCache, notices:
     assert len(notices) == 1 and "bound" in notices[0]
 
 
+def test_a_bound_that_a_family_is_below_is_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: Notices
+) -> None:
+    """An entry with a checksum that matches, a poor schedule, and a bound that calls it optimal."""
+    monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path))
+    task, options = task_of(CostProfile.uniform(3), microbatches=4), Options(time_limit_s=20, workers=1)
+    poor = solved(task, gpipe_rows(3, 4))
+    assert poor.value == 18
+    path = ScheduleCache().store(replace(poor, lower_bound=18.0), options)
+    assert path is not None
+    solution = solve_cached([task], options, notice=notices.append)
+    assert (solution.value, solution.lower_bound) == (14, 14)
+    (notice,) = notices.take()
+    assert "ignored a bound: it is 18, and family" in notice
+    (entry,) = ScheduleCache().entries()
+    assert (entry.value, entry.lower_bound) == (14, 14)  # nor does it live on beside a better answer
+    again = solve_cached([task], options, notice=notices.append)
+    assert (again.value, again.improvements[-1].source, notices) == (14, "cache", [])
+
+
+def test_a_bound_that_others_can_write_is_not_believed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
+    def bound() -> float | None:
+        hit = cache.lookup(task_of())
+        assert hit is not None and hit.exact
+        return hit.lower_bound
+
+    assert bound() is not None
+    entry.chmod(0o666)
+    assert bound() is None
+    assert "other users can write it" in notices.take()[0]
+    entry.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(entry, 12345, -1)
+        with_other_owner, _ = bound(), notices.take()
+        assert with_other_owner is None
+
+
 def test_a_damaged_entry_does_not_hide_the_next(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
     schedule = replace(one_f_one_b_rows(4, 8), name="other")
     cache.store(solved(task_of(CostProfile.uniform(4, w=2)), schedule))
@@ -633,6 +672,28 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert default_folder() == tmp_path / "c" / ".cache" / "jaxpipe" / "schedules"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == tmp_path / "c" / ".cache" / "jaxpipe" / "schedules"
+
+
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder among temporary files that nobody else can enter."""
+
+    def homeless() -> Path:
+        raise RuntimeError
+
+    for name in ("JAXPIPE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"jaxpipe-{os.getuid()}"
+    assert default_folder() == own / "jaxpipe" / "schedules" == default_folder()
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)  # as if somebody had made it for us
+    other = default_folder().parent.parent
+    assert other.parent == tmp_path and other != own
+    assert other.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.symlink_to(other)
+    assert default_folder().parent.parent != own
 
 
 def age(path: Path, seconds: float) -> None:

@@ -16,7 +16,7 @@ from checkpoint_cases import rewrite_manifest, swap_arrays
 from train_runs import ROOT, config, contents, copy_run, losses, run, settings, write_text
 
 from jaxpipe.cli import main
-from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError
 from jaxpipe.train import resume, run_directory
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.config import load_config
@@ -99,12 +99,12 @@ def newest(out_dir: Path) -> Path:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a verb that must fail with one line; the line."""
+    """Run a verb that must fail with one line and the exit code of an error of ``kind``; the line."""
 
-    def call(*argv: object) -> str:
+    def call(*argv: object, kind: type[JaxpipeError] = ConfigError) -> str:
         code = main([str(a) for a in argv])
         out, err = capsys.readouterr()
-        assert code in (2, 3), out + err
+        assert code == getattr(kind, "exit_code", 2), out + err
         assert err.startswith("jaxpipe: ") and err.count("\n") == 1
         return err
 
@@ -211,7 +211,7 @@ def test_configs_that_can_not_be_used(
 ) -> None:
     rewrite_manifest(newest(copy), lambda body: change(body["meta"]))
     for verb in ("eval", "generate"):
-        refused(verb, copy, "--model", TARGET)
+        refused(verb, copy, "--model", TARGET, kind=CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_checkpoint_is_not_code(
 
     rewrite_manifest(newest(copy), name)
     for verb in ("eval", "generate"):
-        assert f"is of the model {target}, code that is not jaxpipe's" in refused(verb, copy)
+        assert f"is of the model {target}, code outside of the package models" in refused(verb, copy)
     start(text, copy)  # the model computes the same, whatever it is called there
     rewrite_manifest(newest(copy), nameless)
     with pytest.raises(CheckpointError, match="of another model"):
@@ -297,7 +297,7 @@ def test_other_data_are_refused_or_said(
     assert right["other_data"] is False
     assert succeeds(*evaluate, "--other-data")[0].splitlines()[0].endswith("× 8")
     rewrite_manifest(newest(copy), lambda body: body["meta"]["config"]["data"].update(path=str(halves)))
-    assert "not the data that step 4 was trained on" in refused(*evaluate)
+    assert "not the data that step 4 was trained on" in refused(*evaluate, kind=DataError)
     wrong = json.loads(succeeds(*evaluate, "--json", "--other-data")[0])
     assert wrong["other_data"] is True
     assert wrong["model"]["loss"] != right["model"]["loss"]
@@ -327,7 +327,7 @@ def test_going_on_leaves_what_is_not_its_own(text: Path, copy: Path, monkeypatch
     before = contents(folder / "20251122")
     (newest(copy) / "optimizer" / "_METADATA").write_text("?")
     _, printed = run(config(text, copy, *BASE, "run.eval_every=0"))
-    assert f"{folder / '20251122'} says that it is of step 4; it is left alone" in printed
+    assert f"{folder / '20251122'} holds the checkpoint of step 4 under another number; it is left alone" in printed
     assert f"the checkpoint of step 4 was set aside as {folder / '00000004.damaged'}" in printed
     assert contents(folder / "20251122") == before
     assert sorted(path.name for path in folder.iterdir()) == ["00000002", "00000004", "00000004.damaged", "20251122"]

@@ -310,19 +310,19 @@ class _Progress:
 
     def __init__(self) -> None:
         from jaxpipe.schedule import FAMILIES
+        from jaxpipe.schedule.explore import cheap_first
 
-        self.families = len(FAMILIES)
-        self.seen: set[str] = set()
-        self.tried = 0
+        self.order = {family.name: k for k, family in enumerate(cheap_first(FAMILIES.values()), start=1)}
+        self.at = self.tried = 0
         self.began = self.told = time.perf_counter()
 
     def __call__(self, setting: Setting, best: Candidate | None) -> None:
-        self.seen.add(setting.family)
+        self.at = max(self.at, self.order[setting.family])
         now = time.perf_counter()
         if now - self.told >= _PROGRESS_S:
             self.told = now
             found = f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
-            where = f"family {len(self.seen)} of {self.families}, {self.tried} settings tried"
+            where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
             notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {found}")
         self.tried += 1
 

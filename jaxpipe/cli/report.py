@@ -31,9 +31,9 @@ class Record:
     ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none.
     ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
     ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
-    was told, where it takes them. ``rank_shares``: what one activation is on each rank, its residuals of one microbatch in the
-    unit of the costs. ``free_copies``: whether it offloads and that takes no time. ``file``: where the schedule was read, if it
-    was.
+    was told, where it takes them. ``rank_shares``: what one activation is on each rank, its residuals of one microbatch (of the
+    first flow) in the unit of the costs. ``free_copies``: whether it offloads and that takes no time. ``file``: where the
+    schedule was read, if it was.
     """
 
     name: str
@@ -279,9 +279,8 @@ def sketch(timeline: Timeline, width: int, units: Units) -> str:
     if step is not None and _fits(picture := draw(timeline, step), width):
         return picture
     shortest = min((e.end_s - e.start_s for e in events if e.end_s > e.start_s), default=0.0)
-    for parts in _FINER if shortest > 0 else ():
-        picture = draw(timeline, shortest / parts)
-        if _fits(picture, width):
+    for parts in _FINER:
+        if timeline.makespan * parts <= shortest * width and _fits(picture := draw(timeline, shortest / parts), width):
             return f"{picture}\n  (times rounded to multiples of {time_scale(shortest, units).show(shortest / parts)})"
     return too_large
 

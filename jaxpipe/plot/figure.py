@@ -137,7 +137,7 @@ def _compose(figure: Any, panels: Sequence[Panel], layout: Layout, title: str, u
         rows = ranks * layout.memory_row
         axes = _axes(figure, layout, total, top - 0.72 - rows, rows)
         _draw_memory(axes, panels, layout, units, ranks)
-        _label_time(axes, layout)
+        _label_time(axes, layout, _left_out(panels, units))
 
 
 def _axes(figure: Any, layout: Layout, total: float, bottom: float, height: float) -> Any:
@@ -151,10 +151,17 @@ def _axes(figure: Any, layout: Layout, total: float, bottom: float, height: floa
     return axes
 
 
-def _label_time(axes: Any, layout: Layout) -> None:
-    axes.set_xlabel(
-        f"time ({layout.time.name})" if layout.time.name else "time (units of cost)", fontsize=8, labelpad=2
-    )
+def _label_time(axes: Any, layout: Layout, note: str = "") -> None:
+    time = f"time ({layout.time.name})" if layout.time.name else "time (units of cost)"
+    axes.set_xlabel(time + note, fontsize=8, labelpad=2)
+
+
+def _left_out(panels: Sequence[Panel], units: Units) -> str:
+    """What the headlines' bytes count and the rows of memory don't."""
+    static = max((x for p in panels for x in p.timeline.static_bytes), default=0.0)
+    if not static:
+        return ""
+    return f"; rows leave out parameters and optimizer state, up to {memory_scale(static, units).show(static)} a rank"
 
 
 def _label_ranks(axes: Any, ranks: int, row_in: float, middle: float = 0.5) -> None:
@@ -254,9 +261,7 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
     scale = memory_scale(highest, units)
     what = "live memory" if units == "si" else "live activations"
     who = "" if len(panels) == 1 else f" ({panels[0].timeline.source} filled, then as lines)"
-    static = max((x for p in panels for x in p.timeline.static_bytes), default=0.0)
-    rest = f" without parameters and optimizer state (up to {scale.show(static)}, counted above)" if static else ""
-    axes.set_title(f"{what} per rank{rest}{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
+    axes.set_title(f"{what} per rank{who}, peak at the right; full row height {scale.show(highest)}", fontsize=9,
                    loc="left", pad=4, parse_math=False)  # fmt: skip
     _label_ranks(axes, ranks, layout.memory_row)
     for k, panel in enumerate(panels):

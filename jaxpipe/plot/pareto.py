@@ -180,7 +180,12 @@ class _Labels:
         names = [p.name for p in group]
         lines = [", ".join(names[k : k + _NAMES_A_LINE]) for k in range(0, len(names), _NAMES_A_LINE)]
         on_front = any(name in self.front for name in names)
-        style = {"fontsize": _TEXT_PT, "weight": "bold" if on_front else "normal", "linespacing": 1.05}
+        style = {
+            "fontsize": _TEXT_PT,
+            "weight": "bold" if on_front else "normal",
+            "linespacing": 1.05,
+            "parse_math": False,
+        }
         colour = _FRONT if on_front else _POINT if group[0].feasible else "#7a828e"
         text = self.figure.text(0, 0, ",\n".join(lines), color=colour, va="center", ha="center", zorder=5, **style)
         box = text.get_window_extent(self.renderer)

@@ -6,6 +6,8 @@ that they can't disagree. Semantics are DESIGN.md section 4's:
 * A lane is a queue in row order: one compute lane per rank; host lanes per rank and direction, one for both directions
   where the host link is ``shared``.
 * A slot starts when its lane is free and all it waits for has ended; slots that are joined start together.
+* A host copy also waits until the compute slot that stands before it in its row has ended, whatever that slot computes
+  (``deps.link``): that is how a row says when a copy may begin.
 * A transfer starts when its producer has ended and the directed pair of ranks is free, in issue order.
 * Ranks of one PCIe group share their host lanes, first come first served; ties go to the lower rank.
 """

@@ -42,8 +42,9 @@ class Timeline:
 
     ``memory[r]``: live residuals, w-residuals and workspace on rank r, in bytes (or activation units when the costs have no
     bytes). ``static_bytes[r]``: parameters and optimizer state. ``peak_activations[r]``: peak of live activations in units of
-    one rank's share of one microbatch. ``tp_exposed_s[r]``: seconds in which compute of rank r waits for a TP collective,
-    inside its compute events; empty where nothing is known of collectives. ``source``: ``simulated`` or ``measured``.
+    rank r's own share of one microbatch, so ranks with unequal shares count in unequal units. ``tp_exposed_s[r]``: seconds in
+    which compute of rank r waits for a TP collective, inside its compute events; empty where nothing is known of collectives.
+    ``source``: ``simulated`` or ``measured``.
     """
 
     name: str

@@ -193,10 +193,12 @@ class CheckpointStore:
         where nothing is wrong with them. Returns a line for each. Nothing is deleted."""
         self.wait()
         lines = []
-        for found in shelf.checkpoints(self.directory):
-            if found.step > step:
+        for found in shelf.checkpoints(self.directory, after=step):
+            try:
                 aside = shelf.set_aside(found.path, found.error or shelf.damage(found.path))
-                lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
+            except OSError as error:
+                raise CheckpointError(f"{found.path} is in the way and can't be renamed: {error.strerror}") from error
+            lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
         return tuple(lines)
 
     def load(

@@ -7,6 +7,8 @@ under another number, notes in a folder with a date as its name) are somebody's:
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -68,7 +70,7 @@ def step_of(folder: Path) -> int | None:
 def checkpoints(directory: Path, after: int = -1) -> tuple[Found, ...]:
     """The checkpoints in ``directory`` of steps above ``after``, damaged or not, by step. Raises CheckpointError if the
     directory can't be read."""
-    return tuple(found for found in _scan(directory, after) if found.counts)
+    return tuple(found for found in scan(directory, after) if found.counts)
 
 
 def look(folder: Path) -> Found | None:
@@ -81,6 +83,8 @@ def look(folder: Path) -> Found | None:
     assert step is not None
     try:
         with form.watched(folder):
+            if os.path.lexists(folder) and not folder.is_dir():
+                return None
             if not {*GROUPS, form.MANIFEST, form.SUMS} & form.names_in(folder):
                 return None
             manifest = form.read_manifest(folder)
@@ -88,9 +92,10 @@ def look(folder: Path) -> Found | None:
         raise
     except CheckpointError as error:
         return Found(step, folder, None, error)
-    if manifest.step != step:
-        return Found(step, folder, None, MisnamedCheckpointError(f"{folder} says that it is of step {manifest.step}"))
-    return Found(step, folder, manifest)
+    if manifest.step == step:
+        return Found(step, folder, manifest)
+    other = f"{folder} holds the checkpoint of step {manifest.step} under another number"
+    return Found(step, folder, None, MisnamedCheckpointError(other))
 
 
 def by_loss(found: Iterable[Found]) -> list[int]:
@@ -107,14 +112,14 @@ def newest_intact(directory: Path, before: int | None = None) -> Intact:
         CheckpointError: a newer one can't be read now, though it may be intact (for want of permission, say).
     """
     warnings: list[str] = []
-    for found in reversed(_scan(directory)):
+    for found in reversed(scan(directory)):
         if before is not None and found.step >= before:
             continue
         error = found.error or damage(found.path)
         if error is None:
             return Intact(found.step, tuple(warnings))
         if isinstance(error, MisnamedCheckpointError):
-            warnings.append(f"passed over {error}; it is left alone")
+            warnings.append(f"{error}; it is left alone")
         elif isinstance(error, DamagedCheckpointError):
             warnings.append(f"passed over step {found.step}: {error}")
         elif not isinstance(error, RemovedCheckpointError):
@@ -158,14 +163,27 @@ def set_aside(folder: Path, error: CheckpointError | None) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint or temporary folder, if it exists and can be deleted; a kill half-way leaves nothing that looks
-    like a checkpoint."""
+    """Delete a checkpoint or temporary folder, if it exists, can be deleted, and is not being read; a later save deletes what
+    is left. A kill half-way leaves nothing that looks like a checkpoint."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return
+    except OSError:  # a file system without locks
+        pass
     try:
         if step_of(folder) is not None:
             folder = folder.rename(folder.with_name(f"{folder.name}.tmp-removed"))
+        shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+        pass
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -175,12 +193,12 @@ def remove_leftovers(directory: Path) -> None:
             remove(path)
 
 
-def _scan(directory: Path, after: int = -1) -> list[Found]:
-    """What is in the folders with names of steps above ``after``, by step."""
+def scan(directory: Path, after: int = -1) -> list[Found]:
+    """What is in the folders with names of steps above ``after``, by step; what does not count too."""
     for left in reversed(range(_TRIES)):
         try:
             steps = {path: step_of(path) for path in directory.iterdir()}
-            found = [look(path) for path, step in steps.items() if step is not None and step > after and path.is_dir()]
+            found = [look(path) for path, step in steps.items() if step is not None and step > after]
         except FileNotFoundError:
             break
         except OSError as error:

@@ -1,14 +1,15 @@
 """Reading one checkpoint: which one a path means, and its trees, verified and placed. Needs no run and no pipeline.
 
-A run may remove checkpoints while they are read. Where the newest or the best was asked for, the one that is so by then is
-read instead.
+A run does not remove a checkpoint that is being read (a lock on its folder), but may do so just before. Where the newest or the
+best was asked for, the one that is so by then is read instead.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -74,25 +75,24 @@ def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
 
 def pick(directory: Path, step: StepName) -> Path:
     """The folder of one of the checkpoints in ``directory``. Raises CheckpointError if there is none."""
-    found = shelf.checkpoints(directory)
-    there = {each.step: each.path for each in found}
-    if not there:
-        what = (
-            "it does not exist"
-            if not directory.is_dir()
-            else "it has none"
-            if any(directory.iterdir())
-            else "it is empty"
-        )
+    there = shelf.scan(directory)
+    found = [each for each in there if each.counts]
+    if not found:
+        what = "; ".join(str(each.error) for each in there)
+        if not directory.is_dir():
+            what = "it does not exist"
+        elif not there:
+            what = "it has none" if any(directory.iterdir()) else "it is empty"
         raise CheckpointError(f"no checkpoint in {directory}: {what}; train first, or correct the path")
     if step == "best":
         step = next(iter(shelf.by_loss(found)), None)
         if step is None:
             raise CheckpointError(f"no checkpoint in {directory} has an evaluation loss; name a step instead")
-    if step is not None and step not in there:
-        have = ", ".join(str(other) for other in there)
+    steps = [each.step for each in found]
+    if step is not None and step not in steps:
+        have = ", ".join(str(other) for other in steps)
         raise CheckpointError(f"no checkpoint of step {step} in {directory}; it has those of steps {have}")
-    return there[max(there) if step is None else step]
+    return shelf.folder_of(directory, steps[-1] if step is None else step)
 
 
 def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
@@ -105,7 +105,7 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
     folder = where()
     for _ in range(_TRIES):
         try:
-            with _advice(folder), form.watched(folder):
+            with _advice(folder), _held(folder), form.watched(folder):
                 return read(folder)
         except RemovedCheckpointError as error:
             removed = error
@@ -139,6 +139,22 @@ def load_group(
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
         values.append(tree.place(leaf, array, targets.get(leaf.key), where))
     return tree.build(layers, leaves, values) if wanted is None else tree.refill(wanted, leaves, values)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep ``shelf.remove`` from the folder. File systems without locks go without."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # gone, or not to be read: reading says so
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

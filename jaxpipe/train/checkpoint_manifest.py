@@ -145,9 +145,10 @@ def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
     path = tuple((kind, key) for kind, key in record["path"])
     shape = tuple(record["shape"])
     leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), record["sha256"])
-    plain = type(leaf.layer) is str and all(type(size) is int and size >= 0 for size in shape)
+    named = type(leaf.layer) is str and leaf.python in (None, "bool", "int", "float")
+    sized = all(type(size) is int and size >= 0 for size in shape) and _SHA256.fullmatch(leaf.sha256)
     steps = all(kind in ("key", "index", "field") and type(key) in (str, int) for kind, key in path)
-    if not (plain and steps and leaf.python in (None, "bool", "int", "float") and _SHA256.fullmatch(leaf.sha256)):
+    if not (named and sized and steps and leaf.storage_keys):  # which are text that UTF-8 can hold, or raise
         raise ValueError(f"a leaf is {record!r:.60}")
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS or dtype_of(leaf.dtype).name != leaf.dtype:
         raise ValueError(f"a leaf has shape {shape!r:.60} and dtype {leaf.dtype!r:.20}")

@@ -84,7 +84,7 @@ def _trained(folder: Path, named: str | None) -> Trained:
     target = config.model.target
     if named is None and not target.startswith(tuple(f"{package}{mark}" for package in _OURS for mark in ":.")):
         raise ConfigError(
-            f"{folder} is of the model {target}, code that is not jaxpipe's: if you trust it, name it yourself with "
+            f"{folder} is of the model {target}, code outside of the package models: if you trust it, name it yourself with "
             f"--model {target}"
         )
     config = replace(config, model=replace(config.model, target=named or target))

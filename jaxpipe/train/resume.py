@@ -109,7 +109,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     meta = origin.meta
     if not all(isinstance(meta.get(part), dict) for part in ("config", "data")):
         raise CheckpointError(f"{folder} was not written by jaxpipe train; choose another run.out_dir")
-    _compare(prepared, origin, note)
+    remarks = _compare(prepared, origin)
     try:
         state = DataState.from_dict(meta["data"])
     except DataError as error:
@@ -121,6 +121,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     optimizer = jax.eval_shape(lambda tree: {name: tx.init(trained(leaves)) for name, leaves in tree.items()}, params)
     batches = _batches(prepared, state)
     loaded = store.load(origin.step, like={"params": params, "optimizer": optimizer})
+    for remark in remarks:
+        note(remark)
     return Start(origin.step, batches, loaded.params, loaded.optimizer)
 
 
@@ -129,9 +131,9 @@ def _batches(prepared: Prepared, state: DataState | None) -> Batches:
     return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
 
 
-def _compare(prepared: Prepared, origin: Manifest, note: Note) -> None:
-    """Refuse a checkpoint whose model computes something else, even where shapes agree (another number of heads, say), and
-    name the settings that have changed otherwise."""
+def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
+    """Refuse a checkpoint whose model computes something else, even where shapes agree (another number of heads, say). What has
+    changed otherwise, a line for each kind."""
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
@@ -144,17 +146,18 @@ def _compare(prepared: Prepared, origin: Manifest, note: Note) -> None:
             f"run.out_dir={prepared.config.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {listed}; "
             "restore it, or choose another run.out_dir"
         )
-    if not same:
-        note(f"warning: {prepared.config.model.target} computes something else than when step {origin.step} was saved")
+    target, step = prepared.config.model.target, origin.step
     named = [
         f"{key} {old:.60} → {new}"
         for key, (old, new) in changes.items()
         if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
     ]
-    if named:
-        note(f"resuming with changes: {', '.join(named)}")
-    if unknown:
-        note(f"settings of step {origin.step} that this version does not know are ignored: {', '.join(unknown)}")
+    remarks = {
+        f"warning: {target} computes something else than when step {step} was saved": not same,
+        f"resuming with changes: {', '.join(named)}": bool(named),
+        f"settings of step {step} that this version does not know are ignored: {', '.join(unknown)}": bool(unknown),
+    }
+    return [remark for remark, applies in remarks.items() if applies]
 
 
 def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:

@@ -119,19 +119,15 @@ class _Bounds:
         flow = self.ways.flows[0]
         back = flow.way_back()
         through = {visits[0].stage: x.through for visits, x in zip(self.visits, self.confined, strict=True)}
-        nothing = [-inf] * (len(back) + 1)
-        ends, ends_below = (
-            nothing.copy(),
-            nothing.copy(),
-        )  # of all e with s or more: its last B; that B's way to stage 0
+        last = [flow.head[s] + through.get(s, -inf) for s in range(len(back))]
+        last_b = [-inf] * (len(back) + 1)  # the latest last B of an e with s or more
+        home = [-inf] * (len(back) + 1)  # the same, back at stage 0
         for s in reversed(range(len(back))):
-            last = flow.head[s] + through.get(s, -inf)
-            ends[s], ends_below[s] = max(ends[s + 1], last), max(ends_below[s + 1], last + back[s])
+            last_b[s], home[s] = max(last_b[s + 1], last[s]), max(home[s + 1], last[s] + back[s])
         for visits in self.visits:
-            rests = (
-                ends_below[v.stage + 1] - back[v.stage] + flow.backward[v.stage] - flow.passed[v.stage] for v in visits
-            )
-            yield max(ends[visits[0].stage + 1], *rests) - flow.head[visits[0].stage]
+            a = visits[0].stage
+            rests = (home[s + 1] - back[s] + flow.backward[s] - flow.passed[s] for s in (v.stage for v in visits))
+            yield max(last_b[a + 1], *rests) - flow.head[a]
 
 
 def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import JaxpipeError, ScheduleError
+from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.ada_offload import ADA_OFFLOAD
 from jaxpipe.schedule.families.chimera import CHIMERA
@@ -34,6 +35,7 @@ from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
 from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.plugins import load_installed
 
 _TABLE: dict[str, Family] = {
@@ -72,6 +74,7 @@ _TABLE: dict[str, Family] = {
         STP_OFFLOAD,
     )
 }
+_OURS = frozenset(_TABLE)
 _OPTIONS = ("chunks", "memory_limit", "group", "costs")
 _NAME = re.compile(r"[^\W_][\w+-]*")
 
@@ -80,7 +83,7 @@ class _Families(Mapping[str, Family]):
     """The table, read only. Listing it, or looking for a name it lacks, first loads what installed packages add."""
 
     def __getitem__(self, name: str) -> Family:
-        if name not in _TABLE:
+        if name not in _TABLE and _NAME.fullmatch(name):  # not the name of a file
             load_installed()
         return _TABLE[name]
 
@@ -145,8 +148,8 @@ def generate(
     through one chunk, for families that take it.
 
     Raises:
-        ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, or costs for another number
-            of stages.
+        ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, costs for another number of
+            stages, or (families from outside) no valid schedule of these sizes.
     """
     family = family_named(name)
     require_sizes(name, ranks=ranks, microbatches=microbatches)
@@ -174,7 +177,32 @@ def generate(
         _match(family, ranks, chunks, costs)
         if "costs" in family.options:
             options["costs"] = costs if family.sees_collectives else costs.with_collectives_exposed()
-    return family.function(ranks, microbatches, **options)
+    if name in _OURS:
+        return family.function(ranks, microbatches, **options)
+    return _made_outside(family, ranks, microbatches, family.placement(ranks, chunks or family.default_chunks), options)
+
+
+def _made_outside(
+    family: Family, ranks: int, microbatches: int, placement: Placement, options: Mapping[str, Any]
+) -> Schedule:
+    """What a family that is not ours makes: a valid schedule of ``placement``, or a line that says why not."""
+    try:
+        made = family.function(ranks, microbatches, **options)
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise ScheduleError(f"{family.name} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(made, Schedule):
+        raise ScheduleError(f"{family.name} makes a {type(made).__name__}; want a Schedule")
+    made_on = made.placement
+    if (made_on.flows, made_on.edges, made.num_microbatches) != (placement.flows, placement.edges, microbatches):
+        raise ScheduleError(
+            f"{family.name} makes {made_on.num_stages} stages on {made_on.num_ranks} ranks ({made_on.kind}), "
+            f"{made.num_microbatches} microbatches; its placement says {placement.num_stages} on {placement.num_ranks} "
+            f"({placement.kind}), and {microbatches} were asked"
+        )
+    check_schedule(made)
+    return made
 
 
 def _match(family: Family, ranks: int, chunks: int | None, costs: CostProfile) -> None:

@@ -2,7 +2,8 @@
 
 Source: `optpipe.txt` section 4.2; :mod:`~jaxpipe.schedule.solve.cache_key` says which problems are alike. The paper starts the
 solver from the most similar schedule; here the caller is told how similar it is, and what it is worth under the real costs, so
-that it may also take it as the answer. Nothing read from the folder is believed: every schedule is checked and simulated.
+that it may also take it as the answer. Nothing read from the folder is believed: every schedule is checked and simulated. A
+bound can't be checked so; it is given only from files that this user alone writes, and never above what a schedule takes.
 
 One JSON file a problem (:mod:`~jaxpipe.schedule.solve.cache_entry`), moved into place whole: readers need no lock. Writers
 take turns by locking the folder, where the file system can, so that the better of two answers stays. Trouble with the folder
@@ -100,7 +101,7 @@ class ScheduleCache:
                 write_atomically(path, text)
                 self._drop_oldest(path)
         except (OSError, ValueError, ScheduleError) as error:
-            self._tell(f"can't keep a schedule in {self.folder}", error)
+            self.tell(f"can't keep a schedule in {self.folder}", error)
             return None
         return path
 
@@ -136,7 +137,7 @@ class ScheduleCache:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                self._tell(f"can't remove {path}", error)
+                self.tell(f"can't remove {path}", error)
         self._drop_stale()
         return removed
 
@@ -157,7 +158,7 @@ class ScheduleCache:
                 distance = crude.distance(entry.crude)
                 too_high = any(a > x * _SLACK for a, x in zip(entry.peaks, limits, strict=True))
             except ValueError:
-                self._tell(f"ignored {path}", "it is for another placement than its name says")
+                self.tell(f"ignored {path}", "it is for another placement than its name says")
                 continue
             ranked.append(((too_high, distance, path.name), path, entry))
         yield from ((path, entry) for _, path, entry in sorted(ranked, key=lambda x: x[0]))
@@ -169,14 +170,14 @@ class ScheduleCache:
             check_schedule(schedule)
             timeline = simulate(schedule, task.costs)
         except ScheduleError as error:
-            self._tell(f"ignored {path}", error)
+            self.tell(f"ignored {path}", error)
             return None
         if not task.fits(timeline) or (count_offloads(schedule) and not task.offload):
             return None
         value = task.seconds(timeline)
         bound = entry.lower_bound if entry.exact == exact_digest(task) else None
-        if bound is not None and bound > value * _SLACK:
-            self._tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")
+        if bound is not None and (doubt := _doubt(path, bound, value)):
+            self.tell(f"ignored the bound in {path}", doubt)
             bound = None
         same = entry.crude == crude
         distance = 0.0 if same else crude.distance(entry.crude)
@@ -196,7 +197,7 @@ class ScheduleCache:
                 offloaded=count_offloads(hit.schedule),
                 schedule_json=old.schedule_json,
             )
-        if hit.lower_bound is None:
+        if hit.lower_bound is None or hit.lower_bound > new.value * _SLACK:
             return new
         limits_s = [x for x in (new.time_limit_s, old.time_limit_s) if x is not None]
         return replace(
@@ -218,7 +219,7 @@ class ScheduleCache:
         except FileNotFoundError:  # never stored, or removed by another process meanwhile
             return None
         except (OSError, ScheduleParseError) as error:
-            self._tell(f"ignored {path}", error)
+            self.tell(f"ignored {path}", error)
             return None
 
     def _paths(self, stem: str = "") -> list[Path]:
@@ -228,7 +229,7 @@ class ScheduleCache:
         except FileNotFoundError:
             return []
         except OSError as error:
-            self._tell(f"can't read {self.folder}", error)
+            self.tell(f"can't read {self.folder}", error)
             return []
         return [self.folder / name for name in sorted(names)]
 
@@ -254,7 +255,8 @@ class ScheduleCache:
                 if _TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _STALE_S:
                     path.unlink()
 
-    def _tell(self, what: str, why: object) -> None:
+    def tell(self, what: str, why: object) -> None:
+        """Give a notice."""
         reason = why.strerror if isinstance(why, OSError) and why.strerror else str(why)
         self._notice(f"schedule cache: {what}: {' '.join(reason.split())[:300]}")
 
@@ -262,7 +264,7 @@ class ScheduleCache:
 def default_folder() -> Path:
     """``$JAXPIPE_CACHE_DIR``, else ``$XDG_CACHE_HOME/jaxpipe/schedules``, else ``~/.cache/jaxpipe/schedules``.
 
-    Without a home folder: one in the folder for temporary files.
+    Without a home folder: one in the folder for temporary files, which this user alone can enter.
     """
     given = os.environ.get(VARIABLE)
     if given:
@@ -272,8 +274,31 @@ def default_folder() -> Path:
         try:
             base = Path.home() / ".cache"
         except RuntimeError:
-            base = Path(tempfile.gettempdir())
+            base = _private_temporary()
     return base / "jaxpipe" / "schedules"
+
+
+def _private_temporary() -> Path:
+    """A folder of this user's among temporary files: the same every time, unless somebody else has taken its name."""
+    folder = Path(tempfile.gettempdir()) / f"jaxpipe-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="jaxpipe-"))
+
+
+def _doubt(path: Path, bound: float, value: float) -> str:
+    """Why a bound read from a file is not believed; empty if it is. ``value``: what the file's schedule takes."""
+    if bound > value * _SLACK:
+        return f"it is {bound:g}, and the schedule takes {value:g}"
+    try:
+        about = path.stat()
+    except OSError as error:
+        return str(error.strerror)
+    ours = not hasattr(os, "geteuid") or about.st_uid in (os.geteuid(), 0)
+    return "" if ours and not about.st_mode & stat.S_IWOTH else "other users can write it"
 
 
 def _placed(schedule: Schedule, task: SolveTask) -> Schedule:

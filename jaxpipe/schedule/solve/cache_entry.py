@@ -117,7 +117,7 @@ class CacheEntry:
     def schedule(self) -> Schedule:
         """The schedule, not checked. Raises ScheduleParseError if it can't be read."""
         try:
-            return json_form.from_schedule(json.loads(self.schedule_json))
+            return json_form.from_schedule(json.loads(self.schedule_json, parse_constant=_refuse))
         except (ValueError, RecursionError) as error:
             raise ScheduleParseError(f"the schedule is not JSON: {error}") from None
 

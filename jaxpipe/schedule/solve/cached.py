@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxpipe.schedule.solve.board import Board
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
-from jaxpipe.schedule.solve.solver import solve_any
+from jaxpipe.schedule.solve.solver import bound_of, solve_any
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
+from jaxpipe.schedule.solve.worker import family_schedules, quick_families
 
 _SLACK = 1 + 1e-9
 
@@ -30,7 +32,7 @@ def solve_cached(
         return solve_any(tasks, options, on_progress)
     cache = ScheduleCache(notice=notice)
     hits = [(task, hit) for task in tasks if (hit := cache.lookup(task)) is not None]
-    if len(tasks) == 1 and hits and (known := _answer(*hits[0])) is not None:
+    if len(tasks) == 1 and hits and (known := _answer(*hits[0], cache.tell)) is not None:
         if on_progress is not None:
             on_progress(known.improvements[0], known.schedule)
         return known
@@ -40,10 +42,19 @@ def solve_cached(
     return solution
 
 
-def _answer(task: SolveTask, hit: CacheHit) -> Solution | None:
-    """A hit that is proven optimal for this very problem."""
+def _answer(task: SolveTask, hit: CacheHit, tell: Callable[[str, object], None]) -> Solution | None:
+    """A hit that is proven optimal for this very problem: anew and at once, or by a stored bound that no family contradicts."""
     if hit.lower_bound is None or hit.value > hit.lower_bound * _SLACK or task.objective == "lexicographic":
         return None
+    if hit.value > bound_of(task) * _SLACK:
+        board = Board([task], [hit.lower_bound], None)
+        family_schedules(task, quick_families(task), lambda schedule, source: board.offer(0, schedule, source))
+        if board.value * _SLACK < hit.lower_bound:
+            tell(
+                "ignored a bound",
+                f"it is {hit.lower_bound:g}, and {board.improvements[-1].source} takes {board.value:g}",
+            )
+            return None
     offloaded = count_offloads(hit.schedule)
     progress = Progress(0.0, hit.value, hit.lower_bound, "cache")
     return Solution(

@@ -17,7 +17,6 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
-from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
@@ -28,7 +27,7 @@ from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.leaner import TIME_SHARE, leaner
 from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker import families_of
+from jaxpipe.schedule.solve.worker import families_of, quick_families
 
 _SLACK = 1 + 1e-9
 _EXACT_ACTIONS = (320, 800)  # up to which the exact model gets most of the time, and any
@@ -151,15 +150,14 @@ class _Race:
     def _openers(self) -> Iterator[dict[str, Any]]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
-        names = [families_of(task) for task in self.tasks]
-        slow = [[n for n in some if "memory_limit" in FAMILIES[n].options] for some in names]
-        for number, some in enumerate(names):
-            yield self._job(number, "families", total, names=[n for n in some if n not in slow[number]])
+        quick = [quick_families(task) for task in self.tasks]
+        for number, names in enumerate(quick):
+            yield self._job(number, "families", total, names=names)
         for number, task in enumerate(self.tasks):
             if task.offload:
                 yield self._job(number, "offload", total * 0.4)
-        for number, some in enumerate(slow):
-            for name in some:
+        for number, task in enumerate(self.tasks):
+            for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, "families", total, names=[name])
         for number, task in enumerate(self.tasks):
             actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches

@@ -13,13 +13,13 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.explore import Candidate, cheap_first, explore
-from jaxpipe.schedule.families import FAMILIES, family_named
+from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.braid import unbraid
@@ -33,7 +33,7 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, 
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
-_OPS = frozenset((*OPS, "O", "L", "S"))
+_OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
@@ -93,9 +93,8 @@ class Worker:
         self.out.flush()
 
 
-def _families(task: SolveTask, job: Job, tell: Tell) -> None:
-    """Every family of the task's placement among ``names``, each that beats those before it; none with ops that the search
-    does not know."""
+def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:
+    """Every family of the task's placement among ``names``, each that beats those before it."""
     limits = task.safe_limits()
     asked = Task(
         task.placement.num_ranks,
@@ -111,16 +110,24 @@ def _families(task: SolveTask, job: Job, tell: Tell) -> None:
         if candidate.schedule.placement == task.placement and ops <= _OPS:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
-    for name in job["names"]:
-        family = family_named(name)
+    for name in names:
         with contextlib.suppress(JaxpipeError):
-            explore(asked, [family], keep)
+            explore(asked, [FAMILIES[name]], keep)
+
+
+def _families(task: SolveTask, job: Job, tell: Tell) -> None:
+    family_schedules(task, job["names"], tell)
 
 
 def families_of(task: SolveTask) -> list[str]:
     """The families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
     return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
+
+
+def quick_families(task: SolveTask) -> list[str]:
+    """Those of them that make a schedule at once, whatever the memory limit."""
+    return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
 
 
 def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,6 @@ import pytest
 from train_runs import (
     ROOT,
     STEPS,
-    compile_cache,
-    config,
     contents,
     losses,
     run,
@@ -40,16 +39,12 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
+from jaxpipe.train.report import result_json
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
+from jaxpipe.train.step import TrainStep
 
 BAD = "model.target=tests.failing_models:"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +60,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The text with a ``Q`` among the targets of some steps."""
+    """The text with a ``Q`` among the targets of some steps, and in what is held out if asked for."""
 
-    def make(*steps: int) -> Path:
+    def make(*steps: int, held_out: bool = False) -> Path:
         content = bytearray(text.read_bytes())
-        batches = load_dataset(config(text, Path("nowhere"))).batches(0, 8, 8)
+        dataset = load_dataset(tiny_config(text, Path("nowhere")))
+        batches = dataset.batches(0, 8, 8)
+        for a, b in dataset.held_out if held_out else ():
+            content[a:b] = content[a:b].replace(b"t", b"Q")
         for step in steps:
             content[int(batches.windows.starts(batches.indices_at(step - 1))[0]) + 4] = ord("Q")
         path = tmp_path_factory.mktemp("spoilt") / "text.txt"
@@ -77,6 +75,15 @@ def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         return path
 
     return make
+
+
+def tiny(text: Path, out_dir: Path, *more: str) -> list[str]:
+    """Overrides that make a run even smaller than those of other tests: it ends badly, and is not looked at."""
+    return settings(text, out_dir, "model.options.num_layers=1", "pipeline.microbatches=2", "run.eval_every=0", *more)
+
+
+def tiny_config(text: Path, out_dir: Path, *more: str) -> TrainConfig:
+    return load_config(None, tiny(text, out_dir, *more))
 
 
 def steps_in(out_dir: Path) -> tuple[int, ...]:
@@ -124,9 +131,9 @@ def test_the_codes_are_in_the_readme_and_in_the_help(capsys: pytest.CaptureFixtu
 
 def test_codes_of_mistakes(text: Path, tmp_path: Path) -> None:
     """2 and 3 by processes that compile nothing; 75 is tested where runs are stopped."""
-    code, _, err = ended(["train", *settings(text, tmp_path / "run", "run.stepz=1")])
+    code, _, err = ended(["train", *tiny(text, tmp_path / "run", "run.stepz=1")])
     assert (code, err.count("\n")) == (2, 1)
-    code, _, err = ended(["train", *settings(text, tmp_path / "run", "run.resume=must")])
+    code, _, err = ended(["train", *tiny(text, tmp_path / "run", "run.resume=must")])
     assert (code, err.count("\n")) == (3, 1)
     assert contents(tmp_path) == {}
     assert not (tmp_path / "run").exists()
@@ -146,8 +153,8 @@ def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
 
 def test_a_dead_stdout_and_ctrl_c_still_save(text: Path, tmp_path: Path) -> None:
     """``jaxpipe train … | tee log`` and Ctrl-C, which ends tee too."""
-    more = ("run.steps=1000000", "run.checkpoint_every=0", "run.eval_every=0")
-    with start(["train", *settings(text, tmp_path / "run", *more)]) as child:
+    more = ("run.steps=1000000", "run.checkpoint_every=0")
+    with start(["train", *tiny(text, tmp_path / "run", *more)]) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         read_until(child, "step 10/")
@@ -172,7 +179,7 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(run_directory, "PICTURES", ("timeline.svg",))
     monkeypatch.setattr(run_directory, "plot_timelines", full)
     monkeypatch.setattr(MetricsLog, "_append", refuse_metrics)
-    result, printed = run(config(text, tmp_path / "run", "run.steps=5"))
+    result, printed = run(tiny_config(text, tmp_path / "run", "run.steps=5"))
     assert (result.step, result.stopped) == (5, False)
     assert steps_in(tmp_path / "run") == (5,)
     warnings = [line.split(" can't be written")[0] for line in printed.splitlines() if line.startswith("warning: ")]
@@ -182,6 +189,8 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
         "warning: pictures",
     ]
     assert printed.count("No space left on device") == 3
+    code, out, _ = ended(["train", *tiny(text, tmp_path / "run", "run.steps=5")])
+    assert (code, out.split(":")[0]) == (0, "nothing to do")
 
 
 STOP_LOOP = """
@@ -250,7 +259,7 @@ def test_a_save_that_failed_is_tried_again_with_pauses(
         self._writer.submit(lambda: None).result()
 
     monkeypatch.setattr(CheckpointStore, "save", save_now)
-    result, printed = run(config(text, tmp_path / "run", "run.checkpoint_every=10", "run.eval_every=0"))
+    result, printed = run(tiny_config(text, tmp_path / "run", "run.checkpoint_every=10"))
     assert tried == [10, 11, 13, 16, 20]
     assert (result.step, steps_in(tmp_path / "run")) == (STEPS, (STEPS,))
     assert printed.count("warning: can't save step") == 4
@@ -262,7 +271,7 @@ def test_a_last_save_that_fails_ends_the_run_with_what_is_left(
 ) -> None:
     tried = failing_writes(monkeypatch, lambda number: number > 1)
     with pytest.raises(CheckpointError) as info:
-        run(config(text, tmp_path / "run", "run.steps=8", "run.checkpoint_every=4", "run.eval_every=0"))
+        run(tiny_config(text, tmp_path / "run", "run.steps=8", "run.checkpoint_every=4"))
     assert str(info.value).startswith("after step 8: can't save step 8 in ")
     assert str(info.value).endswith("; run the same command again to go on from step 4")
     assert info.value.exit_code == 3
@@ -273,8 +282,8 @@ def test_a_last_save_that_fails_ends_the_run_with_what_is_left(
 
 
 def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3", "run.eval_every=0")
-    code, _, err = ended(["train", *settings(spoilt(7), tmp_path / "run", *more)])
+    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3")
+    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *more)])
     lines = err.splitlines()
     assert code == 2, err
     assert any(line.startswith(("Current thread ", "Thread ")) for line in lines)
@@ -285,8 +294,8 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
 
 def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     """The main thread waits inside XLA, where no Python handler runs."""
-    more = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3", "run.eval_every=0")
-    with start(["train", *settings(spoilt(7), tmp_path / "run", *more)]) as child:
+    more = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
+    with start(["train", *tiny(spoilt(7), tmp_path / "run", *more)]) as child:
         assert child.stderr is not None
         while 6 not in steps_in(tmp_path / "run"):
             assert child.poll() is None
@@ -304,8 +313,8 @@ def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_
 
 def test_a_row_of_skipped_steps_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
-    more = (f"{BAD}not_finite", "run.max_skipped=3", "run.checkpoint_every=4", "run.eval_every=0")
-    code, _, err = ended(["train", *settings(spoilt(7, 8, 9), out_dir, *more)])
+    more = (f"{BAD}not_finite", "run.max_skipped=3", "run.checkpoint_every=4")
+    code, _, err = ended(["train", *tiny(spoilt(7, 8, 9), out_dir, *more)])
     assert (code, err) == (
         4,
         "jaxpipe: steps 7 to 9 were not finite (run.max_skipped=3): optimizer.lr=0.01 may be too high, or the data hold ids "
@@ -321,14 +330,17 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
         f"{BAD}not_finite",
         "run.checkpoint_every=8",
         "run.keep_last=9",
-        "run.eval_every=0",
+        "run.eval_every=12",
         "run.steps=12",
         "run.log_every=2",
     )
-    result, printed = run(config(spoilt(7, 8, 9), out_dir, *more))
+    result, printed = run(tiny_config(spoilt(7, 8, 9, held_out=True), out_dir, *more))
     assert (result.step, result.skipped_steps) == (12, 3)
     assert steps_in(out_dir) == (10, 12)
-    records = {r["step"]: r for r in read_metrics(out_dir / "metrics.jsonl")}
+    *every, evaluation = read_metrics(out_dir / "metrics.jsonl")
+    assert (evaluation, result_json(result)["eval_loss"]) == ({"step": 12, "eval_loss": None}, None)
+    assert CheckpointStore(out_dir / "checkpoints").best() is None
+    records = {r["step"]: r for r in every}
     assert [n for n, r in records.items() if not r["applied"]] == [7, 8, 9]
     assert [records[n]["loss"] for n in (7, 8, 9)] == [None] * 3
     assert printed.count("step 7: the gradient is not finite; parameters were left as they are") == 1
@@ -348,18 +360,36 @@ def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], 
         "run.checkpoint_every=1",
         "run.keep_last=1",
         "run.keep_best=0",
-        "run.eval_every=0",
         "run.log_every=8",
     )
-    result, _ = run(config(spoilt(7, 8, 9), tmp_path / "run", *more), interrupt)
+    result, _ = run(tiny_config(spoilt(7, 8, 9), tmp_path / "run", *more), interrupt)
     assert (result.stopped, result.step) == (True, 8)
     assert steps_in(tmp_path / "run") == (6, 8)
 
 
+def test_parameters_that_are_not_finite_are_not_saved(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = TrainStep.__call__
+
+    def spoil(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+        state, metrics = call(self, *args, **kwargs)
+        seen = {f.name: getattr(metrics, f.name) for f in fields(metrics)}
+        return state, SimpleNamespace(**{**seen, "finite": state.step != 7})
+
+    monkeypatch.setattr(TrainStep, "__call__", spoil)
+    more = ("run.checkpoint_every=3", "run.keep_last=9")
+    with pytest.raises(
+        NotFiniteError, match=r"^step 7 made parameters that are not finite: optimizer\.lr=0\.01 .* step 6$"
+    ):
+        run(tiny_config(text, tmp_path / "run", *more))
+    assert steps_in(tmp_path / "run") == (3, 6)
+
+
 def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}not_finite", "run.on_nonfinite=abort", "run.eval_every=0")
+    more = (f"{BAD}not_finite", "run.on_nonfinite=abort")
     with pytest.raises(NotFiniteError, match=r"^step 7 was not finite \(run\.on_nonfinite=abort\): .* from step 5$"):
-        run(config(spoilt(7), tmp_path / "run", *more))
+        run(tiny_config(spoilt(7), tmp_path / "run", *more))
     assert steps_in(tmp_path / "run") == (5,)
 
 
@@ -369,8 +399,8 @@ def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None
 def test_an_error_of_a_device_keeps_its_cause_and_advice(
     spoilt: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (f"{BAD}breaks", "run.checkpoint_every=3", "run.eval_every=0")
-    assert main(["train", *settings(spoilt(7), tmp_path / "run", *more)]) == 2
+    more = (f"{BAD}breaks", "run.checkpoint_every=3")
+    assert main(["train", *tiny(spoilt(7), tmp_path / "run", *more)]) == 2
     line = capsys.readouterr().err
     assert line.startswith("jaxpipe: after step 6: rank 1, action ")
     assert line.endswith("failed: ValueError: the sensor is on fire; run the same command again to go on from step 6\n")
@@ -436,7 +466,7 @@ def test_ids_that_are_cut_while_training_end_it_with_a_checkpoint(tmp_path: Path
     with pytest.raises(
         DataError, match=rf"^after step 10, which is saved: data {path}: the file was cut to 4096 bytes"
     ):
-        run(config(path, tmp_path / "run", "data.tokenizer=ids:256", "run.eval_every=0"), cut)
+        run(tiny_config(path, tmp_path / "run", "data.tokenizer=ids:256"), cut)
     assert steps_in(tmp_path / "run")[-1] == 10
     path.unlink()
 
@@ -454,7 +484,7 @@ def test_files_of_others_are_not_overwritten(name: str, text: Path, tmp_path: Pa
     (tmp_path / "notes.txt").write_text("mine too", encoding="utf-8")
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=rf"run\.out_dir={tmp_path}: {name} there is no run's of jaxpipe's"):
-        run(config(text, tmp_path))
+        run(tiny_config(text, tmp_path))
     assert contents(tmp_path) == before
 
 
@@ -488,10 +518,10 @@ def test_a_new_directory_is_held_from_the_start(tmp_path: Path) -> None:
 
 def test_places_where_nothing_can_be_saved_are_refused_at_once(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.out_dir=/proc/x: can't be made"):
-        run(config(text, Path("/proc/x")))
+        run(tiny_config(text, Path("/proc/x")))
     (tmp_path / "checkpoints").write_text("in the way", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"checkpoints can't be written in .*checkpoints \(Not a directory\)"):
-        run(config(text, tmp_path))
+        run(tiny_config(text, tmp_path))
     assert contents(tmp_path) == {"checkpoints": b"in the way"}
 
 

@@ -42,4 +42,4 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
     with pytest.raises(
         ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
     ):
-        build(config(text, tmp_path / "run", *more), find_devices(2)[0], lambda note: None, repeats=1)
+        build(config(text, tmp_path / "run", *more), find_devices(2), lambda note: None, repeats=1)

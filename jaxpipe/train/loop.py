@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TextIO
 
 import jax
@@ -120,6 +119,7 @@ class _Run:
         enabled = self.config.replan.enabled
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
+        self.program = resume.model_digest(setup.model)  # checkpoints keep it to know their model again
         self.step = self.logged = start.step
         self.resumed = start.params is not None
         self.saving = Saving(
@@ -353,11 +353,6 @@ class _Run:
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
 
-    @cached_property
-    def program(self) -> dict[str, str]:
-        """What checkpoints keep to know their model again."""
-        return resume.model_digest(self.setup.model)
-
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> RunError:
@@ -365,7 +360,8 @@ class _Run:
         what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
         try:
             if self.pending is not None:
-                self.pending[1].outputs.wait()
+                with self.watchdog.watch(self.pending[0]):
+                    self.pending[1].outputs.wait()
         except RunError as first:
             what = str(first)
         with suppress(Exception):  # it is being told

@@ -45,6 +45,8 @@ class ProgressStream:
         try:
             self._stream.write(text)
             self._stream.flush()
+        except UnicodeEncodeError:
+            self.write(text.encode("ascii", "replace").decode())
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             self.lost = getattr(error, "strerror", None) or str(error)
             if self._stream is sys.stdout:

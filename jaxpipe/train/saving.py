@@ -74,7 +74,7 @@ class Saving:
                 self._store.wait()
                 return
         except CheckpointError as error:
-            self._failed(error, step)
+            self._warn(f"warning: {error}; trying for the last time")
         self._put(step, content(), prune=prune)
         self._store.wait()
 

@@ -24,9 +24,11 @@ import logging
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -250,13 +252,14 @@ def _read_sums(folder: Path) -> dict[str, str]:
     """Checksums by file name."""
     with _opened(folder, SUMS) as file:
         data = file.read()
+    *lines, rest = data.decode("utf-8", "replace").split("\n")
     sums = {}
-    for line in data.decode("utf-8", "replace").split("\n")[:-1]:
+    for line in lines:
         match = _SUM_LINE.fullmatch(line)
         if match is None:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has the line {line[:90]!r}")
         sums[match[2]] = match[1]
-    if next(reversed(sums), None) != MANIFEST:
+    if rest or next(reversed(sums), None) != MANIFEST:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has lost its end")
     return sums
 
@@ -292,11 +295,20 @@ def _restore(folder: Path, group: str) -> Any:
         ) from error
 
 
+@cache
 def _orbax() -> Any:
-    """Orbax, imported at first use (it is slow), without its log of exceptions that it also raises."""
+    """Orbax, imported at first use (it is slow), without its log of exceptions that it also raises, and without tracebacks of
+    what was still under way when one of its reads or writes failed: it ends later and finds Orbax's event loop closed."""
     import orbax.checkpoint
 
     logging.getLogger("absl").addFilter(_not_raised_anyway)
+    show = sys.unraisablehook
+
+    def hook(what: Any) -> None:
+        if not (what.exc_type is RuntimeError and str(what.exc_value) == "Event loop is closed"):
+            show(what)
+
+    sys.unraisablehook = hook
     return orbax.checkpoint
 
 

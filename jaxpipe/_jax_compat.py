@@ -51,7 +51,6 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters import partial_eval as _partial_eval
 
 __all__ = [
     "Atom",

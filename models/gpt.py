@@ -24,7 +24,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.adapters import from_linen
 from jaxpipe.stage.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.options import build_options, divisors
+from jaxpipe.stage.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -58,9 +58,8 @@ class GPTConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len", "mlp_ratio"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"GPT: {name} is {getattr(self, name)}; want 1 or more")
+        names = ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len", "mlp_ratio")
+        check_sizes("GPT", **{name: getattr(self, name) for name in names})
         if self.d_model % self.num_heads:
             raise ConfigError(
                 f"GPT: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "

@@ -29,7 +29,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.adapters import from_linen
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.options import build_options, divisors
+from jaxpipe.stage.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -71,12 +71,10 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "seq_len", "mlp_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"Llama: {name} is {value}; want 1 or more")
-        even = ", ".join(str(h) for h in range(1, self.d_model + 1) if self.d_model % (2 * h) == 0)
-        if not even:
+        names = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "seq_len", "mlp_size")
+        check_sizes("Llama", **{name: getattr(self, name) for name in names})
+        even = divisors(self.d_model // 2)
+        if self.d_model % 2:
             raise ConfigError(f"Llama: d_model is {self.d_model}; rotary positions need an even number")
         if self.d_model % self.num_heads:
             raise ConfigError(

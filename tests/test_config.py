@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import string
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +28,8 @@ from jaxpipe.train.config import (
     load_config,
 )
 from jaxpipe.train.settings import leaf_hints
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -259,6 +264,21 @@ MISTAKES = {
     ),
     "ids of a text": ("data.tokenizer=ids:100", "is for arrays of ids (.npy, .npz)"),
     "model of another length": ("model.options.seq_len=64", "differs from data.seq_len=128"),
+    "key of 3,000 parts": ("model.options." + "a." * 3000 + "a=1", "nested more than 32 levels deep"),
+    "3,000 brackets": ("model.options.x=" + "[" * 3000, "nested more than 32 levels deep"),
+    "40 lists in one another": ("model.options.x=" + "[" * 40 + "]" * 40, "nested more than 32 levels deep"),
+    "integer of 5,000 digits": ("run.steps=" + "9" * 5000, "expected an integer"),
+    "option of 5,000 digits": ("model.options.x=" + "9" * 5000, "too large: integers have 64 bits"),
+    "option of 20,000 bits": ("model.options.x=0x" + "f" * 5000, "too large: integers have 64 bits"),
+    "integer beyond 64 bits": ("run.batch=99999999999999999999", "too large: integers have 64 bits"),
+    "batch of many divisors to try": ("run.batch=1000000000000000003", "must be at most 2147483647"),
+    "sequence of many divisors to try": ("data.seq_len=1000000000000000003", "must be at most 2147483647"),
+    "ranks without end": ("pipeline.ranks=100000000", "must be at most 4096"),
+    "microbatches without end": ("pipeline.microbatches=1000000", "use at most 125000 microbatches"),
+    "option that is not finite": ("model.options.x=-inf", "not finite"),
+    "path that is not UTF-8": ("run.out_dir=\udcff", "it is not UTF-8 text"),
+    "option that is not UTF-8": ("model.options.x=\udcff", "it is not UTF-8 text"),
+    "name of an option that is not UTF-8": ("model.options.\udcff=1", "it is not UTF-8 text"),
 }
 
 
@@ -267,7 +287,8 @@ def test_a_mistake_in_an_override_is_one_clear_line(kind: str) -> None:
     override, expected = MISTAKES[kind]
     message = refusal(load_config, None, [override])
     assert expected in message
-    assert "; " not in message, "one mistake, one problem"
+    assert "; " not in message or "divisible" in message, "one mistake, one problem"
+    assert len(message) < 600, "the command line would cut it"
 
 
 # Mistakes in files
@@ -279,7 +300,7 @@ BAD_FILES = {
     "malformed JSON": ("c.json", '{"run": {', "not valid JSON"),
     "key given twice in JSON": ("c.json", '{"run": {"steps": 3, "steps": 4}}', "key 'steps' is given twice"),
     "key given twice in TOML": ("c.toml", "[run]\nsteps = 3\nsteps = 4", "not valid TOML"),
-    "a list at the top": ("c.json", "[1]", "expected an object with sections"),
+    "a list at the top": ("c.json", "[1]", "expected an object with keys"),
     "not text": ("c.toml", b"\xff\xfe\x00", "not UTF-8"),
     "unknown section": ("c.toml", "[runn]\nsteps = 3", "unknown key runn: did you mean run?"),
     "section that is a value": ("c.toml", "run = 3", "run is a section"),
@@ -293,6 +314,18 @@ BAD_FILES = {
     "JSON infinity": ("c.json", '{"optimizer": {"lr": Infinity}}', "not finite"),
     "integer beyond floats": ("c.toml", "[optimizer]\nlr = 1" + "0" * 400, "not finite"),
     "newline in a key": ("c.toml", '[run]\n"a\\nb" = 3', "unknown key run.a b"),
+    "900 lists in one another": (
+        "c.json",
+        '{"model": {"options": {"a": ' + "[" * 900 + "]" * 900 + "}}}",
+        'model.options is {"a": [[["..."]]]}, expected a table (nested more than 32 levels deep)',
+    ),
+    "more lists than Python reads": ("c.json", "[" * 100_000, "nested more than 32 levels deep"),
+    "more lists than TOML reads": ("c.toml", "a = " + "[" * 3000, "nested more than 32 levels deep"),
+    "key of 3,000 parts": ("c.toml", "model.options." + "a." * 3000 + "a = 1", "nested more than 32 levels deep"),
+    "integer of 5,000 digits": ("c.toml", "[run]\nsteps = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
+    "integer of 20,000 bits": ("c.toml", "[run]\nsteps = 0x" + "f" * 5000, "too large: integers have 64 bits"),
+    "null character": ("c.json", '{"run": {"out_dir": "a\\u0000b"}}', "it holds a null character"),
+    "surrogate": ("c.json", '{"data": {"path": "a\\ud800"}}', "it is not UTF-8 text"),
 }
 
 
@@ -307,9 +340,20 @@ def test_a_mistake_in_a_file_is_one_clear_line_that_names_the_file(tmp_path: Pat
     assert expected in message
 
 
-def test_a_directory_is_not_a_config_file(tmp_path: Path) -> None:
+def test_directories_and_pipes_are_no_config_files(tmp_path: Path) -> None:
     (tmp_path / "d.toml").mkdir()
     assert "can't be read" in refusal(load_config, tmp_path / "d.toml")
+    os.mkfifo(tmp_path / "p.toml")
+    assert "a pipe, socket or device" in refusal(load_config, tmp_path / "p.toml")
+
+
+def test_paths_that_file_names_here_can_not_spell_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[run]\nout_dir = "ü"\n', encoding="utf-8")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jaxpipe", "train", "--print-config", "--config", str(tmp_path / "c.toml")]
+    run = subprocess.run(command, env=ascii_only, capture_output=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith(b"jaxpipe: run.out_dir is '\\xfc', and file names here are ascii: set PYTHONUTF8=1")
 
 
 # All at once

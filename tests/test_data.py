@@ -6,6 +6,8 @@ import builtins
 import itertools
 import json
 import math
+import os
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -243,6 +245,11 @@ def _saved(array: Any) -> Maker:
     return lambda path: np.save(path, array)
 
 
+def _headed(header: str) -> Maker:
+    """A ``.npy`` file with any text for its header."""
+    return lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
+
+
 def _write(path: Path, save: Callable[[Any, Any], None], array: Any) -> None:
     with path.open("wb") as file:
         save(file, array)
@@ -258,6 +265,13 @@ BAD_INPUT: dict[str, tuple[str, Maker, str]] = {
     "pickled npy": (
         "a.npy",
         lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+        "not a readable .npy array",
+    ),
+    "header that does not end": ("a.npy", _headed("{'shape': ((("), "not a readable .npy array"),
+    "negative size": ("a.npy", _headed("{'descr': '<i4', 'fortran_order': False, 'shape': (-1,)}"), "not a readable"),
+    "size beyond 64 bits": (
+        "a.npy",
+        _headed(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({2**70},)}}"),
         "not a readable .npy array",
     ),
     "npz called npy": ("a.npy", lambda path: _write(path, np.savez, [1]), "not a readable .npy array"),
@@ -281,6 +295,9 @@ BAD_INPUT: dict[str, tuple[str, Maker, str]] = {
         "holds the arrays a, b; name the token ids 'ids'",
     ),
     "no arrays": ("a.npz", lambda path: np.savez(path), "holds the arrays (none)"),
+    "pipe": ("a.txt", os.mkfifo, "a pipe, socket or device"),
+    "pipe called npy": ("a.npy", os.mkfifo, "a pipe, socket or device"),
+    "device": ("a.txt", lambda path: path.symlink_to("/dev/zero"), "a pipe, socket or device"),
 }
 
 
@@ -315,6 +332,12 @@ def test_a_directory_without_a_usable_file_is_refused(tmp_path: Path) -> None:
     assert "none of its 2 files can be used; the first:" in message
     (tmp_path / "a.txt").unlink()
     assert "(all are empty)" in refusal(load_corpus, tmp_path, BYTES)
+
+
+def test_suffixes_are_no_patterns(tmp_path: Path) -> None:
+    (tmp_path / "a.[x]").write_text("text")
+    assert [d.name for d in load_corpus(tmp_path, BYTES, [".[x]"]).documents] == ["a.[x]"]
+    assert "no files ending in .**" in refusal(load_corpus, tmp_path, BYTES, [".**"])
 
 
 def test_text_that_is_not_utf8_is_refused_where_it_matters(tmp_path: Path, words_json: Path) -> None:
@@ -478,7 +501,18 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": -1}, {"step": 1.0}, {"position": "3"}, {"fingerprint": 3}, {"extra": 1}, {"seed": None}, {"step": True}],
+    [
+        *(
+            {"step": -1},
+            {"step": 1.0},
+            {"position": "3"},
+            {"fingerprint": 3},
+            {"extra": 1},
+            {"seed": None},
+            {"step": True},
+        ),
+        *({"position": 10**30}, {"position": 1 << 60}, {"step": 10**30}),
+    ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
     good = dataset(5000).batches(1, 4, 8).state_at(7).to_dict()
@@ -499,6 +533,8 @@ def test_too_little_text_names_numbers_that_would_work() -> None:
     data.batches(0, 8, 11)
     assert "use more text or data.seq_len=89" in refusal(data.batches, 0, 1, 90)
     assert refusal(dataset(2, 0.0).batches, 0, 8, 4).endswith("fewer than one batch of 8: use more text")
+    longest = "use more text or data.seq_len=44"
+    assert refusal(data.batches, 0, 2, 2**31 - 1).endswith(longest), "not every length is tried"
 
 
 def test_nothing_to_hold_out_is_refused() -> None:

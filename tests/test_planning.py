@@ -111,7 +111,43 @@ def test_every_mistake_of_a_target_file_is_told(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "not JSON"), ("[]", "want an object"), (None, "can't be read")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[" * 100_000, "nested more than 32 levels deep"),
+        ('{"base": "h100", "memory_bytes": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"base": "h100", "memory_bytes": 1' + "0" * 400 + "}", "want a number above 0"),
+        ('{"base": "h100", "base": "h200"}', "key 'base' is given twice"),
+        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "capability": 9}}), "chip is"),
+        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "cores": 1.5}}), "chip is"),
+    ],
+)
+def test_odd_target_files_are_one_line(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        find_target(str(file))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("pipeline.ranks=4096", "4096 stages of 7 layers; every stage needs a layer, so use 1 to 7 stages"),
+        ("model.options.num_layers=10000", "GPT: num_layers is 10000; want at most 4096"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_any_work(
+    settings: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--compile-seconds", "0", settings]) == 2
+    assert capsys.readouterr().err.endswith(f"jaxpipe: {expected}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "not valid JSON"), ("[]", "expected an object with keys"), (None, "no such target file")]
+)
 def test_a_target_file_that_can_not_be_read(text: str | None, says: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.json"
     if text is not None:

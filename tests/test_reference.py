@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +42,11 @@ TINY = {"vocab_size": 29, "d_model": 16, "num_layers": 1, "num_heads": 4, "seq_l
         ("llama", {"rope_theta": 0.5}, "rope_theta is 0.5; want a number above 1"),
         ("llama", {"mlp_size": -3}, "mlp_size is -3; want 1 or more"),
         ("llama", {"mlp_ratio": 4}, "no option 'mlp_ratio'; did you mean"),
+        ("gpt", {"vocab_size": 10**18}, "vocab_size is 1000000000000000000; want at most 2147483647"),
+        ("gpt", {"mlp_ratio": 10**10}, "mlp_ratio is 10000000000; want at most 1048576"),
+        ("gpt", {"num_layers": 10**6}, "num_layers is 1000000; want at most 4096"),
+        ("gpt", {"num_heads": 999_983, "d_model": 2**20}, "does not divide d_model 1048576; use one of 1, 2, 4, "),
+        ("llama", {"d_model": 2**62}, "d_model is 4611686018427387904; want at most 1048576"),
     ],
 )
 def test_bad_options_get_one_clear_line(kind: str, options: dict[str, Any], message: str) -> None:
@@ -62,8 +68,13 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         "def Small(width, depth=2):\n"
         "    return models.gpt.GPT(d_model=width, num_layers=depth, num_heads=1)\n"
         "def NotAModel():\n    return 3\n"
+        "def Wrong():\n    return {}['width']\n"
+        "class Unsaid(dict):\n    pass\n"
+        "number = 3\n"
     )
     (tmp_path / "my_broken.py").write_text("import no_such_package\n")
+    (tmp_path / "my_typo.py").write_text("def f(:\n")
+    (tmp_path / "my_exit.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.chdir(tmp_path)  # not on sys.path: found as the working directory
     monkeypatch.setattr("sys.path", list(sys.path))
     yield
@@ -78,7 +89,7 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("models.gtp:GPT", {}, "no module 'models.gtp'"),
         ("models.gtp:GPT", {}, "did you mean 'gpt'?"),
         ("modells.gpt:GPT", {}, "no module 'modells'"),
-        ("models.gpt:GTP", {}, "models.gpt has no function 'GTP'; did you mean 'GPT'?"),
+        ("models.gpt:GTP", {}, "models.gpt has no function or class 'GTP'; did you mean 'GPT'?"),
         ("models.gpt:GPT", {"n_layers": 1}, "models.gpt:GPT has no option 'n_layers'; did you mean 'num_layers'?"),
         ("my_models:Small", {"widht": 8}, "my_models:Small has no option 'widht'; did you mean 'width'?"),
         ("my_models:Small", {}, "my_models:Small needs the option width; give width=…"),
@@ -90,6 +101,14 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ),
         ("my_models:partial", {}, "partial is of functools; name a function or class that my_models defines"),
         ("my_broken:Anything", {}, "my_broken imports no_such_package, which is not installed"),
+        ("my_typo:f", {}, "my_typo can't be imported: SyntaxError: invalid syntax (my_typo.py, line 1)"),
+        ("my_exit:f", {}, "my_exit can't be imported: SystemExit: 3 (my_exit.py, line 2)"),
+        ("my_models:Wrong", {}, "my_models:Wrong can't be made: KeyError: 'width' (my_models.py, line 8)"),
+        ("my_models:Unsaid", {}, "Unsaid does not say what arguments it takes"),
+        ("my_models:number", {}, "my_models has no function or class 'number'; Known: Small, NotAModel, Wrong, Unsaid"),
+        ("builtins:dict", {}, "builtins is part of Python"),
+        ("json:loads", {}, "json is part of Python"),
+        ("os.path:join", {}, "os is part of Python"),
     ],
 )
 def test_bad_model_names_get_one_clear_line(name: str, options: dict[str, Any], message: str) -> None:
@@ -98,6 +117,17 @@ def test_bad_model_names_get_one_clear_line(name: str, options: dict[str, Any], 
         resolve_model(name, options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_standard_library_is_neither_called_nor_imported(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    with pytest.raises(ConfigError, match="logging is part of Python"):
+        resolve_model("logging:basicConfig", {"filename": str(precious), "filemode": "w"})
+    assert precious.read_text() == "mine"
+    with pytest.raises(ConfigError, match="antigravity is part of Python"):
+        resolve_model("antigravity:fly", {})
+    assert "antigravity" not in sys.modules, "it opens a web browser"
 
 
 def test_missing_data_and_parameters_are_named() -> None:

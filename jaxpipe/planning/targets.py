@@ -19,7 +19,6 @@ Not modelled: clocks that fall under load, and contention of links beyond what `
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,9 +26,11 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.train.settings import read_mapping
 
 _GB = 1e9
 _TFLOP = 1e12
+_MOST = 1e24  # of any figure in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,7 @@ def find_target(name_or_path: str) -> Target:
         raise ConfigError(
             f"unknown target {name_or_path!r}{hint}; known: {', '.join(TARGETS)}, or the path of a .json file"
         )
-    try:
-        data = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"target {name_or_path}: can't be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"target {name_or_path}: not JSON: {error}") from None
+    data = read_mapping(Path(name_or_path), "target file")
     problems: list[str] = []
     target = _from_mapping(data, Path(name_or_path).stem, problems)
     if target is None or problems:
@@ -208,10 +204,7 @@ _TEXT, _COUNT, _FLAG = frozenset({"name", "description"}), frozenset({"node_size
 _NEEDED = tuple(f.name for f in fields(Target))[2:9]
 
 
-def _from_mapping(data: Any, name: str, problems: list[str]) -> Target | None:
-    if not isinstance(data, dict):
-        problems.append("want an object of fields such as memory_bytes")
-        return None
+def _from_mapping(data: Mapping[str, Any], name: str, problems: list[str]) -> Target | None:
     known = [f.name for f in fields(Target)]
     problems += [
         f"unknown field {key!r}; known: base, {', '.join(known)}" for key in data if key not in (*known, "base")
@@ -244,11 +237,10 @@ def _checked(key: str, value: Any, problems: list[str]) -> Any:
         names = [f.name for f in fields(Chip)]
         good = isinstance(value, dict) and set(value) == set(names)
         want = f"an object of {', '.join(names)}"
-        if good:
-            value = {**value, "capability": tuple(value["capability"])}
-            good, value = all(_positive(x) for k, x in value.items() if k != "capability"), Chip(**value)
+        if good and (good := _is_chip(value)):
+            value = Chip(**{**value, "capability": tuple(value["capability"])})
     elif key in _COUNT:
-        good, want = isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number above 0"
+        good, want = _is_count(value), "a whole number above 0"
     elif key.endswith("latency_s"):
         good, want = _positive(value) or value == 0, "a number of seconds, at least 0"
     else:
@@ -259,8 +251,19 @@ def _checked(key: str, value: Any, problems: list[str]) -> Any:
     return value
 
 
+def _is_chip(value: Mapping[str, Any]) -> bool:
+    """Whether the values of all fields are what :class:`Chip` wants."""
+    pair, rest = value["capability"], {k: x for k, x in value.items() if k not in ("capability", "clock_ghz")}
+    two = isinstance(pair, list) and len(pair) == 2 and all(x == 0 or _is_count(x) for x in pair)
+    return two and _positive(value["clock_ghz"]) and all(map(_is_count, rest.values()))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _positive(value)
+
+
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
 
 
 def target_json(target: Target) -> dict[str, Any]:

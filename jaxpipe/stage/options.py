@@ -8,6 +8,7 @@ tables belong to :mod:`jaxpipe.train.config`.
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def divisors(n: int) -> str:
     """The divisors of ``n`` as an error message lists them."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return ", ".join(map(str, sorted({*small, *(n // d for d in small)})))
+
+
+def check_sizes(what: str, **sizes: int | None) -> None:
+    """Raise ConfigError unless each size (None: left to the model) is from 1 to 2^20, or to 2^31 - 1 of what is counted along
+    one axis alone (``vocab_size``, ``seq_len``), or to 4096 layers (``num_layers``). ``what`` names the model."""
+    for name, size in sizes.items():
+        most = {"vocab_size": 2**31 - 1, "seq_len": 2**31 - 1, "num_layers": 4096}.get(name, 2**20)
+        if size is not None and size < 1:
+            raise ConfigError(f"{what}: {name} is {size}; want 1 or more")
+        if size is not None and size > most:
+            raise ConfigError(f"{what}: {name} is {size}; want at most {most}")
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:

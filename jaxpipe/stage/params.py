@@ -439,7 +439,7 @@ def nested(leaves: Mapping[Path, Any]) -> Params:
     """A nested dict of leaves by path."""
     tree: Params = {}
     for path, leaf in leaves.items():
-        _insert(tree, path, leaf)
+        insert_leaf(tree, path, leaf)
     return tree
 
 

@@ -11,6 +11,8 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path as FilePath
@@ -21,12 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.errors import ConfigError, JaxpipeError, StageError
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
 from jaxpipe.stage.options import suggestion
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
+_MOST_KNOWN = 20  # names in a message
 
 
 def init_params(model: Model, seed: int) -> dict[str, Params]:
@@ -122,9 +125,12 @@ def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: 
 def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
 
-    Modules are looked for on ``sys.path`` and then in the working directory. Raises ConfigError, with the nearest name that
-    exists, for a wrong module, attribute or option, and when what comes out is no :class:`~jaxpipe.stage.layer.Model`. Nothing
-    of the standard library is called, nor what the module has only imported from another package.
+    Modules are looked for on ``sys.path`` and then in the working directory. Nothing of the standard library is imported or
+    called, nor what the module has only imported from another package.
+
+    Raises:
+        ConfigError: with the nearest name that exists, for a wrong module, attribute or option; importing the module or calling
+            the attribute fails; or what comes out is no :class:`~jaxpipe.stage.layer.Model`.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
@@ -133,14 +139,18 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     if package in sys.stdlib_module_names:
         raise ConfigError(f"model {name}: {package} is part of Python; name a function of yours that makes a model")
     module = _import(module_name, name)
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        known = [n for n, value in vars(module).items() if callable(value) and _is_local(value, module)]
-        raise ConfigError(f"model {name}: {module_name} has no function {attribute!r}{suggestion(attribute, known)}")
-    origin = str(getattr(factory, "__module__", None))
+    factory: Any = getattr(module, attribute, None)
+    if not _is_function_or_class(factory):
+        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module_name]
+        hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
+        raise ConfigError(f"model {name}: {module_name} has no function or class {attribute!r}{hint}")
+    origin = str(factory.__module__)
     if origin.partition(".")[0] != package:
         raise ConfigError(f"model {name}: {attribute} is of {origin}; name a function or class that {package} defines")
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:
+        raise ConfigError(f"model {name}: {attribute} does not say what arguments it takes; name a function") from None
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [option for option in options if option not in parameters]
         if unknown:
@@ -148,7 +158,12 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
         missing = [n for n, p in parameters.items() if p.default is p.empty and n not in options]
         if missing:
             raise ConfigError(f"{name} needs the option {missing[0]}; give {missing[0]}=…")
-    model = factory(**options)
+    try:
+        model = factory(**options)
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model {name} can't be made: {_told(error)}") from error
     if not isinstance(model, Model):
         raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.layer.Model")
     return model
@@ -205,6 +220,10 @@ def _import(module_name: str, name: str) -> ModuleType:
         package, _, last = module_name.rpartition(".")
         hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
         raise ConfigError(f"model {name}: no module {missing!r} on sys.path or in {here}{hint}") from error
+    except JaxpipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model {name}: {module_name} can't be imported: {_told(error)}") from error
 
 
 def _siblings(package: str) -> list[str]:
@@ -212,5 +231,15 @@ def _siblings(package: str) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(paths))
 
 
-def _is_local(value: Any, module: ModuleType) -> bool:
-    return getattr(value, "__module__", None) == module.__name__
+def _is_function_or_class(value: Any) -> bool:
+    made = inspect.unwrap(value) if callable(value) else value
+    return inspect.isfunction(made) or inspect.isclass(made)
+
+
+def _told(error: BaseException) -> str:
+    """What was raised, and the line of the user's code that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (__file__, "<", sysconfig.get_path("stdlib"))
+    own = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
+    place = f" ({FilePath(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

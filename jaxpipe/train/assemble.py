@@ -89,8 +89,7 @@ def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[f
                 )
         return schedule
     chunks = family_chunks(pipe)
-    shape = generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, memory_limit=pipe.memory_limit)
-    costs = relative_costs(stage_costs(shape.num_stages))
+    costs = relative_costs(stage_costs(pipe.ranks * pipe.chunks))
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
     )

@@ -251,13 +251,14 @@ def _read_sums(folder: Path) -> dict[str, str]:
     """Checksums by file name."""
     with _opened(folder, SUMS) as file:
         data = file.read()
+    *lines, rest = data.decode("utf-8", "replace").split("\n")
     sums = {}
-    for line in data.decode("utf-8", "replace").split("\n")[:-1]:
+    for line in lines:
         match = _SUM_LINE.fullmatch(line)
         if match is None:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has the line {line[:90]!r}")
         sums[match[2]] = match[1]
-    if next(reversed(sums), None) != MANIFEST:
+    if rest or next(reversed(sums), None) != MANIFEST:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has lost its end")
     return sums
 

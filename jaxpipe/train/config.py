@@ -8,7 +8,9 @@ the file system or the machine, so that one stored in a checkpoint loads anywher
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -223,12 +225,31 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """The config of a ``.toml`` or ``.json`` file (defaults without one), with overrides applied.
 
     Raises:
-        ConfigError: the file can't be read, or any value is wrong: one line with all problems.
+        ConfigError: the file can't be read, or any value is wrong: one line with all problems. Also when a path has characters
+            that this system's file names can't have.
     """
     found = Collected()
     if path is not None:
         settings.collect_mapping(TrainConfig, settings.read_mapping(Path(path)), str(path), found)
-    return _finish(found, overrides)
+    config = _finish(found, overrides)
+    _raise_if([Problem(message, ()) for message in _unspellable(config)])
+    return config
+
+
+def _unspellable(config: TrainConfig) -> Iterator[str]:
+    """Paths that file names can't spell in this process: with an ASCII locale, what is not ASCII."""
+    paths = {
+        "data.path": config.data.path,
+        "data.tokenizer": config.data.tokenizer,
+        "pipeline.schedule": config.pipeline.schedule,
+        "run.out_dir": config.run.out_dir,
+    }
+    for key, path in paths.items():
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding()
+            yield f"{key} is {path!r}, and file names here are {encoding}: set PYTHONUTF8=1, or use other characters"
 
 
 def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sysconfig
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +71,8 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, suffixes: Sequence[str] 
         if not found:
             raise DataError(f"data {path}: no files ending in {' '.join(suffixes)} below it; set data.suffixes")
         return _from_files(str(path), path, found, tokenizer)
+    if not path.is_file():
+        raise DataError(f"data {path}: a pipe, socket or device; copy it to a file first")
     if path.suffix in (".npy", ".npz"):
         return _from_array(path, _read_array(path), tokenizer)
     return _joined(str(path), [(path.name, _encode(path, tokenizer))], (), tokenizer)
@@ -89,8 +89,8 @@ def stdlib_files(root: Path) -> tuple[Path, ...]:
 
 def _files_under(root: Path, suffixes: Iterable[str]) -> tuple[Path, ...]:
     """Files below ``root`` with one of ``suffixes``, sorted by their parts, hidden ones left out."""
-    found = [p for suffix in set(suffixes) for p in root.rglob(f"*{suffix}")]
-    relative = sorted({p.relative_to(root) for p in found if p.is_file()}, key=lambda p: p.parts)
+    found = [p for p in root.rglob("*") if p.name.endswith(tuple(suffixes)) and p.is_file()]
+    relative = sorted((p.relative_to(root) for p in found), key=lambda p: p.parts)
     return tuple(root / p for p in relative if not any(part.startswith(".") for part in p.parts))
 
 
@@ -148,12 +148,14 @@ def _read_array(path: Path) -> Ids:
                     f"data {path}: holds the arrays {', '.join(names) or '(none)'}; name the token ids 'ids'"
                 )
             return np.asarray(archive["ids" if "ids" in names else names[0]])
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
+    except Exception as error:  # of NumPy's, zipfile's and zlib's readers, and of Python's tokenizer for the header
         raise DataError(
             f"data {path}: not a readable {path.suffix} array ({' '.join(str(error).split())[:120]})"
         ) from None
-    except OSError as error:
-        raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
 
 
 def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:

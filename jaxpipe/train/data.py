@@ -11,6 +11,7 @@ at document borders.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -223,7 +224,7 @@ class TokenDataset:
         return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint, (state.step, state.position))
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
-        longest = max((n for n in range(1, seq_len) if len(Windows.of(self.train, n)) >= batch), default=0)
+        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(self.train, n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"

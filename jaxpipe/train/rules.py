@@ -44,9 +44,12 @@ _AT_LEAST: Mapping[str, int] = {
     "replan.min_gain": 0, "replan.workers": 1, "offload.fraction": 0,
 }  # fmt: skip
 _AT_MOST: Mapping[str, float] = {
-    "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1, "run.seed": 2**31 - 1,
+    "data.holdout": 0.5, "data.seed": 2**63 - 1, "optimizer.min_lr_ratio": 1,
+    "pipeline.ranks": 4096, "pipeline.tp": 65536, "pipeline.dp": 65536, "pipeline.chunks": 1024,
     "replan.min_gain": 1, "replan.time_limit_s": 86400, "replan.workers": 1024, "offload.fraction": 1,
 }  # fmt: skip
+_MOST = 2**31 - 1  # of other integers: JAX counts steps and positions in 32 bits
+_MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _POSITIVE = (
     "optimizer.lr", "optimizer.eps", "pipeline.memory_limit", "replan.time_limit_s", "replan.drift", "replan.memory_limit",
     "offload.host_memory_gb",
@@ -60,7 +63,7 @@ _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
 def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of each value that is outside its range."""
     for key, value in values.items():
-        low, high = _AT_LEAST.get(key), _AT_MOST.get(key)
+        low, high = _AT_LEAST.get(key), _AT_MOST.get(key, _MOST if type(value) is int else None)
         if low is not None and value < low:
             yield key, f"{key} is {value}, must be at least {low}"
         elif high is not None and value > high:
@@ -208,6 +211,17 @@ def _memory_rule(config: TrainConfig) -> str:
     return f"pipeline.schedule={family.name} takes no pipeline.memory_limit: leave it out or use {others}"
 
 
+def _pairs_rule(config: TrainConfig) -> str:
+    """A schedule of these sizes can be made in seconds."""
+    pipe = config.pipeline
+    stages = pipe.ranks * pipe.chunks
+    if stages * pipe.microbatches <= _MOST_PAIRS:
+        return ""
+    sizes = f"pipeline.ranks={pipe.ranks} × pipeline.chunks={pipe.chunks} × pipeline.microbatches={pipe.microbatches}"
+    most = f"use at most {_MOST_PAIRS // stages} microbatches" if stages <= _MOST_PAIRS else "use fewer ranks or chunks"
+    return f"{sizes} is more than {_MOST_PAIRS} stages times microbatches: {most}"
+
+
 def _devices_rule(config: TrainConfig) -> str:
     devices, pipe = config.run.devices, config.pipeline
     if devices == 0 or devices >= pipe.num_devices:
@@ -249,6 +263,7 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
     ("data.holdout", "run.eval_every"): _holdout_rule,
     ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
     ("pipeline.recompute", "pipeline.ranks", "pipeline.chunks"): _recompute_rule,
+    ("pipeline.ranks", "pipeline.chunks", "pipeline.microbatches"): _pairs_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,

@@ -4,6 +4,8 @@ What: :func:`collect` turns a mapping (a parsed file) and overrides such as ``ru
 key; every problem found is kept, with its place (file or override) and key, so that a user mends all of them at once.
 A record class has one level of sections; the fields of a section are leaves. Leaf types understood: ``bool int float str``,
 ``Literal`` of strings, ``X | None``, unions, ``tuple[X, ...]``, ``tuple[X, Y]`` and ``Mapping[str, Any]`` (an open table).
+A value that TOML, strict JSON or a file name can't hold is refused: integers beyond 64 bits, NaN and infinity, text with null
+characters or bytes that are no UTF-8, tables nested more than 32 levels deep.
 Does not model: environment variables, includes, interpolation, several files.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import sys
 import tomllib
@@ -22,9 +25,12 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.train.files import read_file
 
 Hint = Any  # a type annotation
 _LARGEST = sys.float_info.max
+_DEEPEST = 32  # tables and lists inside one another
+_SHOWN = 60  # characters of a value in a message
 
 
 class _MisfitError(Exception):
@@ -105,25 +111,36 @@ def fit(value: Any, hint: Hint) -> Any:
         return float(value)
     if isinstance(hint, type):
         if type(value) is hint:
-            return value
+            return _storable(value)
         raise _MisfitError
-    return _fit_table(value)
-
-
-def _fit_table(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _MisfitError
-    return {key: _fit_open(x) for key, x in value.items()}
+    return _fit_open(value, _DEEPEST)
 
 
-def _fit_open(value: Any) -> Any:
-    """A value of an open table: a scalar, a list or a table of such."""
-    if isinstance(value, Mapping):
-        return _fit_table(value)
-    if isinstance(value, (list, tuple)):
-        return [_fit_open(x) for x in value]
+def _fit_open(value: Any, levels: int) -> Any:
+    """A value of an open table: a scalar, a list or a table of such, nested at most ``levels`` deep."""
+    if isinstance(value, (Mapping, list, tuple)):
+        if not levels:
+            raise _MisfitError(f"nested more than {_DEEPEST} levels deep")
+        if isinstance(value, Mapping):
+            return {_storable(key): _fit_open(x, levels - 1) for key, x in value.items()}
+        return [_fit_open(x, levels - 1) for x in value]
     if type(value) not in (bool, int, float, str):
         raise _MisfitError(f"holds {value!r}: use numbers, strings, true, false, lists and tables")
+    return _storable(value)
+
+
+def _storable(value: Any) -> Any:
+    """A scalar that TOML, strict JSON and file names can hold."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise _MisfitError("too large: integers have 64 bits")
+    if type(value) is float and not math.isfinite(value):
+        raise _MisfitError("not finite")
+    if type(value) is str and "\0" in value:
+        raise _MisfitError("it holds a null character")
+    if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
+        raise _MisfitError("it is not UTF-8 text")
     return value
 
 
@@ -175,6 +192,10 @@ def _parse_open(text: str) -> Any:
         document = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError:
+        raise _MisfitError(f"nested more than {_DEEPEST} levels deep") from None
+    except ValueError:  # more digits than Python reads
+        raise _MisfitError("too large: integers have 64 bits") from None
     return document["x"] if len(document) == 1 else text
 
 
@@ -214,10 +235,25 @@ def _unknown(record: type, key: str, place: str) -> Problem:
 
 
 def _misfit(key: str, value: Any, hint: Hint, why: _MisfitError, place: str) -> Problem:
-    shown = json.dumps(value, ensure_ascii=False, default=repr)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    shown = _clipped(json.dumps(_outline(value, 4), ensure_ascii=False, default=repr))
+    wanted = "" if hint is None else f", expected {expected(hint)}"
     reason = f" ({why})" if str(why) else ""
-    return Problem(f"{key} is {shown}, expected {expected(hint)}{reason}", (key,), place)
+    return Problem(f"{_clipped(key)} is {shown}{wanted}{reason}", (key,), place)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _outline(value: Any, levels: int) -> Any:
+    """``value`` with what is nested deeper than ``levels`` left out, and without numbers too long to print."""
+    if isinstance(value, (Mapping, list, tuple)) and not levels:
+        return "..."
+    if isinstance(value, Mapping):
+        return {key: _outline(x, levels - 1) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_outline(x, levels - 1) for x in value]
+    return "a number of many digits" if type(value) is int and value.bit_length() > 200 else value
 
 
 def collect_mapping(record: type, mapping: Mapping[str, Any], place: str, into: Collected) -> None:
@@ -245,7 +281,7 @@ def collect_mapping(record: type, mapping: Mapping[str, Any], place: str, into: 
 
 def collect_override(record: type, override: str, into: Collected) -> None:
     """Check one ``section.key=value`` and add it to ``into``; ``section.table.name=value`` sets inside an open table."""
-    hints, place = leaf_hints(record), f"override {override!r}"
+    hints, place = leaf_hints(record), f"override {_clipped(override)!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -261,46 +297,49 @@ def collect_override(record: type, override: str, into: Collected) -> None:
             into.problems.append(_misfit(key, text, hints[key], why, place))
     elif get_origin(hints.get(table)) in (Mapping, dict) and all(key.split(".")):
         try:
-            value = _fit_open(_parse_open(text.strip()))
+            value = _with_nested(into.values.get(table, {}), key.split(".")[2:], _parse_open(text.strip()))
+            into.add(table, _fit_open(value, _DEEPEST), place)
         except _MisfitError as why:
-            into.problems.append(_misfit(key, text, Mapping, why, place))
-            return
-        into.add(table, _with_nested(into.values.get(table, {}), key.split(".")[2:], value), place)
+            into.problems.append(_misfit(key, text, None, why, place))
     else:
         into.problems.append(_unknown(record, key, place))
 
 
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
+    if len(path) > _DEEPEST:
+        raise _MisfitError(f"nested more than {_DEEPEST} levels deep")
     head, rest = path[0], path[1:]
     inner = table.get(head)
     new = _with_nested(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value
     return {**table, head: new}
 
 
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """The parsed content of a ``.toml`` or ``.json`` file.
+def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
+    """The parsed content of a ``.toml`` or ``.json`` file, which messages call ``what``.
 
     Raises:
         ConfigError: it is missing, of another kind, or malformed; names the file and, where known, the line.
     """
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{path}: a config file ends in .toml or .json")
+        raise ConfigError(f"{path}: a {what} ends in .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file") from None
+        raise ConfigError(f"{path}: no such {what}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is it a config file?") from None
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is it a {what}?") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
     try:
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        kind = path.suffix[1:].upper()
-        raise ConfigError(f"{path}: not valid {kind}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested more than {_DEEPEST} levels deep") from None
+    except ValueError as error:  # numbers of more digits than Python reads, too; then advice for programmers follows
+        kind, why = path.suffix[1:].upper(), str(error).partition("; use sys.")[0]
+        raise ConfigError(f"{path}: not valid {kind}: {' '.join(why.split())}") from None
     if not isinstance(document, Mapping):
-        raise ConfigError(f"{path}: the top level is {type(document).__name__}, expected an object with sections")
+        raise ConfigError(f"{path}: the top level is {type(document).__name__}, expected an object with keys")
     return document
 
 

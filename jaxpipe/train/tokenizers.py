@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
+from jaxpipe.train.files import read_file
 
 Ids = npt.NDArray[Any]  # 1-D, integer
 
@@ -99,7 +100,7 @@ class HFTokenizer:
         except ImportError:
             raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install tokenizers") from None
         try:
-            content = path.read_bytes()
+            content = read_file(path)
         except OSError as error:
             raise DataError(f"tokenizer {path}: can't be read ({error.strerror})") from None
         try:

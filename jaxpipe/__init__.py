@@ -1,6 +1,51 @@
 """jaxpipe: pipeline-parallel training for JAX.
 
-Importing this package imports no JAX; the rooms are imported by name (``jaxpipe.schedule``, ``jaxpipe.stage``, …).
+``Trainer`` is the way in from Python; :file:`train/GUIDE.md` has a complete script. Importing this package imports no JAX: the
+names below are looked up when they are first used, and the rooms are imported by name (``jaxpipe.schedule``, …).
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpipe.stage.adapters import from_linen, from_nnx
+    from jaxpipe.stage.cut_linen import layers_from_linen
+    from jaxpipe.stage.cut_nnx import layers_from_nnx
+    from jaxpipe.stage.layer import Layer, Model
+    from jaxpipe.train.devices import request_devices
+    from jaxpipe.train.trainer import Trainer
+
 __version__ = "0.1.0"
+__all__ = [
+    "Layer",
+    "Model",
+    "Trainer",
+    "__version__",
+    "from_linen",
+    "from_nnx",
+    "layers_from_linen",
+    "layers_from_nnx",
+    "request_devices",
+]
+
+_HOMES = {
+    "Layer": "stage.layer",
+    "Model": "stage.layer",
+    "Trainer": "train.trainer",
+    "from_linen": "stage.adapters",
+    "from_nnx": "stage.adapters",
+    "layers_from_linen": "stage.cut_linen",
+    "layers_from_nnx": "stage.cut_nnx",
+    "request_devices": "train.devices",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"jaxpipe.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "dog": (lambda: contrib.dog(), "mixes layers: scale_by_dog"),
     "mechanic": (lambda: contrib.mechanize(optax.sgd(0.1)), "mixes layers: mechanize"),
     "l-bfgs": (lambda: optax.scale_by_lbfgs(), "mixes layers: scale_by_lbfgs .*treats each layer by itself"),
-    "line search": (lambda: optax.lbfgs(), "update fails: TypeError: .*'value_fn'; .*go into extra="),
+    "line search": (lambda: optax.lbfgs(), "update fails: TypeError: .*'value_fn'; .*go into Trainer"),
     "sophia": (lambda: contrib.sophia(1e-2), "update fails: ValueError: obj_fn must be provided"),
     "a tree of other labels": (lambda: optax.partition(GROUPS, {"embed": "slow"}), r"init fails: Value.*as lambda tree: \{"),
     "unknown label": (lambda: optax.partition({"a": optax.sgd(0.1)}, lambda tree: dict.fromkeys(tree, "b")), "no corresp"),
@@ -287,7 +287,7 @@ def test_extra_arguments_reach_the_update() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "extra", "message"),
     [
-        (heated(), {}, "missing 1 required keyword-only argument: 'heat'; arguments that it needs go into extra="),
+        (heated(), {}, "missing 1 required keyword-only argument: 'heat'; arguments that it needs go into Trainer"),
         (optax.sgd(0.1), {"heat": "hot"}, "extra argument 'heat' of the optimizer is a str; want a number or an array"),
         (optax.scale_by_sign(), {"heat": 1.0}, "takes no argument 'heat'; leave it out of extra="),
     ],

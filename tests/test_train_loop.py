@@ -358,13 +358,13 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
 
     def compile_and_break(*args: Any, **kwargs: Any) -> Any:
         setup = compile_setup(*args, **kwargs)
-        combine = setup.step._combine
+        combine = setup.trainer.train_step._combine
 
         def broken(*inputs: Any) -> Any:
             loss, *rest = combine(*inputs)
             return jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))(loss), *rest
 
-        monkeypatch.setattr(setup.step, "_combine", broken)
+        monkeypatch.setattr(setup.trainer.train_step, "_combine", broken)
         return setup
 
     monkeypatch.setattr(loop, "compile_setup", compile_and_break)

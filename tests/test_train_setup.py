@@ -18,7 +18,7 @@ def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
     more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
     made = config(text, tmp_path / "run", *more)
     setup = build(made, find_devices(made.pipeline.ranks), notes.append, repeats=1)
-    return setup.pipeline.predicted_timeline().peak_activations
+    return setup.trainer.pipeline.predicted_timeline().peak_activations
 
 
 def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.recompute_report import policy_tables
     from jaxpipe.train.report import measurement_json, measurement_table
-    from jaxpipe.train.setup import compile_pipeline, prepare, step_of
+    from jaxpipe.train.setup import compile_pipeline, prepare, trainer_over
 
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
@@ -238,7 +238,7 @@ def _profile(args: argparse.Namespace) -> int:
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
-        step = step_of(config, pipeline.with_costs(measured.costs()))
+        step = trainer_over(config, pipeline.with_costs(measured.costs())).train_step
         costs = step.costs_with_state()
         progress(f"{step.memory_report()}")
     progress(policy_tables(pipeline.compare_policies()))

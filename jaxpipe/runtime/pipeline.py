@@ -413,8 +413,12 @@ class Pipeline:
         left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
 
         Raises:
-            ProgramError: its shape does not tell how the output is divided over tensor-parallel shards.
+            ProgramError: the batch lacks what a layer before the loss reads; the output's shape does not tell how it is divided
+                over tensor-parallel shards.
         """
+        reads = list(dict.fromkeys(name for layer in self.model.layers[:-1] for name in layer.reads))
+        if missing := [name for name in reads if name not in batch]:
+            raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
         function, tree, whole = self._output
         count = len(next(iter(batch.values())))
         unread = {

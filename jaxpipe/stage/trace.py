@@ -407,6 +407,10 @@ def _loss(spec: TraceSpec, out: Any) -> tuple[list[Any], Metrics]:
                 f"the last layer {layer!r} returns the metric {name!r} as {_described(value)}; want a scalar sum, or a pair "
                 "(sum, weight), by a string"
             )
+        if name in ("loss", "weight"):
+            raise StageError(
+                f"the last layer {layer!r} returns a metric {name!r}, which is what evaluations call their own"
+            )
         metrics[name] = (len(named), len(named) + 1 if len(pair) == 2 else 1)
         named |= dict(zip((f"metric {name!r}", f"the weight of metric {name!r}"), pair, strict=False))
     return [_scalar(layer, what, value) for what, value in named.items()], metrics

@@ -27,7 +27,8 @@ from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batch, TokenDataset
-from jaxpipe.train.setup import build_model, load_dataset, stored_params
+from jaxpipe.train.setup import build_model, load_dataset
+from jaxpipe.train.stored import stored_params
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 
 _OURS = ("models", "jaxpipe.models")

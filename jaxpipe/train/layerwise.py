@@ -133,7 +133,7 @@ def _traced(what: str, function: Callable[..., Any], *shapes: Any) -> tuple[Flat
     except Exception as error:
         reason = " ".join(str(error).split())
         short = reason if len(reason) <= 300 else f"{reason[:300]} …"
-        advice = "; arguments that it needs go into extra= of the training step" if "argument" in reason else ""
+        advice = "; arguments that it needs go into Trainer(update_arguments=…)" if "argument" in reason else ""
         advice = _TREES if any(word in reason for word in ("tree", "structure", "Dict key")) else advice
         raise ConfigError(f"the optimizer's {what} fails: {type(error).__name__}: {short}{advice}") from error
     flat = flatten(closed.jaxpr, closed.consts, at_calls=True)

@@ -23,12 +23,11 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Timeline, simulate
-from jaxpipe.stage.reference import init_params
 from jaxpipe.train import resume
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices, memory_advice, of_device
@@ -112,14 +111,13 @@ class _Run:
         stop: Stop,
     ) -> None:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
-        self.config, self.pipe, self.train_step = setup.config, setup.pipeline, setup.step
+        self.config, self.trainer = setup.config, setup.trainer
         run = self.config.run
-        self.predicted, self.memory = self.pipe.predicted_timeline(), self.train_step.memory_report()
+        self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
         enabled = self.config.replan.enabled
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
-        self.program = resume.model_digest(setup.model)  # checkpoints keep it to know their model again
         self.step = self.logged = start.step
         self.resumed = start.params is not None
         self.saving = Saving(
@@ -170,6 +168,10 @@ class _Run:
         return self._result(started)
 
     @property
+    def pipe(self) -> Pipeline:
+        return self.trainer.pipeline
+
+    @property
     def stopped(self) -> bool:
         return bool(self.stop.requested) and self.step < self.config.run.steps
 
@@ -177,8 +179,9 @@ class _Run:
 
     def _first_state(self) -> TrainState:
         start = self.start
-        params = init_params(self.setup.model, self.config.run.seed) if start.params is None else start.params
-        return self.train_step.init(params, start.optimizer, step=start.step)
+        if start.params is None:
+            return self.trainer.init()
+        return self.trainer.train_step.init(start.params, start.optimizer, step=start.step)
 
     def _steps(self, state: TrainState) -> None:
         run, first = self.config.run, self.start.step
@@ -203,9 +206,9 @@ class _Run:
         if self.replanner is None or (pipe := self.replanner.poll(self.step)) is None:
             return
         self._settle()
-        self.pipe, self.train_step = pipe, self.train_step.with_pipeline(pipe)
+        self.trainer = self.trainer.with_pipeline(pipe)
         self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
-        self.memory = self.train_step.memory_report()
+        self.memory = self.trainer.train_step.memory_report()
         with self._less_important("the schedule"):
             self.folder.write_schedule(pipe.schedule)
 
@@ -215,15 +218,12 @@ class _Run:
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began = time.perf_counter()
-        m = self.config.pipeline.microbatches
-        microbatches = {k: v.reshape(m, -1, *v.shape[1:]) for k, v in batch.items()}
-        key = jax.random.fold_in(jax.random.key(self.config.run.seed), state.step)
         record = (state.step + 1) % self.config.run.log_every == 0
         with self.watchdog.watch(state.step + 1):
             if record:  # what runs still would count as this step's
                 self._settle()
                 jax.block_until_ready((dict(state.master), dict(state.compute)))
-            state, metrics = self.train_step(state, microbatches, key, record=record)
+            state, metrics = self.trainer.step(state, batch, record=record)
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
@@ -258,14 +258,22 @@ class _Run:
         if self.pending is None:
             return
         step, metrics = self.pending
-        finite = metrics.finite
         with self.watchdog.watch(step):
-            loss, norm, applied, weight, finite = jax.device_get(
-                (metrics.loss, metrics.grad_norm, metrics.applied, metrics.weight, finite)
+            loss, norm, rate, applied, weight, finite, reported = jax.device_get(
+                (
+                    metrics.loss,
+                    metrics.grad_norm,
+                    metrics.learning_rate,
+                    metrics.applied,
+                    metrics.weight,
+                    metrics.finite,
+                    metrics.metrics,
+                )
             )
         self.pending = None
         self.loss = float(loss)
-        record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "tokens": int(weight), "applied": bool(applied)}
+        record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "learning_rate": rate, "tokens": int(weight)}
+        record |= {"applied": bool(applied), **{f"metrics/{name}": value for name, value in reported.items()}}
         record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
             self.timeline = metrics.timeline
@@ -311,10 +319,11 @@ class _Run:
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
-        loss_sum, weight = self.pipe.evaluate(state.compute, self.held_out)
-        loss = loss_sum / weight
+        found = self.trainer.evaluate(state, self.held_out)
+        loss = found.pop("loss")
+        del found["weight"]
         self.evaluated = (state.step, loss)
-        self.log.write(state.step, {"eval_loss": loss})
+        self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in found.items()}})
         self.line.note(f"step {state.step}  held-out loss {loss:.4f}")
         self.line.restart_clock()
 
@@ -342,14 +351,8 @@ class _Run:
     def _content(self, state: TrainState) -> Content:
         """What a checkpoint holds. The metrics up to here are on the disk first: a run that goes on from it finds them all."""
         self.log.sync()
-        params, optimizer = self.train_step.by_layer(state)
-        meta = {
-            "data": self.start.batches.state_at(state.step).to_dict(),
-            "config": self.config.to_dict(),
-            "program": self.program,
-            "schedule": self.pipe.schedule.name,
-            "jaxpipe": __version__,
-        }
+        params, optimizer, meta = self.trainer.contents(state)
+        meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
 
@@ -379,7 +382,7 @@ class _Run:
 
     def _stuck(self, step: int) -> str:
         """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
-        executor = self.train_step.pipeline.executor
+        executor = self.pipe.executor
         before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
         steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
         at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")

@@ -24,7 +24,7 @@ from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_bytes
-from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_of
+from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, trainer_over
 from jaxpipe.train.step import TrainStep
 
 _NO_LIMIT_GB = 1e9
@@ -51,7 +51,7 @@ class Rehearsed:
         """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
         ordered = tuple(sorted(reports, key=lambda r: r.rank))
         measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
-        costs = step_of(config, pipeline.with_costs(measured)).costs_with_state()
+        costs = trainer_over(config, pipeline.with_costs(measured)).train_step.costs_with_state()
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 
@@ -86,7 +86,7 @@ def rehearsals(
     for rank in ranks:
         platform = pipeline.submeshes[rank].devices.flat[0].platform
         check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
-    step = step_of(prepared.config, pipeline)
+    step = trainer_over(prepared.config, pipeline).train_step
     found = [
         Rehearsal(
             pipeline,

@@ -10,23 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
-
 from jaxpipe.errors import CheckpointError, DataError
-from jaxpipe.stage.identity import program_digest
-from jaxpipe.stage.layer import Model, Params
-from jaxpipe.stage.params import trained_params
-from jaxpipe.stage.reference import apply_model
+from jaxpipe.stage.layer import Params
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
-from jaxpipe.train.optimizer_state import fitted, state_leaves
-from jaxpipe.train.setup import Prepared, optimizer_of, stored_params
+from jaxpipe.train.setup import Prepared, optimizer_of
+from jaxpipe.train.stored import load_state, same_program
 
 Note = Callable[[str], None]
 
@@ -97,14 +91,6 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
         return start_of(prepared, older, store, note)
 
 
-def model_digest(model: Model) -> dict[str, str]:
-    """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
-    by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
-    forward = partial(apply_model, model, train=False)
-    closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
-    return {"jax": jax.__version__, "sha256": program_digest(closed)}
-
-
 def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:
     folder = store.path(origin.step)
     meta = origin.meta
@@ -117,12 +103,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
         raise CheckpointError(f"{folder}: {error}") from error
     if state.step != origin.step:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
-    params = stored_params(prepared.model)
     batches = _batches(prepared, state)
-    loaded = store.load(origin.step, like={"params": params})
-    trained = trained_params(prepared.model.layers, params)
-    leaves = state_leaves(jax.eval_shape(optimizer_of(prepared.config).init, trained), trained)
-    fitted(leaves, list(trained), loaded.optimizer)  # raises here, and not when everything has been compiled
+    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config))
     for remark in remarks:
         note(remark)
     return Start(origin.step, batches, loaded.params, loaded.optimizer)
@@ -139,9 +121,8 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
-    stored, now = origin.meta.get("program"), model_digest(prepared.model)
-    comparable = isinstance(stored, dict) and stored.get("jax") == now["jax"]
-    same = stored == now if comparable else not model
+    known = same_program(origin.meta, prepared.model)
+    same = not model if known is None else known
     if not same and model:
         listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())
         raise CheckpointError(

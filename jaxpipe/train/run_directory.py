@@ -74,7 +74,7 @@ class RunDirectory:
         """
         write_atomically(self.path / "config.toml", f"{_MARK}\n{setup.config.to_toml()}")
         write_atomically(self.path / "plan.json", setup.plan.to_json())
-        self.write_schedule(setup.pipeline.schedule)
+        self.write_schedule(setup.trainer.schedule)
 
     def write_schedule(self, schedule: Schedule) -> None:
         """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""

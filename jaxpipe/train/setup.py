@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxpipe.errors import ConfigError
@@ -18,7 +15,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan
-from jaxpipe.stage.reference import init_params, resolve_model
+from jaxpipe.stage.reference import resolve_model
 from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
@@ -27,8 +24,8 @@ from jaxpipe.train.devices import device_errors
 from jaxpipe.train.metrics import format_bytes
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
-from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import load_tokenizer
+from jaxpipe.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,8 @@ class Setup:
 
     config: TrainConfig
     dataset: TokenDataset
-    model: Model
     plan: StagePlan
-    pipeline: Pipeline
-    step: TrainStep
+    trainer: Trainer
 
 
 def load_dataset(config: TrainConfig) -> TokenDataset:
@@ -85,15 +80,6 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     return model
 
 
-def stored_params(model: Model) -> dict[str, Any]:
-    """Shapes and dtypes of a model's parameters in a checkpoint: floats are float32, whatever the model creates."""
-
-    def master(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(a.shape, jnp.float32 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
-
-    return jax.tree.map(master, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
-
-
 def microbatch_size(config: TrainConfig) -> int:
     """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
     sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
@@ -118,18 +104,14 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done."""
     config = prepared.config
-    pipeline = compile_pipeline(prepared, devices, progress)
-    with device_errors("setting up", lambda: step_of(config, pipeline).memory_report(workspace=False)):
-        if moved := host_bytes(pipeline.programs):
+    trainer = trainer_over(config, compile_pipeline(prepared, devices, progress))
+    with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
+        if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
         progress("timing each stage alone")
-        pipeline = pipeline.with_costs(pipeline.measure_costs(repeats=repeats))
-        step = step_of(config, pipeline)
-        pipeline = pipeline.with_costs(step.costs_with_state())
-        step = step.with_pipeline(pipeline)
-        pipeline.warm_up()
-        progress(f"{step.memory_report()}")
-    return Setup(config, prepared.dataset, prepared.model, prepared.plan, pipeline, step)
+        trainer = trainer.measured(repeats)
+        progress(f"{trainer.train_step.memory_report()}")
+    return Setup(config, prepared.dataset, prepared.plan, trainer)
 
 
 def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
@@ -153,10 +135,16 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
         return with_replannable_start(config, pipeline)
 
 
-def step_of(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
-    """The training step of ``config`` over ``pipeline``. Compiles nothing yet."""
-    zero1 = config.pipeline.zero1
-    return TrainStep(pipeline, optimizer_of(config), clip_norm=config.optimizer.clip_norm, zero1=zero1)
+def trainer_over(config: TrainConfig, pipeline: Pipeline) -> Trainer:
+    """The trainer of ``config`` over ``pipeline``. Compiles nothing yet."""
+    return Trainer.over(
+        pipeline,
+        optimizer_of(config),
+        clip_norm=config.optimizer.clip_norm,
+        learning_rate=_learning_rate(config),
+        zero1=config.pipeline.zero1,
+        seed=config.run.seed,
+    )
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:
@@ -173,5 +161,9 @@ def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer that ``config`` describes."""
     o = config.optimizer
-    schedule: Any = learning_rate(o.lr, o.warmup_steps, config.run.steps, o.min_lr_ratio)
-    return adamw(schedule, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    return adamw(_learning_rate(config), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+
+
+def _learning_rate(config: TrainConfig) -> optax.Schedule:
+    o = config.optimizer
+    return learning_rate(o.lr, o.warmup_steps, config.run.steps, o.min_lr_ratio)

@@ -12,6 +12,7 @@ leaves parameters and optimizer state as they were. Nothing here waits for a dev
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,6 +113,10 @@ class TrainStep:
         learning_rate: float | optax.Schedule | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        if not 0 <= clip_norm < math.inf:
+            raise ConfigError(
+                f"clip_norm is {clip_norm}; want the largest norm of the gradient, such as 1.0, or 0 for any"
+            )
         self._tx, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._shards = {

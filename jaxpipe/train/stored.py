@@ -1,0 +1,56 @@
+"""What a checkpoint holds of a model: the shapes of its parameters, a digest of what it computes; and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.stage.identity import program_digest
+from jaxpipe.stage.layer import Model
+from jaxpipe.stage.params import trained_params
+from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
+from jaxpipe.train.optimizer_state import fitted, state_leaves
+
+
+def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
+    """Shapes and dtypes of a model's parameters in a checkpoint: floats are those of masters, whatever the model creates."""
+
+    def stored(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, master if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+
+    return jax.tree.map(stored, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
+
+
+def model_digest(model: Model) -> dict[str, str]:
+    """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
+    by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
+    forward = partial(apply_model, model, train=False)
+    closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
+    return {"jax": jax.__version__, "sha256": program_digest(closed)}
+
+
+def same_program(meta: Mapping[str, Any], model: Model) -> bool | None:
+    """Whether the checkpoint with this ``meta`` is of a model that computes the same; None where that can't be told."""
+    stored, now = meta.get("program"), model_digest(model)
+    return stored == now if isinstance(stored, dict) and stored.get("jax") == now["jax"] else None
+
+
+def load_state(
+    store: CheckpointStore, step: int, model: Model, optimizer: Any, master: Any = jnp.float32
+) -> Checkpoint:
+    """The checkpoint of ``step``, checked against the model and the optimizer, before anything is placed or compiled.
+
+    Raises:
+        CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
+    """
+    params = stored_params(model, master)
+    loaded = store.load(step, like={"params": params})
+    trained = trained_params(model.layers, params)
+    leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
+    fitted(leaves, list(trained), loaded.optimizer)
+    return loaded

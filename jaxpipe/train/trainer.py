@@ -1,0 +1,548 @@
+"""``jaxpipe.Trainer``: a model, an optimizer and a schedule, ready to train over a pipeline from a Python script.
+
+It chooses the schedule, cuts the model, traces and splits the stages (:mod:`jaxpipe.train.assemble`), puts them on devices and
+adds the optimizer (:mod:`jaxpipe.train.step`); then it steps, evaluates, predicts, saves and restores. ``jaxpipe train`` goes
+the same way. :file:`GUIDE.md` beside this file has a complete script.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import numpy as np
+import optax
+
+from jaxpipe import __version__
+from jaxpipe._jax_compat import backends_initialized
+from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.batches import in_microbatches
+from jaxpipe.runtime.leaves import merged
+from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import Schedule, Timeline, generate
+from jaxpipe.schedule.families.registry import family_named
+from jaxpipe.stage.layer import Layer, LeafRule, Model, Params, with_leaf_rules
+from jaxpipe.stage.plan import StagePlan, param_avals
+from jaxpipe.stage.reference import init_params
+from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
+from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
+from jaxpipe.train.checkpoint_format import DamagedCheckpointError
+from jaxpipe.train.config import PipelineConfig
+from jaxpipe.train.devices import device_errors, find_devices, request_devices
+from jaxpipe.train.metrics import format_bytes, format_count
+from jaxpipe.train.optimizer import ema_of, with_ema
+from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
+from jaxpipe.train.stored import load_state, model_digest, same_program
+
+
+class Trainer:
+    """Trains ``model`` over a pipeline.
+
+    Args:
+        model: layers in order, the loss last.
+        optimizer: any optax transformation of the parameters ``{layer: leaves}``. One that mixes layers (clipping by the norm
+            of all gradients, say) is refused.
+        schedule: a family by name (``jaxpipe schedules`` lists them), a schedule file, or a schedule.
+        ranks, microbatches: p and m; needed with a family's name, else those of the schedule.
+        microbatch_size: sequences in a microbatch, over all ``dp`` shards. A step takes ``microbatches · microbatch_size``.
+        chunks, memory_limit: for families that take them (as in :func:`jaxpipe.schedule.generate`).
+        cut: how layers become stages: balanced by ``"analytic"`` FLOPs or by ``"measured"`` seconds; the layers (indices or
+            names) at which the second and later stages start; or a stage plan.
+        dtype: of parameters and activations in the compute; master parameters are float32 (float64 if this is).
+        recompute: a policy (:mod:`jaxpipe.stage.policies`), or one a stage.
+        update_arguments: of the optimizer's update by name, numbers or arrays, beside ``value``, the mean loss, which it gets
+            without asking; :meth:`step` may give other values.
+        clip_norm: bound on the norm of the whole gradient; 0 for none.
+        learning_rate: of ``optimizer``, a number or a schedule of the step; only reported, as
+            :attr:`StepMetrics.learning_rate`. That of ``optax.inject_hyperparams`` needs no telling.
+        ema: decay of an exponential moving average of the parameters, kept with the optimizer's state; None for none.
+        dp, tp, zero1: devices of each rank that share a microbatch's sequences, and its layers' work; divide the optimizer's
+            state and update over dp.
+        offload, braid: as in :meth:`Pipeline.build`.
+        trainable, float32: of (layer name, path), whether a parameter is trained, and whether it stays float32 where
+            ``dtype`` is smaller (:func:`jaxpipe.stage.layer.with_leaf_rules`).
+        seed: of initial parameters, and of the random numbers that layers draw.
+        keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
+        devices: to run on, ``dp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any, emulated
+            CPU devices.
+
+    Raises:
+        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        optimizer: optax.GradientTransformation,
+        microbatch_size: int,
+        schedule: str | Path | Schedule = "1f1b",
+        ranks: int | None = None,
+        microbatches: int | None = None,
+        chunks: int | None = None,
+        memory_limit: float | None = None,
+        cut: Literal["analytic", "measured"] | Sequence[int | str] | StagePlan = "analytic",
+        dtype: Any = "float32",
+        recompute: str | Sequence[str] = "none",
+        update_arguments: Mapping[str, Any] = MappingProxyType({}),
+        clip_norm: float = 0.0,
+        learning_rate: float | optax.Schedule | None = None,
+        ema: float | None = None,
+        dp: int = 1,
+        tp: int | TensorParallel = 1,
+        zero1: bool = False,
+        offload: OffloadOptions = OFFLOAD_ALL,
+        braid: bool = True,
+        trainable: LeafRule | None = None,
+        float32: LeafRule | None = None,
+        seed: int = 0,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        devices: Sequence[jax.Device] | None = None,
+        platform: Literal["auto", "cpu", "gpu"] = "auto",
+    ) -> None:
+        if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
+            raise ConfigError(
+                f"microbatch_size is {microbatch_size!r}; want how many sequences a microbatch has, from 1"
+            )
+        if trainable is not None or float32 is not None:
+            model = with_leaf_rules(model, trainable=trainable, float32=float32)
+        shards = TensorParallel(tp) if isinstance(tp, int) else tp
+        given = _given_schedule(schedule)
+        sizes = _sizes(schedule, given, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks})
+        pipe = PipelineConfig(
+            ranks=sizes["ranks"],
+            tp=shards.size,
+            dp=dp,
+            microbatches=sizes["microbatches"],
+            chunks=sizes["chunks"],
+            schedule=str(schedule) if given is None else "",
+            memory_limit=memory_limit,
+            recompute=recompute if isinstance(recompute, str) else tuple(recompute),
+            cut=_cut_setting(cut),
+            sequence_parallel=shards.sequence,
+            fused_residual=shards.fused_residual,
+            zero1=zero1,
+            braid=braid,
+        )
+        if devices is None:
+            devices = _devices(pipe.num_devices, platform, shards.size)
+        planner = (lambda n: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
+        chosen = given or build_schedule(pipe, lambda n: [s.cost for s in planner(n).stages])
+        plan = planner(chosen.num_stages)
+        with device_errors("setting up"):
+            pipeline = assemble(
+                model,
+                chosen,
+                plan,
+                pipe,
+                microbatch_size=microbatch_size,
+                dtype=dtype,
+                offload=offload,
+                devices=devices,
+                progress=lambda text: None,
+            )
+        self._set_up(
+            pipeline,
+            optimizer,
+            plan=plan,
+            update_arguments=update_arguments,
+            clip_norm=clip_norm,
+            learning_rate=learning_rate,
+            ema=ema,
+            zero1=zero1,
+            seed=seed,
+            keep_last=keep_last,
+            keep_best=keep_best,
+        )
+
+    @classmethod
+    def over(cls, pipeline: Pipeline, optimizer: optax.GradientTransformation, **options: Any) -> Trainer:
+        """A trainer over a pipeline that is there. ``options``: ``plan``, by which the pipeline was cut, and of the arguments
+        of :class:`Trainer` those that the pipeline does not settle: ``update_arguments``, ``clip_norm``, ``learning_rate``,
+        ``ema``, ``zero1``, ``seed``, ``keep_last``, ``keep_best``."""
+        trainer = object.__new__(cls)
+        trainer._set_up(pipeline, optimizer, **options)
+        return trainer
+
+    def _set_up(
+        self,
+        pipeline: Pipeline,
+        optimizer: optax.GradientTransformation,
+        *,
+        plan: StagePlan | None = None,
+        update_arguments: Mapping[str, Any] = MappingProxyType({}),
+        clip_norm: float = 0.0,
+        learning_rate: float | optax.Schedule | None = None,
+        ema: float | None = None,
+        zero1: bool = False,
+        seed: int = 0,
+        keep_last: int = 3,
+        keep_best: int = 1,
+    ) -> None:
+        self.optimizer = optimizer if ema is None else with_ema(optimizer, ema)
+        self.train_step = TrainStep(
+            pipeline,
+            self.optimizer,
+            clip_norm=clip_norm,
+            zero1=zero1,
+            learning_rate=learning_rate,
+            extra=update_arguments,
+        )
+        self.plan, self.seed, self.ema = plan, seed, ema
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.extra: dict[str, Any] = {}
+        self._spec = pipeline.model.batch_spec(pipeline.microbatch_size)
+        self._recorded: Timeline | None = None
+        self._store: CheckpointStore | None = None
+        self._restored: int | None = None  # the step that later checkpoints in the store make way for
+        self._program: Mapping[str, str] | None = None
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The compiled stages on their ranks, in the order of :attr:`schedule`."""
+        return self.train_step.pipeline
+
+    @property
+    def model(self) -> Model:
+        return self.pipeline.model
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.pipeline.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the last recorded step, as measured (``timeline.source`` says so); before there is one, the predicted one."""
+        return self._recorded if self._recorded is not None else self.pipeline.predicted_timeline()
+
+    def __str__(self) -> str:
+        """Model, pipeline, optimizer and memory in four lines."""
+        pipe, schedule = self.pipeline, self.schedule
+        leaves = jax.tree.leaves(param_avals(self.model))
+        sharding = "".join(f" × {axis} {n}" for axis, n in (("dp", pipe.dp), ("tp", pipe.tp.size)) if n > 1)
+        devices = pipe.submeshes[0].devices.flat[0].platform
+        peak = max(self.train_step.memory_report(workspace=False).peak_bytes)
+        stages = " | ".join(_layer_words(pipe.layers(s)) for s in range(len(pipe.boundaries)))
+        count = format_count(sum(leaf.size for leaf in leaves))
+        return (
+            f"{self.model.name}: {count} parameters, {len(self.model.layers)} layers, {pipe.compute_dtype}\n"
+            f"schedule {schedule.name}: {schedule.num_ranks} ranks{sharding} on {devices}, {schedule.num_microbatches} "
+            f"microbatches of {pipe.microbatch_size}, bubble {pipe.predicted_timeline().bubble_rate:.1%} predicted\n"
+            f"stages: {stages}\n"
+            f"memory: {format_bytes(peak)} on the fullest device, workspace apart"
+        )
+
+    def with_schedule(self, schedule: str | Path | Schedule) -> Trainer:
+        """The same stages on the same ranks in another order: compiles nothing, and states can be handed on.
+
+        Raises:
+            ScheduleError, ProgramError: the schedule places the stages otherwise.
+        """
+        given = _given_schedule(schedule)
+        if given is None:
+            now = self.schedule
+            family = family_named(str(schedule))
+            chunks = now.num_chunks if "chunks" in family.options else None
+            fits = now.num_stages == now.num_ranks * (chunks or family.default_chunks)
+            costs = self.pipeline.costs if fits else None  # and if not, the pipeline says so
+            given = generate(str(schedule), now.num_ranks, now.num_microbatches, chunks, costs)
+        return self.with_pipeline(self.pipeline.with_schedule(given))
+
+    def with_pipeline(self, pipeline: Pipeline) -> Trainer:
+        """The same over ``pipeline``, which has the same stages on the same ranks. Compiles nothing."""
+        other = copy.copy(self)
+        other.train_step = self.train_step.with_pipeline(pipeline)
+        other._recorded = None
+        return other
+
+    def measured(self, repeats: int = 3) -> Trainer:
+        """The same with every function compiled, and its stages timed, the median of ``repeats`` calls each: predictions rest
+        on these times then, and no longer on FLOP counts."""
+        pipeline = self.pipeline.with_costs(self.pipeline.measure_costs(repeats=repeats))
+        costs = self.train_step.with_pipeline(pipeline).costs_with_state()
+        pipeline = pipeline.with_costs(costs)
+        pipeline.warm_up()
+        return self.with_pipeline(pipeline)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def init(self, params: Mapping[str, Params] | None = None) -> TrainState:
+        """The state before the first step: ``params`` (whole, by layer name), or fresh ones of :attr:`seed`.
+
+        Raises:
+            CheckpointError: layers or leaves are missing, or shapes differ.
+        """
+        return self.train_step.init(init_params(self.model, self.seed) if params is None else params)
+
+    def step(
+        self,
+        state: TrainState,
+        batch: Mapping[str, Any],
+        *,
+        key: jax.Array | None = None,
+        record: bool = False,
+        **extra: Any,
+    ) -> tuple[TrainState, StepMetrics]:
+        """One step. Nothing waits for the devices until a metric is looked at.
+
+        Args:
+            state: consumed; go on with the one returned.
+            batch: arrays by name, each ``[microbatches · microbatch size, …]`` or ``[microbatches, microbatch size, …]``.
+            key: of the random numbers that layers draw; by default of :attr:`seed` and the step's number.
+            record: wait for the devices before and after, and measure :attr:`timeline`.
+            extra: arguments of the optimizer's update that are other than ``update_arguments``.
+
+        Raises:
+            ProgramError: the batch does not fit.
+            RunError: an action failed.
+        """
+        drawn = jax.random.fold_in(jax.random.key(self.seed), state.step) if key is None else key
+        batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
+        state, metrics = self.train_step(state, batch, drawn, record=record, extra=extra)
+        if metrics.timeline is not None:
+            self._recorded = metrics.timeline
+        return state, metrics
+
+    def evaluate(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> dict[str, float]:
+        """``loss`` and the metrics of the loss layer over ``batch`` (any number of microbatches), each sum ÷ its weight,
+        forward only and without dropout; ``weight``: the sum of weights that the loss was divided by. ``ema``: of the averaged
+        parameters.
+
+        Raises:
+            ProgramError: the batch does not fit.
+        """
+        sums = self.pipeline.evaluate_sums(self._params(state, ema), in_microbatches(batch, self._spec, None))
+        found = {"loss": (0, 1), **self.pipeline.stages[-1].eval_metrics}
+        means = {name: sums[a] / sums[b] if sums[b] else float("nan") for name, (a, b) in found.items()}
+        return {**means, "weight": sums[1]}
+
+    def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:
+        """What the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may be
+        left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``. ``ema`` as in :meth:`evaluate`."""
+        given = {name: aval for name, aval in self._spec.items() if name in batch}
+        return self.pipeline.predict(self._params(state, ema), in_microbatches(batch, given, None))
+
+    def params(self, state: TrainState, *, ema: bool = False) -> dict[str, Params]:
+        """Master parameters by layer name, whole; or their moving average. Valid until the next step."""
+        params, optimizer = self.train_step.by_layer(state)
+        return self._averaged(params, optimizer) if ema else params
+
+    def _averaged(self, params: Mapping[str, Params], optimizer: Mapping[str, Any]) -> dict[str, Params]:
+        """``params`` with the moving averages in place of what is trained."""
+        if self.ema is None:
+            raise ConfigError("there is no moving average: give Trainer(ema=…) a decay, such as 0.999")
+        return {name: merged(params[name], leaves) for name, leaves in ema_of(optimizer).items()}
+
+    def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
+        """Parameters on the ranks, in the compute dtype."""
+        return self.pipeline.place(self.params(state, ema=True)) if ema else state.compute
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: TrainState,
+        path: str | Path | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        eval_loss: float | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Save ``state`` as the checkpoint of its step in the directory ``path``; by default where it was restored from, or
+        saved last. Parameters and optimizer state are stored whole, by layer: a run may go on over other ranks, devices and
+        schedules.
+
+        Args:
+            extra: what else to keep, by name: JSON values, or pytrees of arrays. :attr:`extra` has it after :meth:`restore`.
+            eval_loss: of the held-out data; the checkpoints of the lowest are kept, too.
+            wait: until it is on disk; without, the next save or :meth:`close` reports a failure.
+
+        Raises:
+            CheckpointError: it can't be written; earlier checkpoints are as they were.
+        """
+        store = self._open(path)
+        if self._restored is not None:
+            for line in store.discard_after(self._restored):
+                warnings.warn(line, stacklevel=2)
+            self._restored = None
+        params, optimizer, meta = self.contents(state)
+        values, trees = _divided(extra or {})
+        meta = {**meta, "extra": values}
+        store.save(state.step, params, optimizer, meta, eval_loss=eval_loss, wait=wait, extra=trees or None)
+
+    def contents(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds: parameters and optimizer state by layer, whole, and the values that every ``meta`` has."""
+        if self._program is None:
+            self._program = model_digest(self.model)
+        meta = {"jaxpipe": __version__, "schedule": self.schedule.name, "program": self._program}
+        return *self.train_step.by_layer(state), meta
+
+    def restore(
+        self,
+        path: str | Path,
+        *,
+        default: TrainState | Callable[[], TrainState] | None = None,
+        step: int | Literal["best"] | None = None,
+        same_model: bool = True,
+    ) -> TrainState:
+        """The state of a checkpoint in the directory ``path`` (of checkpoints, or of a run of ``jaxpipe train``): the newest
+        intact one, or that of ``step``. Later saves go there; the first one sets aside what is newer there than this one.
+
+        Args:
+            default: the state, or what makes it (:meth:`init`), where there is no checkpoint yet.
+            step: of the checkpoint, or ``"best"`` for the lowest evaluation loss.
+            same_model: refuse a checkpoint of a model that computes something else, even where all shapes agree.
+
+        Raises:
+            CheckpointError: there is none and no ``default``; it is damaged, or of another model or optimizer.
+        """
+        store = self._open(path)
+        before: int | None = None
+        while True:
+            at = _newest(store, before) if step is None else read_manifest(store.directory, step).step
+            if at is None:
+                if default is None:
+                    raise CheckpointError(
+                        f"no checkpoint in {store.directory}; give default=trainer.init to start anew where there is none"
+                    )
+                return default() if callable(default) else default
+            manifest = read_manifest(store.path(at))
+            if same_model and same_program(manifest.meta, self.model) is False:
+                raise CheckpointError(
+                    f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
+                    "that model, another directory, or same_model=False if the difference is meant"
+                )
+            try:
+                loaded = load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype)
+                break
+            except DamagedCheckpointError as error:  # its files match their checksums, and its arrays do not
+                if step is not None:
+                    raise
+                warnings.warn(f"passed over step {at}: {error.__cause__ or error}", stacklevel=2)
+                before = at
+        extra = loaded.meta.get("extra")
+        self.extra = {**(extra if isinstance(extra, Mapping) else {}), **loaded.extra}
+        self._restored = at
+        return self.train_step.init(loaded.params, loaded.optimizer, step=at)
+
+    def close(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is not None:
+            self._store.__exit__(kind, error, trace)
+
+    def _open(self, path: str | Path | None) -> CheckpointStore:
+        """The store of the checkpoints in ``path``, or the one used last."""
+        if path is None:
+            if self._store is None:
+                raise CheckpointError("save: give a directory; nothing was restored or saved before")
+            return self._store
+        inner = Path(path) / "checkpoints"  # of a run
+        store = CheckpointStore(inner if inner.is_dir() else path, keep_last=self.keep_last, keep_best=self.keep_best)
+        if self._store is None or self._store.directory != store.directory:
+            self.close()
+            self._store, self._restored = store, None
+        return self._store
+
+
+def _given_schedule(schedule: str | Path | Schedule) -> Schedule | None:
+    """The schedule that is given, by value or in a file; None for the name of a family."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    return read_checked(schedule) if isinstance(schedule, Path) or is_schedule_file(schedule) else None
+
+
+def _cut_setting(cut: Literal["analytic", "measured"] | Sequence[int | str] | StagePlan) -> Any:
+    """``cut`` as a config has it; a plan needs no cutting."""
+    if isinstance(cut, StagePlan):
+        return "analytic"
+    if isinstance(cut, str) and cut not in ("analytic", "measured"):
+        raise ConfigError(
+            f"cut is {cut!r}; want 'analytic', 'measured', the layers that later stages start at, or a plan"
+        )
+    return cut if isinstance(cut, str) else tuple(cut)
+
+
+def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int | None]) -> dict[str, int]:
+    """``ranks``, ``microbatches`` and ``chunks``: as asked, which must agree with a schedule that is given.
+
+    Raises:
+        ConfigError: they don't, or sizes are missing.
+    """
+    if given is not None:
+        have = {"ranks": given.num_ranks, "microbatches": given.num_microbatches, "chunks": given.num_chunks}
+        wrong = [f"{name}={n}, it has {have[name]}" for name, n in asked.items() if n not in (None, have[name])]
+        if wrong:
+            raise ConfigError(f"schedule {given.name!r}: {'; '.join(wrong)}; leave these arguments out")
+        return have
+    family = family_named(str(schedule))
+    missing = [name for name in ("ranks", "microbatches") if asked[name] is None]
+    if missing:
+        raise ConfigError(
+            f"schedule {family.name!r} fits any sizes: say {' and '.join(f'{name}=…' for name in missing)}"
+        )
+    return {
+        **{name: n for name, n in asked.items() if n is not None},
+        "chunks": asked["chunks"] or family.default_chunks,
+    }
+
+
+def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: int) -> Sequence[jax.Device]:
+    """``count`` devices; where JAX has not looked for any yet, CPU devices are emulated on a machine that has nothing else."""
+    if not backends_initialized():
+        request_devices(count, platform)
+    return find_devices(count, platform, tp=tp)
+
+
+def _layer_words(layers: Sequence[Layer]) -> str:
+    """``embed, 4 gpt.block``: the layers of a stage, those of one kind in a row counted."""
+    runs = [(kind, list(run)) for kind, run in itertools.groupby(layers, key=lambda layer: layer.kind or layer.name)]
+    return ", ".join(run[0].name if len(run) == 1 else f"{len(run)} {kind}" for kind, run in runs)
+
+
+def _divided(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What JSON can hold, and pytrees of arrays."""
+    values: dict[str, Any] = {}
+    trees: dict[str, Any] = {}
+    for name, value in extra.items():
+        leaves = jax.tree.leaves(value)
+        arrays = any(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
+        (trees if arrays else values)[name] = value
+    return values, trees
+
+
+def _newest(store: CheckpointStore, before: int | None) -> int | None:
+    """The newest intact step, with a warning for each damaged one passed over; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: none is intact, or a newer one can't be read now.
+    """
+    intact = store.latest_intact(before)
+    for line in intact.warnings:
+        warnings.warn(line, stacklevel=3)
+    if intact.step is None and (intact.warnings or before is not None):
+        raise CheckpointError(f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)})")
+    return intact.step

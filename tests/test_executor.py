@@ -224,6 +224,21 @@ def test_batches_must_fit() -> None:
         pipe.run(params, acc, {k: v.tolist() for k, v in batch.items()})
     with pytest.raises(ProgramError, match=r"batch\['tokens'\] holds float64; the model reads int32"):
         pipe.evaluate(params, {k: v.astype(np.float64) for k, v in batch.items()})
+    with pytest.raises(
+        ProgramError, match=r"batch\['tokens'\] holds 8589934592; the model reads int32, from -2147483648 to"
+    ):
+        pipe.evaluate(params, batch | {"tokens": np.full((4, 2, 8), 2**33)})  # JAX would keep the lower 32 bits
+    with pytest.raises(ProgramError, match=r"batch\['weights'\] holds complex64; the model reads float32"):
+        pipe.evaluate(params, batch | {"weights": batch["weights"].astype(np.complex64)})
+
+
+@pytest.mark.parametrize("dtypes", [("int64", "float64"), ("uint8", "float16"), ("int16", "bool"), ("uint64", "int8")])
+def test_numbers_of_other_dtypes_that_fit_are_the_same_numbers(dtypes: tuple[str, str]) -> None:
+    pipe = pipeline_for("gpt", generate("1f1b", 2, 4))
+    params = pipe.place(parameters("gpt"))
+    batch = random_batch(4) | {"weights": np.ones((4, 2, 8), np.float32)}
+    cast = {k: v.astype(dtypes[v.dtype.kind == "f"]) for k, v in batch.items()}
+    assert pipe.evaluate(params, cast) == pipe.evaluate(params, batch)
 
 
 def test_parameters_must_be_placed_and_keys_be_keys() -> None:
@@ -234,6 +249,18 @@ def test_parameters_must_be_placed_and_keys_be_keys() -> None:
             run(whole, batch)
     with pytest.raises(ProgramError, match=r"the PRNG key is a int; make one of a seed with jax.random.key\(seed\)"):
         pipe.loss_and_grads(pipe.place(whole), batch, 7)
+    wrong: dict[str, Any] = {
+        "rbg": jax.random.key(0, impl="rbg"),
+        "keys of shape": jax.random.split(jax.random.key(0)),
+        "raw data int32": np.zeros(4, np.int32),
+    }
+    for words, key in wrong.items():
+        with pytest.raises(
+            ProgramError, match=rf"the PRNG key is of {words}.*; make one with jax.random.key\(seed, impl="
+        ):
+            pipe.loss_and_grads(pipe.place(whole), batch, key)
+    made = [pipe.loss_and_grads(pipe.place(whole), batch, key)[0] for key in (jax.random.key(3), jax.random.PRNGKey(3))]
+    assert made[0] == made[1]
 
 
 def test_parameters_must_fit() -> None:

@@ -22,6 +22,9 @@ Batch = Mapping[str, np.ndarray | jax.Array]
 Instance = tuple[int, int]
 """(rank, stage)."""
 
+THREEFRY = "threefry2x32"
+"""The implementation of random numbers that stages are traced with."""
+
 
 def check_microbatch(microbatch_size: int, dp: int) -> None:
     """Raises ProgramError, with sizes that would work, where a microbatch does not divide over ``dp``."""
@@ -34,9 +37,13 @@ def check_microbatch(microbatch_size: int, dp: int) -> None:
         )
 
 
-def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> None:
-    """Raises ProgramError where ``batch`` lacks an array of ``spec`` (those of a microbatch), or one is no array, has another
-    shape, or floating-point numbers in place of whole ones."""
+def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> Batch:
+    """The arrays of ``batch`` that ``spec`` (those of a microbatch) names, in the dtypes that it says.
+
+    Raises:
+        ProgramError: one is missing, is no array, has another shape, or holds numbers that its dtype can't.
+    """
+    made = {}
     for name, aval in spec.items():
         if name not in batch:
             raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
@@ -46,8 +53,31 @@ def check_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbat
             raise ProgramError(f"batch[{name!r}] is a {type(array).__name__}; want an array of shape {want}")
         if tuple(array.shape) != want:
             raise ProgramError(f"batch[{name!r}] has shape {tuple(array.shape)}; this pipeline wants {want}")
-        if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(aval.dtype, jnp.inexact):
-            raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {aval.dtype}")
+        made[name] = array if array.dtype == aval.dtype else _cast(name, array, aval.dtype)
+    return made
+
+
+def _cast(name: str, array: Any, dtype: Any) -> Any:
+    """``array`` in ``dtype``: real numbers as floating-point ones, whole numbers as whole ones that are in range.
+
+    Raises:
+        ProgramError: they are others.
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        fits = jnp.issubdtype(array.dtype, jnp.number) and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+        if fits or array.dtype == bool:
+            return array.astype(dtype)
+    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(array.dtype, jnp.integer):
+        ours, theirs = jnp.iinfo(dtype), jnp.iinfo(array.dtype)  # type: ignore[no-untyped-call]
+        if theirs.min < ours.min or theirs.max > ours.max:
+            low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+            if low < ours.min or high > ours.max:
+                raise ProgramError(
+                    f"batch[{name!r}] holds {low if low < ours.min else high}; the model reads {np.dtype(dtype)}, from "
+                    f"{ours.min} to {ours.max}"
+                )
+        return array.astype(dtype)
+    raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {dtype}")
 
 
 def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
@@ -111,10 +141,28 @@ def place_keys(
         raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
     if not isinstance(key, jax.Array | np.ndarray):
         raise ProgramError(f"the PRNG key is a {type(key).__name__}; make one of a seed with jax.random.key(seed)")
-    keys = microbatch_keys(key, count)
+    keys = microbatch_keys(_threefry(key), count)
     homes = [replicated(submeshes[r]) for r in users]
     flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
     return {r: [next(flat) for _ in keys] for r in users}
+
+
+def _threefry(key: Any) -> Any:
+    """A key that is typed, or raw data, as a typed one of the implementation that stages are traced with, whatever JAX's
+    default is.
+
+    Raises:
+        ProgramError: it is of another.
+    """
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        kind = str(jax.random.key_impl(key))
+    else:
+        kind = THREEFRY if (key.shape, key.dtype) == ((2,), np.uint32) else f"raw data {key.dtype}{list(key.shape)}"
+        key = jax.random.wrap_key_data(key, impl=THREEFRY) if kind == THREEFRY else key
+    if kind != THREEFRY or key.shape:
+        what = f"keys of shape {key.shape}" if kind == THREEFRY else kind
+        raise ProgramError(f"the PRNG key is of {what}; make one with jax.random.key(seed, impl={THREEFRY!r})")
+    return key
 
 
 def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: int) -> np.ndarray:

@@ -33,9 +33,9 @@ from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
-    check_batch,
     check_microbatch,
     check_placed,
+    checked_batch,
     joined_shards,
     place_data,
     place_keys,
@@ -378,7 +378,7 @@ class Pipeline:
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
         microbatches = self.schedule.num_microbatches
         check_placed(params, self.functions)
-        check_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
+        batch = checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
         data = place_data(batch, self.functions, self.submeshes)
         return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
 
@@ -447,7 +447,7 @@ class Pipeline:
     ) -> Iterator[Sequence[jax.Array]]:
         """What the last of ``functions``, one a stage, returns for each microbatch."""
         check_placed(params, self.functions)
-        check_batch(batch, self.model.batch_spec(self.microbatch_size), len(next(iter(batch.values()))))
+        batch = checked_batch(batch, self.model.batch_spec(self.microbatch_size), len(next(iter(batch.values()))))
         data = place_data(batch, self.functions, self.submeshes)
         for i in range(len(next(iter(batch.values())))):
             carry: Sequence[jax.Array] = ()

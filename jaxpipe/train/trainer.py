@@ -23,7 +23,7 @@ from jaxpipe import __version__
 from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.mesh import TensorParallel
-from jaxpipe.runtime.batches import in_microbatches
+from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
@@ -307,9 +307,10 @@ class Trainer:
             ProgramError: the batch does not fit.
             RunError: an action failed.
         """
-        drawn = jax.random.fold_in(jax.random.key(self.seed), state.step) if key is None else key
+        if key is None:
+            key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
         batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
-        state, metrics = self.train_step(state, batch, drawn, record=record, extra=extra)
+        state, metrics = self.train_step(state, batch, key, record=record, extra=extra)
         if metrics.timeline is not None:
             self._recorded = metrics.timeline
         return state, metrics

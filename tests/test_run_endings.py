@@ -193,6 +193,14 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
     assert (code, out.split(":")[0]) == (0, "nothing to do")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def hearing_sighup() -> Iterator[None]:
+    """Children inherit what is ignored: under nohup they would never hear it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 STOP_LOOP = """
 import signal, sys, time
 from jaxpipe.train.stop import Stop

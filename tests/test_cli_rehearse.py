@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from train_runs import compile_cache, settings, write_text
+from train_runs import settings, write_text
 
 from jaxpipe.cli import main
 from jaxpipe.cli.rehearse_verb import memory_size
 from jaxpipe.schedule import generate, read_costs, simulate
 from jaxpipe.train.config import load_config
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from train_runs import ROOT, compile_cache, contents, copy_run, settings, write_text
+from train_runs import ROOT, contents, copy_run, settings, write_text
 
 from jaxpipe.cli import main
 from jaxpipe.schedule import generate, read_costs, write_schedule
@@ -23,12 +23,6 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from train_runs import ROOT, compile_cache, contents, settings, write_text
+from train_runs import ROOT, contents, settings, write_text
 
 from jaxpipe.train import run_directory
 from jaxpipe.train.config import load_config
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import pytest
 from pipelines import assert_same_arrays
-from train_runs import ROOT, compile_cache, config, deterministic, final, run, write_text
+from train_runs import ROOT, config, deterministic, final, run, write_text
 
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
@@ -42,10 +42,8 @@ COMPILED: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _listening() -> None:
     jax.monitoring.register_event_duration_secs_listener(_note_compilation)
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 def _note_compilation(event: str, _: float, **__: Any) -> None:
@@ -256,7 +254,7 @@ def _exists(pid: int) -> bool:
 def pipe(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """What a re-planned run starts with: gpipe, its backwards split."""
     overrides = settings(text, tmp_path_factory.mktemp("none"), "replan.enabled=true")
-    return build(overrides, jax.devices()[:2], lambda _: None, repeats=1).pipeline
+    return build(overrides, jax.devices()[:2], lambda _: None, repeats=1).trainer.pipeline
 
 
 class Clock:

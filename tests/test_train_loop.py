@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from train_runs import (
     MEASURED,
     ROOT,
     STEPS,
-    compile_cache,
     config,
     contents,
     copy_run,
@@ -50,12 +49,6 @@ from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
 
 HALF = 10
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(scope="module")

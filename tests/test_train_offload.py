@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pipelines import assert_same_arrays
-from train_runs import compile_cache, deterministic, final, settings, trace_rows, write_text
+from train_runs import deterministic, final, settings, trace_rows, write_text
 
 from jaxpipe.cli import main
 from jaxpipe.runtime import offload
@@ -22,12 +22,6 @@ from jaxpipe.train.setup import offload_options
 
 STEPS = 2
 Overrides = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
 
 
 @pytest.fixture(autouse=True)

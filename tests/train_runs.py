@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
@@ -31,28 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
 MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
 """What differs between two runs of one config."""
-
-_CACHE = {
-    "jax_compilation_cache_dir": None,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
-
-@contextmanager
-def compile_cache(directory: Path) -> Iterator[None]:
-    """Compiled programs are kept in ``directory`` and taken from there, here and in :func:`start`'s child processes."""
-    wanted = {**_CACHE, "jax_compilation_cache_dir": str(directory)}
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def write_text(path: Path, lines: int = 400) -> Path:
@@ -113,12 +87,10 @@ def run(config: TrainConfig, react: Callable[[str], None] = lambda text: None) -
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache."""
-    cache = {name.upper(): str(getattr(jax.config, name)) for name in _CACHE}
+    """``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the environment."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "jaxpipe", *arguments],
         cwd=ROOT,
-        env={**os.environ, **cache},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

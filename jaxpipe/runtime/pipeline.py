@@ -554,8 +554,7 @@ class Pipeline:
             at: [jax.device_put(jnp.zeros(a.shape, a.dtype), _home(a)) for a in self.functions[at].param_avals]
             for at in self.all_instances
         }
-        outputs = self.run(params, acc, batch, jax.random.key(0))
-        jax.block_until_ready((outputs.acc, outputs.losses))
+        self.run(params, acc, batch, jax.random.key(0)).wait()  # accumulators may be donated to what follows
 
 
 def _executor(

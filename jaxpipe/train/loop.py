@@ -113,6 +113,7 @@ class _Run:
         self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
         self.config, self.trainer = setup.config, setup.trainer
         run = self.config.run
+        _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
         enabled = self.config.replan.enabled

@@ -20,7 +20,7 @@ from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
 from jaxpipe.train.setup import Prepared, optimizer_of
-from jaxpipe.train.stored import load_state, same_program
+from jaxpipe.train.stored import load_state, model_digest, same_program
 
 Note = Callable[[str], None]
 
@@ -121,7 +121,7 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
-    known = same_program(origin.meta, prepared.model)
+    known = same_program(origin.meta, model_digest(prepared.model))
     same = not model if known is None else known
     if not same and model:
         listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())

@@ -11,6 +11,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
@@ -204,7 +205,6 @@ class Trainer:
         self._recorded: Timeline | None = None
         self._store: CheckpointStore | None = None
         self._restored: int | None = None  # the step that later checkpoints in the store make way for
-        self._program: Mapping[str, str] | None = None
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -220,6 +220,11 @@ class Trainer:
     @property
     def schedule(self) -> Schedule:
         return self.pipeline.schedule
+
+    @cached_property
+    def program(self) -> dict[str, str]:
+        """The digest of what the model computes, by which checkpoints know it again."""
+        return model_digest(self.model)
 
     @property
     def timeline(self) -> Timeline:
@@ -384,9 +389,7 @@ class Trainer:
 
     def contents(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds: parameters and optimizer state by layer, whole, and the values that every ``meta`` has."""
-        if self._program is None:
-            self._program = model_digest(self.model)
-        meta = {"jaxpipe": __version__, "schedule": self.schedule.name, "program": self._program}
+        meta = {"jaxpipe": __version__, "schedule": self.schedule.name, "program": self.program}
         return *self.train_step.by_layer(state), meta
 
     def restore(
@@ -419,7 +422,7 @@ class Trainer:
                     )
                 return default() if callable(default) else default
             manifest = read_manifest(store.path(at))
-            if same_model and same_program(manifest.meta, self.model) is False:
+            if same_model and same_program(manifest.meta, self.program) is False:
                 raise CheckpointError(
                     f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
                     "that model, another directory, or same_model=False if the difference is meant"

@@ -143,7 +143,7 @@ def test_any_size_of_residuals_can_be_simulated(size: float) -> None:
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html", ".trace.json"])
 def test_names_and_titles_that_are_no_text_are_drawn(tmp_path: Path, suffix: str) -> None:
     """D15: half of a surrogate pair, as of a file name that is not UTF-8, ended in UnicodeEncodeError."""
-    timeline = replace(simulate(one_f_one_b(2, 2), CostProfile.uniform(2)), name="a\ud800")
+    timeline = replace(simulate(one_f_one_b(2, 2), CostProfile.uniform(2)), name="a\ud800", source="c\udfff")
     plot_timelines([timeline], tmp_path / f"x{suffix}", title="b\udcff")
     assert (tmp_path / f"x{suffix}").stat().st_size > 1000
     if suffix != ".trace.json":

@@ -52,7 +52,7 @@ def plot_timelines(
     if not timelines or not any(t.events for t in timelines):
         raise ConfigError(f"nothing to draw to {str(path)!r}: there are no events in the timelines given")
     chosen = units or units_of(timelines)
-    timelines = [replace(t, name=printable(t.name)) for t in timelines]
+    timelines = [replace(t, name=printable(t.name), source=printable(t.source)) for t in timelines]
     heading = printable(title) if title is not None else " · ".join(dict.fromkeys(t.name for t in timelines))
     if suffix == ".html":
         from jaxpipe.plot.viewer import viewer_page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import jaxpipe
 from jaxpipe import Layer, Model, Trainer
-from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, ScheduleError
+from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError, ScheduleError
 from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.stage.layer import LayerContext
 from jaxpipe.stage.plan import plan_stages
@@ -156,6 +157,21 @@ def test_a_batch_that_does_not_fit_is_refused(trainer: Trainer, name: str) -> No
         trainer.evaluate(state, {**batch, "tokens": batch["tokens"][:, :5]})
 
 
+def test_a_state_that_a_step_took_is_told(trainer: Trainer, tmp_path: Path) -> None:
+    used = trainer.init()
+    trainer.step(used, batch_at(0))
+    uses: list[Callable[[], Any]] = [
+        lambda: trainer.step(used, batch_at(0)),
+        lambda: trainer.evaluate(used, batch_at(0)),
+        lambda: trainer.predict(used, batch_at(0)),
+        lambda: trainer.params(used),
+        lambda: trainer.save(used, tmp_path),
+    ]
+    for use in uses:
+        with pytest.raises(RunError, match="the state after step 0 is used up"):
+            use()
+
+
 def test_metrics_of_the_loss_layer(trainer: Trainer) -> None:
     state = trainer.init()
     params, batch = init_params(gpt(), 0), batch_at(3, microbatches=6)
@@ -262,6 +278,18 @@ def test_what_can_not_be_is_refused_in_one_line(arguments: dict[str, Any], error
     assert isinstance(caught.value, jaxpipe.errors.JaxpipeError)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_is_no_model() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the model is a Dense; want a jaxpipe\.Model, which jaxpipe\.layers_from_nnx and"
+    ):
+        Trainer(linen.Dense(3), optimizer=optax.sgd(0.1), microbatch_size=1)  # type: ignore[arg-type]
+
+
+def test_a_policy_that_does_nothing_warns() -> None:
+    with pytest.warns(UserWarning, match="recompute.*attention"):
+        trainer_of(recompute=["attention", "none"], cut=["block_00"])
 
 
 def test_another_order_of_the_same_stages(trainer: Trainer) -> None:

@@ -65,6 +65,14 @@ class TrainState:
     optimizer: Mapping[int, Any]
     fixed: Mapping[str, Params]
 
+    def require_unused(self) -> None:
+        """Raises RunError if a step has taken this state."""
+        if any(a.is_deleted() for buffers in self.acc.values() for a in buffers):
+            raise RunError(
+                f"the state after step {self.step} is used up: a TrainState is consumed by the step that takes it; keep the "
+                "new one"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -189,11 +197,7 @@ class TrainStep:
             ConfigError: the optimizer can't be applied with these arguments.
         """
         pipe = self.pipeline
-        if any(a.is_deleted() for buffers in state.acc.values() for a in buffers):
-            raise RunError(
-                f"the state after step {state.step} is used up: a TrainState is consumed by the step that takes it; keep the "
-                "new one"
-            )
+        state.require_unused()
         extra = {**self._extra, **extra}
         updates = self._updates_for(extra)
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
@@ -229,6 +233,7 @@ class TrainStep:
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
         """Master parameters and optimizer state by layer name, whole, each parameter once: what a checkpoint stores. The same
         bits however many ranks and devices they were divided over; valid until the next step, which reuses the memory."""
+        state.require_unused()
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
         for s, r in self._primary.items():

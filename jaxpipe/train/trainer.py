@@ -11,7 +11,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
@@ -110,6 +110,11 @@ class Trainer:
         devices: Sequence[jax.Device] | None = None,
         platform: Literal["auto", "cpu", "gpu"] = "auto",
     ) -> None:
+        if not isinstance(model, Model):
+            raise ConfigError(
+                f"the model is a {type(model).__name__}; want a jaxpipe.Model, which jaxpipe.layers_from_nnx and "
+                "layers_from_linen make of a Flax module"
+            )
         if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
             raise ConfigError(
                 f"microbatch_size is {microbatch_size!r}; want how many sequences a microbatch has, from 1"
@@ -149,7 +154,7 @@ class Trainer:
                 dtype=dtype,
                 offload=offload,
                 devices=devices,
-                progress=lambda text: None,
+                progress=partial(warnings.warn, stacklevel=4),
             )
         self._set_up(
             pipeline,
@@ -352,6 +357,7 @@ class Trainer:
 
     def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
         """Parameters on the ranks, in the compute dtype."""
+        state.require_unused()
         return self.pipeline.place(self.params(state, ema=True)) if ema else state.compute
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpipe.stage.adapters import from_linen, from_nnx
     from jaxpipe.stage.cut_linen import layers_from_linen
-    from jaxpipe.stage.cut_nnx import layers_from_nnx
+    from jaxpipe.stage.cut_nnx import layers_from_nnx, module_params, update_module
     from jaxpipe.stage.layer import Layer, Model
     from jaxpipe.train.devices import request_devices
     from jaxpipe.train.trainer import Trainer
@@ -24,7 +24,9 @@ __all__ = [
     "from_nnx",
     "layers_from_linen",
     "layers_from_nnx",
+    "module_params",
     "request_devices",
+    "update_module",
 ]
 
 _HOMES = {
@@ -35,7 +37,9 @@ _HOMES = {
     "from_nnx": "stage.adapters",
     "layers_from_linen": "stage.cut_linen",
     "layers_from_nnx": "stage.cut_nnx",
+    "module_params": "stage.cut_nnx",
     "request_devices": "train.devices",
+    "update_module": "stage.cut_nnx",
 }
 
 

@@ -53,12 +53,16 @@ def pipeline_submeshes(
     """One ``dp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
 
     Raises:
-        ConfigError: a size is below 1, or there are fewer devices than ``ranks · dp · tp``.
+        ConfigError: a size is below 1, something is no device, or there are fewer devices than ``ranks · dp · tp``.
     """
     for name, size in (("ranks", ranks), ("dp", dp), ("tp", tp)):
         if size < 1:
             raise ConfigError(f"{name} is {size}; want at least 1")
     have = list(jax.devices() if devices is None else devices)
+    if strange := [k for k, device in enumerate(have) if not hasattr(device, "platform")]:
+        raise ConfigError(
+            f"devices[{strange[0]}] is a {type(have[strange[0]]).__name__}; want devices, as jax.devices() lists"
+        )
     need = ranks * dp * tp
     if len(have) < need:
         raise ConfigError(

@@ -149,6 +149,12 @@ def test_flat_batches_and_batches_of_microbatches_are_the_same(trainer: Trainer)
 @pytest.mark.parametrize("name", ["tokens", "weights"])
 def test_a_batch_that_does_not_fit_is_refused(trainer: Trainer, name: str) -> None:
     batch, state = batch_at(0), trainer.init()
+    with pytest.raises(ProgramError, match=rf"batch\['{name}'\] is no array: "):
+        trainer.step(state, {**batch, name: [[1], [2, 3]]})
+    with pytest.raises(ProgramError, match="the batch is a tuple; want a dict of arrays: tokens, targets, weights"):
+        trainer.step(state, tuple(batch.values()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the state is a dict; want what init, restore or step returned"):
+        trainer.step(batch, batch)  # type: ignore[arg-type]
     with pytest.raises(ProgramError, match=rf"batch\['{name}'\] has shape \(7, 6\); want \(8, 6\) or \(4, 2, 6\)"):
         trainer.step(state, {**batch, name: batch[name][:7]})
     with pytest.raises(ProgramError, match=f"the batch has no '{name}'; the model reads tokens, targets, weights"):
@@ -268,7 +274,18 @@ def test_a_schedule_by_name_value_or_file(tmp_path: Path) -> None:
         ({"optimizer": lambda g: g}, ConfigError, "optimizer"),
         ({"clip_norm": -1.0}, ConfigError, "clip_norm is -1"),
         ({"ema": 1.5}, ConfigError, "the decay of averaged parameters is 1.5; want 0 <= decay < 1"),
-        ({"microbatch_size": 0}, ConfigError, "microbatch_size is 0"),
+        ({"microbatch_size": 0}, ConfigError, "microbatch_size is 0; want a whole number from 1"),
+        ({"ranks": 2.5}, ConfigError, "ranks is 2.5; want a whole number from 1"),
+        ({"microbatches": True}, ConfigError, "microbatches is True"),
+        ({"chunks": 0}, ConfigError, "chunks is 0"),
+        ({"dp": 0}, ConfigError, "dp is 0"),
+        ({"seed": "a"}, ConfigError, "seed is 'a'; want a whole number from 0"),
+        ({"keep_last": 0}, ConfigError, "keep_last is 0"),
+        ({"keep_best": -1}, ConfigError, "keep_best is -1"),
+        ({"dtype": "int32"}, ConfigError, "dtype is int32; want a floating-point one"),
+        ({"platform": "tpu"}, ConfigError, "platform is 'tpu'; want 'auto', 'cpu' or 'gpu'"),
+        ({"learning_rate": "x"}, ConfigError, "learning_rate is 'x'; want a number, or a schedule"),
+        ({"devices": [1, 2]}, ConfigError, "devices[0] is a int"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -315,6 +332,11 @@ def test_a_trainer_prints_a_summary(trainer: Trainer) -> None:
     lines = str(trainer).splitlines()
     assert len(lines) <= 6
     text = " ".join(lines)
+    assert repr(trainer) == "<Trainer of gpt by zb-h1 on 2 ranks>"
+    assert repr(trainer.init()) == "<TrainState after step 0, 2 stages>"
+    assert repr(trainer.pipeline) == (
+        "<Pipeline of gpt: 5 layers in 2 stages on 2 ranks, schedule zb-h1, 4 microbatches of 2>"
+    )
     for word in ("gpt", "5 layers", "zb-h1", "2 ranks", "4 microbatches of 2", "cpu", "float32"):
         assert word in text, word
 
@@ -342,6 +364,8 @@ def test_a_restored_run_goes_on_in_the_same_bits(trainer: Trainer, tmp_path: Pat
     assert state.step == 2
     assert (second.extra["seen"], second.extra["name"]) == ([1, 2], "a")
     np.testing.assert_array_equal(second.extra["table"]["x"], np.arange(3))
+    assert second.restore(tmp_path / "other", default=second.init).step == 0
+    assert second.extra == {}, "what another run kept is not this one's"
     back = trainer.restore(tmp_path / "run", step="best")
     state, _ = run(trainer, back, 2)
     found = jax.device_get(trainer.train_step.by_layer(state))
@@ -353,6 +377,12 @@ def test_restoring_says_what_is_wrong(trainer: Trainer, tmp_path: Path) -> None:
         trainer.restore(tmp_path / "none")
     with pytest.raises(CheckpointError, match="give a directory"):
         trainer_of().save(trainer.init())
+    with pytest.raises(ConfigError, match=r"extra\['loader'\] can't be kept: Object of type object is not JSON"):
+        trainer.save(trainer.init(), tmp_path / "run", extra={"loader": object()})
+    with pytest.raises(ConfigError, match="extra is a list; want a dict"):
+        trainer.save(trainer.init(), tmp_path / "run", extra=[1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="eval_loss is a dict; want a number, such as"):
+        trainer.save(trainer.init(), tmp_path / "run", eval_loss={"loss": 1.0})  # type: ignore[arg-type]
     trainer.save(trainer.init(), tmp_path / "run")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         trainer.restore(tmp_path / "run", step=7)

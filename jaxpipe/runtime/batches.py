@@ -96,10 +96,15 @@ def in_microbatches(
         ProgramError: an array is missing, or its shape fits neither way.
     """
     made: dict[str, np.ndarray | jax.Array] = {}
+    if not isinstance(batch, Mapping):
+        raise ProgramError(f"the batch is a {type(batch).__name__}; want a dict of arrays: {', '.join(spec)}")
     for name, aval in spec.items():
         if name not in batch:
             raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
-        array = batch[name] if isinstance(batch[name], jax.Array) else np.asarray(batch[name])
+        try:
+            array = batch[name] if isinstance(batch[name], jax.Array) else np.asarray(batch[name])
+        except (TypeError, ValueError) as error:
+            raise ProgramError(f"batch[{name!r}] is no array: {error}") from None
         size = aval.shape[0]
         if array.shape[1:] == aval.shape[1:] and array.ndim == len(aval.shape) and array.shape[0] % size == 0:
             array = array.reshape(-1, *aval.shape)

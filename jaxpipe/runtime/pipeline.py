@@ -77,7 +77,7 @@ class Tie:
     copy_path: Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pipeline:
     """See the module. Build with :meth:`build`; the fields are read-only.
 
@@ -107,7 +107,15 @@ class Pipeline:
     braid: bool = True
     braids: Braids = field(default_factory=dict)
     epilogues: Epilogues = field(default_factory=dict)
-    cache: BuildCache = field(default_factory=BuildCache, repr=False)
+    cache: BuildCache = field(default_factory=BuildCache)
+
+    def __repr__(self) -> str:
+        schedule, layers = self.schedule, len(self.model.layers)
+        sharding = f" × dp {self.dp} × tp {self.tp.size}" if (self.dp, self.tp.size) != (1, 1) else ""
+        return (
+            f"<Pipeline of {self.model.name}: {layers} layers in {len(self.boundaries)} stages on {schedule.num_ranks} "
+            f"ranks{sharding}, schedule {schedule.name}, {schedule.num_microbatches} microbatches of {self.microbatch_size}>"
+        )
 
     @classmethod
     def build(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpipe.errors import ConfigError
@@ -123,11 +124,15 @@ class LearningRate:
     optimizer's ``state``, or else what :func:`learning_rate_of` finds there.
 
     Raises:
-        ConfigError: a schedule was given, and the state keeps no count of a schedule.
+        ConfigError: something else was given; or a schedule, and the state keeps no count of a schedule.
     """
 
     def __init__(self, given: float | optax.Schedule | None, state: Any) -> None:
         self._schedule = jax.jit(given) if callable(given) else None
+        if not (
+            given is None or callable(given) or isinstance(given, float | int | np.number | np.ndarray | jax.Array)
+        ):
+            raise ConfigError(f"learning_rate is {given!r}; want a number, or a schedule of the step")
         self._number = None if given is None or callable(given) else jnp.asarray(given, jnp.float32)
         if callable(given) and not _nodes(state, _counts):
             raise ConfigError(

@@ -48,7 +48,7 @@ Instance = tuple[int, int]
 Buffers = list[jax.Array]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainState:
     """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
     accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
@@ -64,6 +64,9 @@ class TrainState:
     acc: Mapping[Instance, Buffers]
     optimizer: Mapping[int, Any]
     fixed: Mapping[str, Params]
+
+    def __repr__(self) -> str:
+        return f"<TrainState after step {self.step}, {len(self.optimizer)} stages>"
 
     def require_unused(self) -> None:
         """Raises RunError if a step has taken this state."""

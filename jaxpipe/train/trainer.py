@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -17,6 +18,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -115,15 +117,20 @@ class Trainer:
                 f"the model is a {type(model).__name__}; want a jaxpipe.Model, which jaxpipe.layers_from_nnx and "
                 "layers_from_linen make of a Flax module"
             )
-        if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
-            raise ConfigError(
-                f"microbatch_size is {microbatch_size!r}; want how many sequences a microbatch has, from 1"
-            )
+        asked = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+        for name, value in {"microbatch_size": microbatch_size, "dp": dp, **asked}.items():
+            if value is not None:
+                _whole(name, value)
+        _whole("seed", seed, least=0)
+        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            raise ConfigError(f"dtype is {dtype}; want a floating-point one, such as 'bfloat16'")
+        if platform not in ("auto", "cpu", "gpu"):
+            raise ConfigError(f"platform is {platform!r}; want 'auto', 'cpu' or 'gpu'")
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
         shards = TensorParallel(tp) if isinstance(tp, int) else tp
         given = _given_schedule(schedule)
-        sizes = _sizes(schedule, given, {"ranks": ranks, "microbatches": microbatches, "chunks": chunks})
+        sizes = _sizes(schedule, given, asked)
         pipe = PipelineConfig(
             ranks=sizes["ranks"],
             tp=shards.size,
@@ -194,6 +201,8 @@ class Trainer:
         keep_last: int = 3,
         keep_best: int = 1,
     ) -> None:
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            _whole(name, value, least)
         self.optimizer = optimizer if ema is None else with_ema(optimizer, ema)
         self.train_step = TrainStep(
             pipeline,
@@ -235,6 +244,9 @@ class Trainer:
     def timeline(self) -> Timeline:
         """Of the last recorded step, as measured (``timeline.source`` says so); before there is one, the predicted one."""
         return self._recorded if self._recorded is not None else self.pipeline.predicted_timeline()
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self.model.name} by {self.schedule.name} on {self.schedule.num_ranks} ranks>"
 
     def __str__(self) -> str:
         """Model, pipeline, optimizer and memory in four lines."""
@@ -317,6 +329,7 @@ class Trainer:
             ProgramError: the batch does not fit.
             RunError: an action failed.
         """
+        _require_state(state)
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
         batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
@@ -345,9 +358,10 @@ class Trainer:
         return self.pipeline.predict(self._params(state, ema), in_microbatches(batch, given, None))
 
     def params(self, state: TrainState, *, ema: bool = False) -> dict[str, Params]:
-        """Master parameters by layer name, whole; or their moving average. Valid until the next step."""
-        params, optimizer = self.train_step.by_layer(state)
-        return self._averaged(params, optimizer) if ema else params
+        """Master parameters by layer name, whole, as NumPy arrays; or their moving average."""
+        params, optimizer = self.train_step.by_layer(_require_state(state))
+        found: dict[str, Params] = jax.device_get(self._averaged(params, optimizer) if ema else params)
+        return found
 
     def _averaged(self, params: Mapping[str, Params], optimizer: Mapping[str, Any]) -> dict[str, Params]:
         """``params`` with the moving averages in place of what is trained."""
@@ -357,7 +371,7 @@ class Trainer:
 
     def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
         """Parameters on the ranks, in the compute dtype."""
-        state.require_unused()
+        _require_state(state).require_unused()
         return self.pipeline.place(self.params(state, ema=True)) if ema else state.compute
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -388,8 +402,10 @@ class Trainer:
             for line in store.discard_after(self._restored):
                 warnings.warn(line, stacklevel=2)
             self._restored = None
+        if eval_loss is not None and not isinstance(eval_loss, float | int | np.number | np.ndarray | jax.Array):
+            raise ConfigError(f"eval_loss is a {type(eval_loss).__name__}; want a number, such as evaluate(…)['loss']")
         params, optimizer, meta = self.contents(state)
-        values, trees = _divided(extra or {})
+        values, trees = _divided({} if extra is None else extra)
         meta = {**meta, "extra": values}
         store.save(state.step, params, optimizer, meta, eval_loss=eval_loss, wait=wait, extra=trees or None)
 
@@ -426,6 +442,7 @@ class Trainer:
                     raise CheckpointError(
                         f"no checkpoint in {store.directory}; give default=trainer.init to start anew where there is none"
                     )
+                self.extra = {}
                 return default() if callable(default) else default
             manifest = read_manifest(store.path(at))
             if same_model and same_program(manifest.meta, self.program) is False:
@@ -476,6 +493,19 @@ class Trainer:
             self.close()
             self._store, self._restored = store, None
         return self._store
+
+
+def _whole(name: str, value: Any, least: int = 1) -> None:
+    """Raises ConfigError if ``value`` is no whole number from ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"{name} is {value!r}; want a whole number from {least}")
+
+
+def _require_state(state: Any) -> TrainState:
+    """Raises ConfigError if ``state`` is something else."""
+    if not isinstance(state, TrainState):
+        raise ConfigError(f"the state is a {type(state).__name__}; want what init, restore or step returned")
+    return state
 
 
 def _given_schedule(schedule: str | Path | Schedule) -> Schedule | None:
@@ -534,12 +564,23 @@ def _layer_words(layers: Sequence[Layer]) -> str:
 
 
 def _divided(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JSON can hold, and pytrees of arrays."""
+    """What JSON can hold, and pytrees of arrays.
+
+    Raises:
+        ConfigError: it is no mapping of names, or a value is neither.
+    """
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ConfigError(f"extra is a {type(extra).__name__}; want a dict of what else to keep, by name")
     values: dict[str, Any] = {}
     trees: dict[str, Any] = {}
     for name, value in extra.items():
         leaves = jax.tree.leaves(value)
         arrays = any(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
+        if not arrays:
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"extra[{name!r}] can't be kept: {error}; want JSON values, or arrays") from None
         (trees if arrays else values)[name] = value
     return values, trees
 

@@ -30,6 +30,11 @@ def not_finite(**options: Any) -> Model:
     return _with_loss(GPT(**options), lambda hit, loss: jnp.where(hit, jnp.nan, loss))
 
 
+def weightless(**options: Any) -> Model:
+    """Its weight is infinite."""
+    return _with_loss(GPT(**options), lambda hit, loss: loss, lambda hit, weight: jnp.where(hit, jnp.inf, weight))
+
+
 def breaks(**options: Any) -> Model:
     """Its loss raises on the host."""
 
@@ -45,11 +50,16 @@ def _raise_if(hit: Any) -> Any:
     return jnp.float32(0)
 
 
-def _with_loss(model: Model, change: Callable[[jax.Array, jax.Array], jax.Array]) -> Model:
+def _with_loss(
+    model: Model,
+    change: Callable[[jax.Array, jax.Array], jax.Array],
+    weigh: Callable[[jax.Array, jax.Array], jax.Array] = lambda hit, weight: weight,
+) -> Model:
     *layers, loss = model.layers
 
     def apply(params: Any, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
         loss_sum, weight_sum = loss.apply(params, x, context)
-        return change(jnp.any(context.data["targets"] == TOKEN), loss_sum), weight_sum
+        hit = jnp.any(context.data["targets"] == TOKEN)
+        return change(hit, loss_sum), weigh(hit, weight_sum)
 
     return replace(model, layers=(*layers, replace(loss, apply=apply)))

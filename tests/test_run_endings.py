@@ -4,6 +4,7 @@ finite, directories that are somebody else's. Exit codes come from child process
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -300,6 +301,27 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
     assert lines[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
 
 
+def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3", "run.eval_every=4", "run.eval_batches=1")
+    code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *more)])
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert line.startswith("jaxpipe: step 4 has not ended after ")
+    assert line.endswith("(run.watchdog_s): its evaluation has not; run the same command again to go on from step 3")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+def test_a_signal_before_the_first_step_ends_at_once(name: str, text: Path, tmp_path: Path) -> None:
+    """All but SIGINT ended the process without a word."""
+    with start(["train", *tiny(text, tmp_path / "run")]) as child:
+        read_until(child, "tracing")
+        child.send_signal(signal.Signals[name])
+        _, err = child.communicate(timeout=60)
+    said = f"{name}: ended before the first step, nothing was changed; the same command starts again"
+    assert (child.returncode, err.strip()) == ((130, "jaxpipe: interrupted") if name == "SIGINT" else (75, said))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     """The main thread waits inside XLA, where no Python handler runs."""
     more = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
@@ -358,6 +380,34 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
     assert "  3 skipped" in line
 
 
+def test_a_weight_that_is_not_finite_counts_for_the_step(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+    """It ended in a traceback."""
+    more = (f"{BAD}weightless", "run.steps=9")
+    result, _ = run(tiny_config(spoilt(7), tmp_path / "run", *more))
+    assert (result.step, result.skipped_steps) == (9, 1)
+    (skipped,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] == 7)
+    assert (skipped["applied"], skipped["tokens"]) == (False, None)
+
+
+@pytest.mark.parametrize("rate", ["1e5", "1e30"])
+def test_a_run_that_blows_up_keeps_what_was_good(rate: str, text: Path, tmp_path: Path) -> None:
+    """Without evaluation, checkpoints of finite parameters with absurd losses replaced all good ones."""
+    out_dir = tmp_path / "run"
+    more = ("run.checkpoint_every=1", "run.keep_last=1", "run.keep_best=0")
+    run(tiny_config(text, out_dir, *more, "run.steps=6"))
+    assert steps_in(out_dir) == (6,)
+    said = ""
+    try:
+        run(tiny_config(text, out_dir, *more, "run.steps=40", f"optimizer.lr={rate}"))
+    except NotFiniteError as error:
+        said = str(error)
+    losses = {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl")}
+    good = [n for n in steps_in(out_dir) if n >= 6 and (losses.get(n + 1) or math.inf) <= losses[1]]
+    assert good
+    if said and steps_in(out_dir)[-1] != good[-1]:
+        assert said.endswith(f"; if that fails, too, move away its checkpoints after step {good[-1]}")
+
+
 def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     def interrupt(printed: str) -> None:
         if printed.startswith("step 8/"):
@@ -372,7 +422,7 @@ def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], 
     )
     result, _ = run(tiny_config(spoilt(7, 8, 9), tmp_path / "run", *more), interrupt)
     assert (result.stopped, result.step) == (True, 8)
-    assert steps_in(tmp_path / "run") == (6, 8)
+    assert steps_in(tmp_path / "run") == (5, 6, 8)  # 5: the last that a good step followed when 6 was saved
 
 
 def test_parameters_that_are_not_finite_are_not_saved(

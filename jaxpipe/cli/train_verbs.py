@@ -56,11 +56,13 @@ def _train(args: argparse.Namespace) -> int:
         print(config.describe())
         return 0
     from jaxpipe.train.devices import request_devices
+    from jaxpipe.train.stop import ending_early
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
-    from jaxpipe.train.loop import train
-    from jaxpipe.train.progress import ProgressStream
-    from jaxpipe.train.report import result_json, result_text
+    with ending_early():  # as in what follows
+        from jaxpipe.train.loop import train
+        from jaxpipe.train.progress import ProgressStream
+        from jaxpipe.train.report import result_json, result_text
 
     out = ProgressStream(sys.stdout)
     result = train(config, sys.stderr if args.json else out)

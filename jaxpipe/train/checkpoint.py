@@ -16,7 +16,7 @@ import fcntl
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -118,6 +118,7 @@ class CheckpointStore:
         wait: bool = False,
         *,
         prune: bool = True,
+        spare: Collection[int] = (),
         extra: Mapping[str, PyTree] | None = None,
     ) -> None:
         """Save ``{layer: pytree}`` of arrays and numbers with ``meta`` (JSON values) as the checkpoint of ``step``.
@@ -128,7 +129,8 @@ class CheckpointStore:
         finite is stored as none.
 
         Args:
-            prune: delete what ``keep_last`` and ``keep_best`` don't keep; without it every older checkpoint stays.
+            prune: delete what ``keep_last`` and ``keep_best`` don't keep, but the steps in ``spare``; without it every older
+                checkpoint stays.
             extra: more trees by name (averaged weights, say), which come back as ``Checkpoint.extra``.
         """
         self._outlast()
@@ -145,7 +147,9 @@ class CheckpointStore:
         loss = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else None
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(self._commit, step, loss, record, groups, prune)
+        self._pending = self._writer.submit(
+            self._commit, step, loss, record, groups, frozenset(spare) if prune else None
+        )
         if wait:
             self.wait()
 
@@ -222,7 +226,12 @@ class CheckpointStore:
         return reading(partial(pick, self.directory, step), partial(_load, like=like, sharding=sharding))
 
     def _commit(
-        self, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot], prune: bool
+        self,
+        step: int,
+        eval_loss: float | None,
+        meta: dict[str, Any],
+        groups: Mapping[str, Snapshot],
+        spare: frozenset[int] | None,
     ) -> None:
         temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
         try:
@@ -236,8 +245,8 @@ class CheckpointStore:
                     shelf.remove(temporary)
                     raise
                 shelf.put_in_place(temporary, self.path(step))
-                if prune:
-                    self._prune()
+                if spare is not None:
+                    self._prune(spare)
         except Exception as error:
             raise CheckpointError(
                 f"can't save step {step} in {self.directory}: {form.reason(error)}; earlier checkpoints are as they were"
@@ -249,11 +258,11 @@ class CheckpointStore:
         if free < needed:
             raise OSError(f"it needs {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free; make room")
 
-    def _prune(self) -> None:
-        """Delete the checkpoints that are not to be kept. What is damaged, or can't be read now, is neither counted nor
-        deleted."""
+    def _prune(self, spare: frozenset[int]) -> None:
+        """Delete the checkpoints that are not to be kept, nor in ``spare``. What is damaged, or can't be read now, is
+        neither counted nor deleted."""
         whole = [found for found in shelf.checkpoints(self.directory) if found.manifest is not None]
-        kept = {*(found.step for found in whole[-self.keep_last :]), *shelf.by_loss(whole)[: self.keep_best]}
+        kept = {*spare, *(found.step for found in whole[-self.keep_last :]), *shelf.by_loss(whole)[: self.keep_best]}
         for found in whole:
             if found.step not in kept:
                 shelf.remove(found.path)

@@ -25,6 +25,7 @@ import os
 import re
 import stat
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -298,7 +299,8 @@ def _orbax() -> Any:
     """Orbax, imported at first use (it is slow), without what it logs and prints of exceptions that it also raises."""
     import orbax.checkpoint
 
-    logging.getLogger("absl").addFilter(_not_raised_anyway)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(_not_raised_anyway)
     if not isinstance(sys.unraisablehook, _WithoutLateCallbacks):
         sys.unraisablehook = _WithoutLateCallbacks(sys.unraisablehook)
     return orbax.checkpoint
@@ -318,4 +320,8 @@ class _WithoutLateCallbacks:
 
 
 def _not_raised_anyway(record: logging.LogRecord) -> bool:
-    return "_SignalingThread.run() raised" not in record.getMessage()
+    text = record.getMessage()
+    if "exception was never retrieved" in text:  # of several writes that failed, one is raised
+        told = text + "".join(traceback.format_exception(*record.exc_info) if record.exc_info else ())
+        return not ("tensorstore" in told or "orbax" in told)
+    return "_SignalingThread.run() raised" not in text

@@ -40,7 +40,7 @@ from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, Setup, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
-from jaxpipe.train.stop import Stop
+from jaxpipe.train.stop import Stop, ending_early
 from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
@@ -58,26 +58,27 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     with RunDirectory(config.run) as folder:
-        origin = resume.choose(config, folder.store, out.print)
-        if origin is not None and origin.step >= config.run.steps:
-            out.print(
-                f"nothing to do: {folder.path} is at step {origin.step} of run.steps={config.run.steps}; raise run.steps, or "
-                "choose another run.out_dir"
-            )
-            last = folder.last_values(origin.step)
-            return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
-        if origin is not None:
-            folder.check_metrics()
-        devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
-        if config.run.tensorboard:
-            require_tensorboard()
-        if out.isatty():
-            out.print(f"reading {config.data.path}")
-        prepared = prepare(config)
-        start = resume.start_of(prepared, origin, folder.store, out.print)
-        held_out = held_out_microbatches(prepared)
-        setup = compile_setup(prepared, devices, out.print)
-        out.print(f"built in {time.perf_counter() - started:.1f} s")
+        with ending_early():
+            origin = resume.choose(config, folder.store, out.print)
+            if origin is not None and origin.step >= config.run.steps:
+                out.print(
+                    f"nothing to do: {folder.path} is at step {origin.step} of run.steps={config.run.steps}; raise run.steps, "
+                    "or choose another run.out_dir"
+                )
+                last = folder.last_values(origin.step)
+                return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
+            if origin is not None:
+                folder.check_metrics()
+            devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+            if config.run.tensorboard:
+                require_tensorboard()
+            if out.isatty():
+                out.print(f"reading {config.data.path}")
+            prepared = prepare(config)
+            start = resume.start_of(prepared, origin, folder.store, out.print)
+            held_out = held_out_microbatches(prepared)
+            setup = compile_setup(prepared, devices, out.print)
+            out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
             return _Run(setup, start, held_out, folder, out, stop).run(started)
 
@@ -129,6 +130,10 @@ class _Run:
         )
         self.watchdog = Watchdog(run.watchdog_s, self._stuck)
         self.evaluated: tuple[int, float] | None = None
+        self.evaluating = False
+        self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
+        self.sound: int | None = None  # the newest checkpoint after which such a loss did not follow
+        self.unproven = start.step if self.resumed else None  # saved since
         self.loss, self.skipped = float("nan"), _Skipped()
         self.bubbles: list[float] = []  # of recorded steps, as are the ratios
         self.ratios: list[float] = []
@@ -273,7 +278,12 @@ class _Run:
             )
         self.pending = None
         self.loss = float(loss)
-        record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "learning_rate": rate, "tokens": int(weight)}
+        if self.first_loss is None and math.isfinite(self.loss):
+            self.first_loss = self.loss
+        if self.unproven is not None and self.unproven < step and math.isfinite(self.loss) and not self._is_worse():
+            self.sound, self.unproven = self.unproven, None
+        record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "learning_rate": rate}
+        record["tokens"] = int(weight) if math.isfinite(weight) else None
         record |= {"applied": bool(applied), **{f"metrics/{name}": value for name, value in reported.items()}}
         record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
@@ -320,7 +330,10 @@ class _Run:
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
-        found = self.trainer.evaluate(state, self.held_out)
+        self.evaluating = True
+        with self.watchdog.watch(state.step, self.config.run.eval_batches * self.pipe.schedule.num_ranks):
+            found = self.trainer.evaluate(state, self.held_out)
+        self.evaluating = False
         loss = found.pop("loss")
         del found["weight"]
         self.evaluated = (state.step, loss)
@@ -334,8 +347,14 @@ class _Run:
         if self.skipped.row:
             self.saving.put_off(state.step)
             return
-        self.saving.save(state.step, self._content(state))
+        spare = () if self.sound is None or state.step == self.config.run.steps else (self.sound,)
+        self.saving.save(state.step, self._content(state), prune=not self._is_worse(), spare=spare)
+        self.unproven = state.step
         self.line.restart_clock()
+
+    def _is_worse(self) -> bool:
+        """Whether the last step's loss is above that of the first one: no checkpoint gives way to one made then."""
+        return self.first_loss is not None and self.loss > self.first_loss
 
     def _finish(self, state: TrainState) -> None:
         """Bring the last step to the disk. In a row of skipped steps nothing gives way to it.
@@ -345,7 +364,8 @@ class _Run:
         """
         self._settle()
         try:
-            self.saving.finish(state.step, lambda: self._content(state), prune=not self.skipped.row)
+            prune = not (self.skipped.row or self._is_worse())
+            self.saving.finish(state.step, lambda: self._content(state), prune=prune)
         except CheckpointError as error:
             raise CheckpointError(f"after step {state.step}: {error}; {self._left()}") from error
 
@@ -354,6 +374,7 @@ class _Run:
         self.log.sync()
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
+        meta["first_loss"] = self.first_loss
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
 
@@ -379,13 +400,17 @@ class _Run:
             self.folder.store.close()
         with suppress(CheckpointError):
             step = self.folder.store.latest_intact().step
-        return _go_on(step, first)
+        doubtful = first and step is not None and self.sound in self.folder.store.steps() and step != self.sound
+        again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
+        return _go_on(step, first) + again
 
     def _stuck(self, step: int) -> str:
         """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
         executor = self.pipe.executor
         before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
         steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
+        if self.evaluating:
+            return f"its evaluation has not; {_go_on(self.folder.store.latest())}"
         at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")
         return f"{at}; {_go_on(self.folder.store.latest())}"
 

@@ -35,12 +35,14 @@ _HOW_OFTEN = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones."""
+    """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``first_loss``: of
+    the run's first step, if it is known."""
 
     step: int
     batches: Batches
     params: Mapping[str, Params] | None = None
     optimizer: Mapping[str, Any] | None = None
+    first_loss: float | None = None
 
 
 def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
@@ -107,7 +109,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config))
     for remark in remarks:
         note(remark)
-    return Start(origin.step, batches, loaded.params, loaded.optimizer)
+    first = meta.get("first_loss")
+    return Start(origin.step, batches, loaded.params, loaded.optimizer, first if isinstance(first, float) else None)
 
 
 def _batches(prepared: Prepared, state: DataState | None) -> Batches:

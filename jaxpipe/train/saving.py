@@ -7,7 +7,7 @@ While steps are being skipped, saves wait for one that counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,13 @@ class Saving:
         """``step`` was skipped: ask after the next one."""
         self._again = step + 1
 
-    def save(self, step: int, content: Content) -> None:
-        """Start to save; waits for the save before this one."""
+    def save(self, step: int, content: Content, *, prune: bool = True, spare: Collection[int] = ()) -> None:
+        """Start to save; waits for the save before this one. ``prune``: delete what need not be kept, but ``spare``."""
         if self._again is None:
             self._failures = 0
         self._again = None
         try:
-            self._put(step, content)
+            self._put(step, content, prune=prune, spare=spare)
         except CheckpointError as error:
             self._failed(error, step)
 
@@ -78,9 +78,9 @@ class Saving:
         self._put(step, content(), prune=prune)
         self._store.wait()
 
-    def _put(self, step: int, content: Content, *, prune: bool = True) -> None:
+    def _put(self, step: int, content: Content, *, prune: bool = True, spare: Collection[int] = ()) -> None:
         params, optimizer, meta = content.params, content.optimizer, content.meta
-        self._store.save(step, params, optimizer, meta, eval_loss=content.eval_loss, prune=prune)
+        self._store.save(step, params, optimizer, meta, eval_loss=content.eval_loss, prune=prune, spare=spare)
         self._saved = step
 
     def _failed(self, error: CheckpointError, step: int) -> None:

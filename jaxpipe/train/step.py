@@ -457,5 +457,5 @@ def _combine(
     twice = large & (shrink < 1)
     first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
     normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero
-    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & normal
+    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
     return loss_sum / total, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok

@@ -1,4 +1,4 @@
-"""A clean stop: the first signal asks for one, a second one ends the process at once, with exit code 130.
+"""A clean stop: once steps run, the first signal asks for one, a second one ends the process at once, with exit code 130.
 
 Signals are counted by a thread, because the main thread may wait for a device inside XLA, where no Python handler runs. Imports
 no JAX. Ending at once loses no checkpoint: one half-written is ignored (:mod:`jaxpipe.train.checkpoint`).
@@ -11,13 +11,38 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+STOPPED = 75
 INTERRUPTED_TWICE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up
 _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
 _STDERR = 2
+
+
+@contextlib.contextmanager
+def ending_early() -> Iterator[None]:
+    """In the block, in which nothing is to be saved yet, SIGTERM, SIGHUP and SIGUSR1 end the process with exit code 75, after
+    a line. (SIGINT raises KeyboardInterrupt as ever.) Outside the main thread nothing changes."""
+    before: dict[int, Any] = {}
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        _say(
+            f"{signal.Signals(number).name}: ended before the first step, nothing was changed; the same command starts again"
+        )
+        raise SystemExit(STOPPED)
+
+    if threading.current_thread() is threading.main_thread():
+        for asked in _SIGNALS[1:]:
+            if asked not in _UNLESS_IGNORED or signal.getsignal(asked) is not signal.SIG_IGN:
+                before[asked] = signal.signal(asked, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stop:

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 from jaxpipe.errors import JaxpipeError
 
@@ -25,12 +26,19 @@ _LAST_WORDS_S = 30
 _STDERR = 2
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watched:
+    step: int
+    lasting: float
+
+
 class Watchdog:
     """Use as a context around the steps of a run; the thread that makes it is the one that runs them.
 
     While a step is watched for longer than ``floor_s`` and than 20 times the median of the past ones, the process ends with
     exit code 2, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
-    long, as that one compiles; nor is it while a Python debugger traces the watched thread.
+    long, as that one compiles; nor is it while a Python debugger traces the watched thread. What is not a step may be watched
+    as if it were some.
 
     Args:
         floor_s: seconds; 0 watches nothing.
@@ -38,9 +46,9 @@ class Watchdog:
     """
 
     def __init__(self, floor_s: float, explain: Callable[[int], str]) -> None:
-        self.limit_s = math.inf
+        self.usual_s = math.inf
         self._floor_s, self._explain = floor_s, explain
-        self._watched: list[int] | None = None  # a new list each time, so that a slice belongs to one of them
+        self._watched: _Watched | None = None  # a new list each time, so that a slice belongs to one of them
         self._lengths_s: deque[float] = deque(maxlen=_KEPT)
         self._closed = threading.Event()
         self._owner = threading.get_ident()
@@ -57,18 +65,22 @@ class Watchdog:
             self._thread.join()
 
     @contextmanager
-    def watch(self, step: int) -> Iterator[None]:
-        """The block dispatches ``step`` or waits for it."""
-        before, self._watched = self._watched, [step]
+    def watch(self, step: int, lasting: float = 1) -> Iterator[None]:
+        """The block dispatches ``step`` or waits for it, or for something else that takes at most ``lasting`` steps."""
+        before, self._watched = self._watched, _Watched(step, lasting)
         try:
             yield
         finally:
-            self._watched = before and [*before]
+            self._watched = before and replace(before)
+
+    def limit_s(self, lasting: float = 1) -> float:
+        """After how many seconds the process ends."""
+        return max(self._floor_s, _FACTOR * self.usual_s * lasting)
 
     def took(self, seconds: float) -> None:
         """A step took so long."""
         self._lengths_s.append(seconds)
-        self.limit_s = max(self._floor_s, _FACTOR * statistics.median(self._lengths_s))
+        self.usual_s = statistics.median(self._lengths_s)
 
     def _count(self) -> None:
         seen, spent_s = None, 0.0
@@ -78,10 +90,10 @@ class Watchdog:
                 seen, spent_s = self._watched, 0.0
                 continue
             spent_s += slice_s
-            if spent_s > self.limit_s:
-                self._end(seen[0])
+            if spent_s > self.limit_s(seen.lasting):
+                self._end(seen.step, seen.lasting)
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int, lasting: float) -> None:
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback_later(
                 _LAST_WORDS_S, exit=True, file=_STDERR
@@ -90,7 +102,7 @@ class Watchdog:
         said = "what it waits for is not known"
         with suppress(JaxpipeError, OSError, RuntimeError):
             said = self._explain(step)
-        line = f"jaxpipe: step {step} has not ended after {self.limit_s:.3g} s (run.watchdog_s): {said}\n"
+        line = f"jaxpipe: step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}\n"
         with suppress(OSError):
             os.write(_STDERR, line.encode())
         os._exit(JaxpipeError.exit_code)

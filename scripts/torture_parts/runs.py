@@ -274,10 +274,10 @@ def _stopped(yard: Yard, trial: Trial, recipe: str) -> None:
             break
         trial.tried[f"{number.name}, exit code {code}"] += 1
         history.append(f"{number.name} in {phase} (exit code {code})")
-        before_steps = not built and code in (-number, 130)  # nothing is lost before the first step
-        if code != 75 and not before_steps:
+        before_steps = not built or "ended before the first step" in said  # nothing is to be saved then
+        if code != 75 and not (before_steps and code == (130 if number is signal.SIGINT else 75)):
             raise FailedError(f"{'; '.join(history)}: want exit code 75: {said[-400:]}")
-        if code == 75:
+        if code == 75 and not before_steps:
             step = int(checkpoints(out_dir)[-1].name)
             if f"after step {step} of {STEPS}" not in said or (step and last_step(out_dir) != step):
                 raise FailedError(f"{'; '.join(history)}: the newest checkpoint is of step {step}: {said[-400:]}")
@@ -316,8 +316,8 @@ def disks(bench: Bench) -> Iterator[Case]:
         yield Case("folder not writable", partial(_unwritable, yard, where=where, later=later))
 
 
-def _begun(yard: Yard, out_dir: Path) -> int:
-    """A run stopped after a few steps is put into ``out_dir``; its step."""
+def _begun_run(yard: Yard) -> Path:
+    """A run stopped after a few steps."""
     with yard.bench.lock:
         begun = yard.bench.folder / "begun"
         if not begun.exists():
@@ -326,7 +326,12 @@ def _begun(yard: Yard, out_dir: Path) -> int:
             child.until(lambda: last_step(begun) >= 8)
             child.send(signal.SIGTERM)
             child.end()
-    shutil.copytree(begun, out_dir, dirs_exist_ok=True)
+    return begun
+
+
+def _begun(yard: Yard, out_dir: Path) -> int:
+    """A run stopped after a few steps is put into ``out_dir``; its step."""
+    shutil.copytree(_begun_run(yard), out_dir, dirs_exist_ok=True)
     return int(checkpoints(out_dir)[-1].name)
 
 
@@ -357,7 +362,8 @@ def _limited(yard: Yard, trial: Trial) -> None:
 def _full(yard: Yard, trial: Trial) -> None:
     disk = trial.folder / "disk"
     disk.mkdir()
-    kilobytes = trial.rng.choice((500, 700, 900, 1200))
+    pages = sum(-(-file.lstat().st_size // 4096) + 1 for file in _begun_run(yard).rglob("*"))
+    kilobytes = int(4 * pages * trial.rng.uniform(1.05, 2.5))
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", disk], capture_output=True, text=True, check=False
     )

@@ -164,6 +164,12 @@ def _limit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _copy(pipe: Path, log: Path) -> None:
+    with pipe.open("rb", buffering=0) as source, log.open("ab", buffering=0) as target:
+        while some := source.read(65536):
+            target.write(some)
+
+
 class Child:
     """``jaxpipe ARGUMENTS`` in a process of its own, its output in the file ``log``.
 
@@ -175,6 +181,13 @@ class Child:
     ) -> None:
         self.arguments, self.log = arguments, log
         log.write_bytes(b"")
+        self._copier: threading.Thread | None = None
+        if file_bytes:  # the limit is on what the verb writes, not on what it prints
+            pipe = log.with_suffix(".pipe")
+            os.mkfifo(pipe)
+            self._copier = threading.Thread(target=_copy, args=(pipe, log), daemon=True)
+            self._copier.start()
+            log = pipe
         with bench.lock:  # the server is started by the first
             self.process = bench.forks.Process(
                 target=_verb, args=(list(arguments), str(log), dict(os.environ), file_bytes, user), daemon=True
@@ -210,6 +223,8 @@ class Child:
             self.send(signal.SIGKILL)
             self.process.join()
             raise FailedError(f"does not end: {shown(self.arguments)}")
+        if self._copier is not None:
+            self._copier.join(CHILD_LIMIT_S)
         assert self.process.exitcode is not None
         return self.process.exitcode
 

@@ -262,6 +262,14 @@ def keeps_array(m: Any) -> None:
     m.last = jnp.ones(3)
 
 
+def puts_another_sort(m: Any) -> None:
+    m.shapes.set_value(jnp.ones(2))
+
+
+def writes_into_a_variables_dict(m: Any) -> None:
+    m.shapes["a"] = 3
+
+
 def removes(m: Any) -> None:
     del m.count
 
@@ -277,6 +285,7 @@ class Changes(nnx.Module):
         self.linear = nnx.Linear(8, 8, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(()))
         self.count = nnx.Variable(jnp.zeros(()))
+        self.shapes = nnx.Variable({"a": 1})
         self.table = np.zeros(3, np.float32)
         self.change, self.step, self.act, self.nothing = change, 0, nnx.tanh, None
         self.seen: list[int] = []
@@ -298,6 +307,8 @@ class Changes(nnx.Module):
         (grows, r"changes its state count \(Variable\) in a call"),
         (replaces_array, r"changes its state table \(array\) in a call"),
         (writes_into_array, r"changes its state table \(array\) in a call"),
+        (puts_another_sort, r"changes its state shapes \(Variable\) in a call"),
+        (writes_into_a_variables_dict, r"changes its state shapes \(Variable\) in a call"),
         (counts, "changes its attribute step in a call"),
         (appends, "changes its attribute seen in a call"),
         (notes, "changes its attribute notes in a call"),

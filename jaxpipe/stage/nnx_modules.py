@@ -105,7 +105,7 @@ class SplitModule:
         for path, value in given.items():
             if left[path] is value:
                 continue
-            if isinstance(left[path], jax.Array):
+            if _may_be_traced(value, left[path]):
                 traced[path] = value
             elif value_key(left[path]) != value_key(value):
                 self._refuse_change(path)
@@ -120,7 +120,8 @@ class SplitModule:
         # Or handed back as another tracer, by a transformation of nnx: the jaxpr tells.
         closed = jax.make_jaxpr(left_behind)(list(traced.values()), array_leaves((args, kwargs)), key)
         flat = flatten(closed.jaxpr, closed.consts)
-        for path, entered, result in zip(traced, flat.invars, handed_on(flat.eqns, flat.outvars), strict=False):
+        paths = [path for path, value in traced.items() for _ in jax.tree.leaves(value)]
+        for path, entered, result in zip(paths, flat.invars, handed_on(flat.eqns, flat.outvars), strict=False):
             if result is not entered:
                 self._refuse_change(path)
         return y
@@ -285,6 +286,17 @@ def _fixed(leaf: Any) -> Any:
     value = value.copy()
     value.flags.writeable = False
     return value
+
+
+def _may_be_traced(value: Any, left: Any) -> bool:
+    """Whether ``left``, of arrays, may be what a transformation of nnx made of ``value``, numbers or arrays alike."""
+    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    alike: bool = jax.tree.structure(left) == jax.tree.structure(value)  # type: ignore[operator]
+    return (
+        alike
+        and all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value))
+        and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(left))
+    )
 
 
 def _unshared(value: Any) -> Any:

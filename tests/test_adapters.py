@@ -230,6 +230,148 @@ def test_nnx_state_and_misuse_are_refused() -> None:
         from_nnx("mlp", NnxMLP).apply({}, X, EVAL)
 
 
+def adds(m: Any) -> None:
+    m.count[...] += 1
+
+
+def grows(m: Any) -> None:
+    m.count[...] = jnp.maximum(m.count[...], 5.0)
+
+
+def counts(m: Any) -> None:
+    m.step += 1
+
+
+def appends(m: Any) -> None:
+    m.seen.append(1)
+
+
+def notes(m: Any) -> None:
+    m.notes["a"][0] = 3
+
+
+def replaces_array(m: Any) -> None:
+    m.table = m.table + 1
+
+
+def writes_into_array(m: Any) -> None:
+    m.table[0] = 7.0
+
+
+def keeps_array(m: Any) -> None:
+    m.last = jnp.ones(3)
+
+
+def puts_another_sort(m: Any) -> None:
+    m.shapes.set_value(jnp.ones(2))
+
+
+def writes_into_a_variables_dict(m: Any) -> None:
+    m.shapes["a"] = 3
+
+
+def removes(m: Any) -> None:
+    del m.count
+
+
+def swaps_activation(m: Any) -> None:
+    m.act = nnx.relu
+
+
+class Changes(nnx.Module):
+    """State of every sort, of which a call changes some; what it returns would differ from trace to trace."""
+
+    def __init__(self, rngs: nnx.Rngs, change: Any, jitted: bool = False) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(()))
+        self.count = nnx.Variable(jnp.zeros(()))
+        self.shapes = nnx.Variable({"a": 1})
+        self.table = np.zeros(3, np.float32)
+        self.change, self.step, self.act, self.nothing = change, 0, nnx.tanh, None
+        self.seen: list[int] = []
+        self.notes: dict[str, list[int]] = {"a": [0]}
+        self.jitted = jitted
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        change = nnx.jit(lambda m: m.change(m)) if self.jitted else self.change
+        change(self)
+        seen = 0 if not hasattr(self, "count") else self.count[...]
+        return self.scale[...] * self.act(self.linear(x)) + seen + len(self.seen) + self.table[0] + self.step
+
+
+@pytest.mark.parametrize("given", ["function", "instance", "jitted"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (adds, r"changes its state count \(Variable\) in a call"),
+        (grows, r"changes its state count \(Variable\) in a call"),
+        (replaces_array, r"changes its state table \(array\) in a call"),
+        (writes_into_array, r"changes its state table \(array\) in a call"),
+        (puts_another_sort, r"changes its state shapes \(Variable\) in a call"),
+        (writes_into_a_variables_dict, r"changes its state shapes \(Variable\) in a call"),
+        (counts, "changes its attribute step in a call"),
+        (appends, "changes its attribute seen in a call"),
+        (notes, "changes its attribute notes in a call"),
+        (keeps_array, "changes its attribute last in a call"),
+        (removes, "changes its attribute count in a call"),
+        (swaps_activation, "changes its attribute act in a call"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_what_a_call_changes_is_refused_each_time(change: Any, message: str, given: str) -> None:
+    """And nothing of it is there in the next trace, nor in the module that was given."""
+    if given == "jitted" and change in (writes_into_array, keeps_array):
+        pytest.skip("nnx.jit itself refuses it")
+    module = Changes(nnx.Rngs(0), change)
+    source = module if given == "instance" else lambda rngs: Changes(rngs, change, jitted=given == "jitted")
+    layer = from_nnx("counter", source)
+    params = layer.init(jax.random.key(0))
+    for context in (EVAL, TRAIN, EVAL):
+        with pytest.raises(StageError, match=f"^layer 'counter': nnx module Changes {message}") as error:
+            jax.jit(lambda p, x, context=context: layer.apply(p, x, context))(params, X)
+        assert "\n" not in str(error.value)
+    assert module.seen == [] and module.notes == {"a": [0]} and float(module.table[0]) == module.count[...] == 0.0
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_call_that_assigns_what_was_there_is_no_change(jitted: bool) -> None:
+    def same(m: Any) -> None:
+        m.step, m.seen, m.notes, m.act = 0, [], {"a": [0]}, m.act
+
+    layer = from_nnx("same", lambda rngs: Changes(rngs, same, jitted))
+    params = layer.init(jax.random.key(0))
+    assert isinstance(params["scale"], jax.Array)
+    want = nnx.tanh(X @ params["linear"]["kernel"] + params["linear"]["bias"][None])
+    np.testing.assert_allclose(layer.apply(params, X, EVAL), want, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_of_numpy_are_not_written_into() -> None:
+    def scales(m: Any) -> None:
+        m.scale[...] *= 2
+
+    layer = from_nnx("scales", lambda rngs: Changes(rngs, scales))
+    params = jax.tree.map(np.array, layer.init(jax.random.key(0)))
+    with pytest.raises(StageError, match="layer 'scales': nnx module Changes assigns to its parameter scale in a call"):
+        layer.apply(params, X, EVAL)
+    assert params["scale"] == 1.0
+
+
+def test_intermediates_that_a_call_sows_are_dropped() -> None:
+    class Sows(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = self.linear(x)
+            self.seen = nnx.Intermediate(y)
+            return y
+
+    layer = from_nnx("sows", Sows)
+    params = layer.init(jax.random.key(0))
+    want = X @ params["linear"]["kernel"] + params["linear"]["bias"][None]
+    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), want, rtol=1e-5, atol=1e-6)
+
+
 class Tables(nnx.Module):
     """Everything that a module may hold and only read."""
 
@@ -375,6 +517,8 @@ def test_what_builds_no_nnx_module_is_refused() -> None:
         from_nnx("m", lambda rngs: np.ones(3))
     with pytest.raises(StageError, match=r"layer 'm': int is no nnx module, nor a function of nnx.Rngs"):
         from_nnx("m", 3)
+    with pytest.raises(StageError, match="layer 'm': LinenMLP is a linen module, not an nnx module; use from_linen"):
+        from_nnx("m", LinenMLP())
     with pytest.raises(StageError, match=r"layer 'm' got the class LinenMLP; from_linen wants an instance"):
         from_linen("m", LinenMLP, example=(SHAPE,))
 

@@ -439,5 +439,94 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weights = module_params(gpt)
     with pytest.raises(StageError, match=r"parameter embed/embedding has shape \(13, 8\), got \(2,\)"):
         update_module(gpt, {**weights, "embed": {"embedding": jnp.ones(2)}})
-    with pytest.raises(StageError, match="reads 'text', and the batch has tokens, targets"):
-        layers_from_nnx(gpt, "blocks", batch=BATCH, reads=("text",), loss=cross_entropy)
+    before = module_params(gpt)
+    for params, message in (
+        ({"upp": jnp.ones(2)}, "nnx module NnxGPT has no parameter 'upp'; give what module_params gives"),
+        ({**weights, "embedd": {"embedding": 0}}, "no parameter 'embedd/embedding'; did you mean 'embed/embedding'"),
+        ({"embed": {"embedding": jnp.zeros((V, D)), "bias": 0}}, "has no parameter 'embed/bias'"),
+        ({"embed": jnp.zeros((V, D))}, "has no parameter 'embed'; did you mean"),
+    ):
+        with pytest.raises(StageError, match=message):
+            update_module(gpt, params)
+    jax.tree.map(np.testing.assert_array_equal, module_params(gpt), before)
+    update_module(gpt, {"embed": {"embedding": jnp.zeros((V, D))}})
+    assert not module_params(gpt)["embed"]["embedding"].any(), "a part is enough"
+
+
+def test_parameters_that_are_not_the_linen_modules_are_refused() -> None:
+    module = ScannedLinen()
+    weights = module.init(KEY, jnp.asarray(one_tokens()))["params"]
+    dense = weights["Dense_0"]
+
+    def refused(params: Any, message: str) -> None:
+        with pytest.raises(StageError, match=message) as error:
+            layers_from_linen(module, "layers", batch=BATCH, reads=("tokens",), loss=cross_entropy, params=params)
+        assert "\n" not in str(error.value) and "layers_from_linen: linen module ScannedLinen" in str(error.value)
+
+    refused({"params": weights}, r'params= holds \{"params": …\}; give what is in it')
+    refused({**weights, "Dense_0": {"bias": dense["bias"]}}, "params= lacks Dense_0/kernel")
+    refused({}, "params= lacks Dense_0/")
+    refused({**weights, "Dense_1": dense}, "has no parameter 'Dense_1/.*; did you mean 'Dense_0/")
+    refused(
+        {**weights, "Dense_0": {**dense, "bias": jnp.ones(2)}}, r"Dense_0/bias of shape \(2,\); the module makes it"
+    )
+
+
+def one_tokens() -> np.ndarray:
+    return np.arange(2 * T, dtype=np.int32).reshape(2, T) % V
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_examples_may_be_lists_and_what_is_no_batch_is_refused(flax: str) -> None:
+    def made(batch: Any, reads: Any = ("tokens",)) -> CutModel:
+        options = {"batch": batch, "reads": reads, "loss": cross_entropy}
+        if flax == "nnx":
+            return layers_from_nnx(foreign.NnxGPT(nnx.Rngs(0)), "blocks", **options)
+        return layers_from_linen(ScannedLinen(), "layers", **options)
+
+    tokens = one_tokens()
+    model = made({"tokens": tokens.tolist(), "targets": tokens})
+    assert model.batch_spec(3) == {n: jax.ShapeDtypeStruct((3, T), jnp.int32) for n in ("tokens", "targets")}
+    for batch, message in (
+        ({"tokens": [[1, 2], [3]]}, "'tokens' in the batch is a list that is no array of numbers; give an array"),
+        ({"tokens": tokens, "targets": ["a", "b"]}, "'targets' in the batch is a list that is no array of numbers"),
+        ({"tokens": tokens, "scale": 2.0}, "'scale' in the batch is one number; give an array, batch axis first"),
+        ({"targets": tokens}, "reads 'tokens', and the batch has targets"),
+        (tokens, "batch= is a ndarray; want a dict of arrays by name"),
+    ):
+        with pytest.raises(StageError, match=message) as error:
+            made(batch)
+        assert "\n" not in str(error.value)
+
+
+def test_a_flax_module_of_the_other_sort_is_refused_in_one_line() -> None:
+    gpt, options = foreign.NnxGPT(nnx.Rngs(0)), {"batch": BATCH, "reads": ("tokens",), "loss": cross_entropy}
+    with pytest.raises(StageError, match=r"ScannedLinen is a linen module.*use from_linen or layers_from_linen"):
+        layers_from_nnx(ScannedLinen(), **options)
+    with pytest.raises(StageError, match=r"wants an instance of a linen module.*not a NnxGPT$") as error:
+        layers_from_linen(gpt, "blocks", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_parameters_on_several_devices_become_the_modules_own() -> None:
+    """A stack's blocks lie on different devices; also while JAX traces."""
+    module = ScannedLinen()
+    model = layers_from_linen(module, "layers", batch=BATCH, reads=("tokens",), loss=cross_entropy)
+    params = init_params(model, 0)
+    devices = jax.devices()
+    spread = {name: jax.device_put(tree, devices[i % len(devices)]) for i, (name, tree) in enumerate(params.items())}
+    assert len({d for leaf in jax.tree.leaves(spread) for d in leaf.devices()}) > 1
+    whole = model.whole(spread)
+    jax.tree.map(np.testing.assert_array_equal, whole, jax.jit(model.whole)(params))
+    tokens = jnp.asarray(one_tokens())
+    want = module.apply({"params": model.whole(params)}, tokens)
+    np.testing.assert_array_equal(module.apply({"params": whole}, tokens), want)
+    back = model.by_layer(whole)
+    assert {name for name in params if params[name]} <= set(back)
+    jax.tree.map(np.testing.assert_array_equal, back, {name: params[name] for name in back})
+
+
+def test_a_models_repr_is_one_short_line() -> None:
+    gpt = foreign.nnx_gpt()
+    assert repr(gpt) == f"CutModel({gpt.name!r}, 5 layers: embed, block_00, block_01, head, loss)"
+    assert gpt == gpt and gpt != foreign.nnx_gpt()

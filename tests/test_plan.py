@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.layer import Layer, LayerContext, Model, Params
-from jaxpipe.stage.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, plan_stages
+from jaxpipe.stage.plan import LayerCosts, StagePlan, analytic_layer_costs, checked_cut, cut, cut_at, plan_stages
 from models.gpt import GPT
 from models.llama import Llama
 
@@ -179,12 +180,44 @@ def test_bad_cuts_get_one_clear_line(stages: int, costs: list[float] | None, mes
         ([0], "a stage can't start at layer 0 after one that starts at 0; possible: 1 to 8"),
         ([8, 9], "possible: none, no layer is left"),
         ([-1], "possible: 1 to 8"),
+        ([True, 3, 5], "a stage can't start at layer True; want the index of a layer, or its name"),
+        ([3, 5.0], "a stage can't start at layer 5.0; want the index of a layer, or its name"),
+        ([None], "a stage can't start at layer None"),
+        ([(0, 3), (3, 9)], r"a stage can't start at layer (0, 3); want the index of a layer, or its name"),
     ],
 )
-def test_bad_boundaries_get_one_clear_line(boundaries: list[int | str], message: str) -> None:
+def test_bad_boundaries_get_one_clear_line(boundaries: list[Any], message: str) -> None:
     with pytest.raises(StageError) as error:
         cut_at(LAYERS, boundaries)
-    assert message in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([0, 3, 5, 7], "stage 0 is given layers 0; want a range (start, stop) of layer indices for each stage"),
+        ([(0, 3), 3], "stage 1 is given layers 3; want a range (start, stop)"),
+        ([(0, 3), (3, 5, 9)], "stage 1 is given layers (3, 5, 9); want a range"),
+        ([(0, 3), ("layer_3", "layer_8")], "stage 1 is given layers ('layer_3', 'layer_8'); want a range"),
+        ([(False, 3), (3, 9)], "stage 0 is given layers (False, 3); want a range"),
+        ([(0, 3.0), (3.0, 9)], "stage 0 is given layers (0, 3.0); want a range"),
+        (["ab", (3, 9)], "stage 0 is given layers 'ab'; want a range"),
+        ([(0, 3), (4, 9)], "stage 1 is given layers (4, 9); want (3, 9)"),
+    ],
+)
+def test_what_is_no_list_of_ranges_gets_one_clear_line(ranges: list[Any], message: str) -> None:
+    with pytest.raises(StageError) as error:
+        checked_cut(LAYERS, ranges)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ranges_and_starts_of_numpy_are_taken() -> None:
+    assert checked_cut(LAYERS, np.asarray([[0, 3], [3, 9]])) == ((0, 3), (3, 9))  # type: ignore[arg-type]
+    assert cut_at(LAYERS, np.asarray([3])) == ((0, 3), (3, 9))  # type: ignore[arg-type]
+
+
+def test_a_models_repr_is_one_short_line() -> None:
+    assert repr(GPT_SMALL) == "Model('gpt', 9 layers: embed, block_00, …, head, loss)"
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ in the order of ``reads``, and ``mode`` the keyword ``train``, ``training`` or `
 has one. Flax's own machinery runs only while JAX traces; a compiled stage sees nothing of it.
 
 Not supported, and refused by the layer's name: state that a call changes (batch statistics, caches). Every microbatch would
-need its own copy of it, in an order that the schedule decides. State that calls only read is taken from nnx modules as
-constants.
+need its own copy of it, in an order that the schedule decides. Nor may the call of an nnx module change a Python attribute: it
+runs while JAX traces, not each time. State that calls only read is taken from nnx modules as constants.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def from_nnx(
     there are several shards: what it builds is one shard's module, with the same parameters in a shard's shapes.
 
     Raises StageError for a module that can't be taken apart, and from ``apply`` when a call assigns to a parameter or changes
-    other state.
+    other state or an attribute.
     """
     label = f"layer {name!r}"
     whole = blueprint(label, module)

@@ -13,17 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.adapters import as_stage_error, refuse_state, streams
-from jaxpipe.stage.cut_module import CutModel, cut_module
+from jaxpipe.stage.cut_module import CutModel, batch_types, cut_module, nearest
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.layer import Params, Path
 from jaxpipe.stage.nnx_modules import mode_keyword, typed_key
 from jaxpipe.stage.outline import Stubs
-from jaxpipe.stage.params import nested
+from jaxpipe.stage.params import by_path, nested
 from jaxpipe.stage.wiring import Home
 
 
@@ -50,39 +51,43 @@ def layers_from_linen(
         StageError: there are no such blocks; the call does not treat them as blocks, or keeps state; says what was found.
     """
     if not isinstance(module, linen.Module):
-        raise StageError(
-            f"layers_from_linen wants an instance of a linen module, such as GPT(width=64), not {module!r}"
-        )
-    absent = [n for n in reads if n not in batch]
-    if absent:
-        raise StageError(f"layers_from_linen: the module reads {absent[0]!r}, and the batch has {', '.join(batch)}")
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise StageError(f"layers_from_linen wants an instance of a linen module, such as GPT(width=64), not {what}")
+    example = batch_types("layers_from_linen", batch, reads)
     places = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    cut = _LinenCut(module, places, [batch[n] for n in reads], params, tuple(rngs))
-    return cut_module(cut, name=name or type(module).__name__, batch=batch, reads=reads, loss=loss)
+    cut = _LinenCut(module, places, [example[n] for n in reads], params, tuple(rngs))
+    return cut_module(cut, name=name or type(module).__name__, batch=example, reads=reads, loss=loss)
 
 
 class _LinenCut:
     """A :class:`~jaxpipe.stage.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
 
     def __init__(
-        self, module: Any, places: Sequence[str], data: Sequence[Any], params: Params | None, rngs: tuple[str, ...]
+        self,
+        module: Any,
+        places: Sequence[str],
+        data: Sequence[jax.ShapeDtypeStruct],
+        params: Params | None,
+        rngs: tuple[str, ...],
     ) -> None:
         self.label = f"layers_from_linen: linen module {type(module).__name__}"
         self._module = module
         self._mode = mode_keyword(module.__call__)
         self._rngs = rngs
         self._copies: dict[tuple[int, bool], Any] = {}
-        self._given = None if params is None else _flat(linen.meta.unbox(params))
+        self._given = None if params is None else by_path(linen.meta.unbox(params))
 
         def init(key: jax.Array) -> dict[Path, Any]:
-            zeros = [jnp.zeros(jnp.shape(v), jnp.result_type(v)) for v in data]
+            zeros = [jnp.zeros(v.shape, v.dtype) for v in data]
             with as_stage_error(self.label):
                 variables = module.init(key, *zeros, **self._mode(False))
             refuse_state(self.label, [c for c in variables if c != "params"])
-            return _flat(linen.meta.unbox(variables.get("params", {})))
+            return by_path(linen.meta.unbox(variables.get("params", {})))
 
         self._program, types = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(lambda: jax.random.key(0)))
         self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types
+        if self._given is not None:
+            _check_params(self.label, self._given, types)
         self._sites: dict[Path, int] = {}
         self._first: list[int] = []  # by block, the first one of its stack
         homes: list[Mapping[Path, Home]] = []
@@ -132,7 +137,7 @@ class _LinenCut:
         order = list(self.leaves)
         part, (takes_key,) = only_results(self._program, map(order.index, paths))
         found = eval_jaxpr(part.jaxpr, part.consts, *([typed_key(key)] if takes_key else []))
-        return dict(zip(sorted(paths, key=order.index), found, strict=True))
+        return dict(zip(sorted(paths, key=order.index), map(jnp.asarray, found), strict=True))
 
     def _copy(self, block: int, module: Any) -> Any:
         """A block by itself."""
@@ -150,10 +155,23 @@ def _fields(module: Any) -> dict[str, Any]:
     return {f.name: getattr(module, f.name) for f in fields(module) if f.name not in ("parent", "name")}
 
 
-def _flat(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    if not isinstance(tree, Mapping):
-        return {path: tree}
-    return {p: leaf for name, child in tree.items() for p, leaf in _flat(child, (*path, name)).items()}
+def _check_params(label: str, given: Mapping[Path, Any], types: Mapping[Path, jax.ShapeDtypeStruct]) -> None:
+    """Raise StageError unless ``given`` are the parameters of the module, in their shapes."""
+    if given.keys() != types.keys() and {path[0] for path in given if path} == {"params"}:
+        raise StageError(f'{label}: params= holds {{"params": …}}; give what is in it, variables["params"]')
+    for path in given:
+        if path not in types:
+            raise StageError(
+                f"{label} has no parameter {'/'.join(path)!r}, which params= holds{nearest(path, types)}; give its "
+                'variables["params"]'
+            )
+    for path, leaf in types.items():
+        if path not in given:
+            raise StageError(f'{label}: params= lacks {"/".join(path)}; give all of its variables["params"]')
+        if np.shape(given[path]) != leaf.shape:
+            raise StageError(
+                f"{label}: params= holds {'/'.join(path)} of shape {np.shape(given[path])}; the module makes it {leaf.shape}"
+            )
 
 
 def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) -> list[tuple[Path, int]]:

@@ -16,6 +16,7 @@ recompute policies.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from jaxpipe.stage.trace import array_leaves, fill, is_array
 from jaxpipe.stage.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CutModel(Model):
     """A module's layers. ``homes``: by layer and path in it, where each leaf lies in the module's own parameters."""
 
@@ -51,40 +52,76 @@ class CutModel(Model):
         }
 
     def whole(self, params: Mapping[str, Params]) -> Params:
-        """Parameters by layer name as the module's own. Parameters that its call never reads are left out."""
+        """Parameters by layer name, on whatever devices, as the module's own: arrays of NumPy, except while JAX traces. Those
+        that its call never reads are left out.
+
+        Raises:
+            StageError: one is missing.
+        """
         stacks: dict[Path, dict[int, Any]] = {}
         single: dict[Path, Any] = {}
         for name, homes in self.homes.items():
             for path, (home, index) in homes.items():
                 leaf = _found(params.get(name, {}), path)
+                leaf = leaf if isinstance(leaf, jax.core.Tracer) else jax.device_get(leaf)
                 if index is None:
                     single[home] = leaf
                 else:
                     stacks.setdefault(home, {})[index] = leaf
-        stacked = {home: jnp.stack([leaves[i] for i in sorted(leaves)]) for home, leaves in stacks.items()}
+        stacked = {home: _stacked([leaves[i] for i in sorted(leaves)]) for home, leaves in stacks.items()}
         return nested({**single, **stacked})
+
+
+def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of the arrays of an example microbatch; of nested lists, those of the arrays that NumPy makes of them.
+
+    Raises:
+        StageError: the batch is no mapping, lacks what is read, or holds what is no array with a batch axis first.
+    """
+    if not isinstance(batch, Mapping):
+        raise StageError(
+            f"{label}: batch= is a {type(batch).__name__}; want a dict of arrays by name, as a step gets them"
+        )
+    absent = [n for n in reads if n not in batch]
+    if absent:
+        raise StageError(f"{label}: the module reads {absent[0]!r}, and the batch has {', '.join(batch)}")
+    types: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, value in batch.items():
+        try:
+            array = value if is_array(value) else np.asarray(value)
+            types[name] = jax.ShapeDtypeStruct(array.shape, jnp.result_type(array))
+        except (ValueError, TypeError):
+            raise StageError(
+                f"{label}: {name!r} in the batch is a {type(value).__name__} that is no array of numbers; give an array, batch "
+                "axis first"
+            ) from None
+        if not types[name].shape:
+            raise StageError(f"{label}: {name!r} in the batch is one number; give an array, batch axis first")
+    return types
+
+
+def nearest(path: Path, known: Iterable[Path]) -> str:
+    """``; did you mean x?`` for the known path most like ``path``, or nothing."""
+    best = difflib.get_close_matches("/".join(path), ["/".join(p) for p in known], n=1, cutoff=0.5)
+    return f"; did you mean {best[0]!r}?" if best else ""
 
 
 def cut_module(
     module: CuttableModule,
     *,
     name: str,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, jax.ShapeDtypeStruct],
     reads: Sequence[str],
     loss: Callable[[Any, Mapping[str, jax.Array]], Any],
 ) -> CutModel:
-    """The model of a module. ``batch``: arrays of an example microbatch, or their types, batch axis first. ``reads``: what
-    of them the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
+    """The model of a module. ``batch``: arrays of an example microbatch, as :func:`batch_types` gives them. ``reads``: what of
+    them the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
 
     Raises:
         StageError: the module can't be cut; says what was found.
     """
-    absent = [n for n in reads if n not in batch]
-    if absent:
-        raise StageError(f"{module.label} reads {absent[0]!r}, and the batch has {', '.join(batch)}")
-    avals = {n: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for n, v in batch.items()}
     tracing = Tracing(module, tuple(reads))
-    data = [avals[n] for n in reads]
+    data = [batch[n] for n in reads]
     outlines = tracing.outlines(data)
     layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
@@ -93,7 +130,7 @@ def cut_module(
     shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
 
     def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in avals.items()}
+        return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in batch.items()}
 
     return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
 
@@ -336,6 +373,10 @@ def _found(tree: Any, path: Path) -> Any:
         return get_leaf(tree, path)
     except (KeyError, TypeError):
         raise StageError(f"there is no parameter {'/'.join(path)} in what was given") from None
+
+
+def _stacked(leaves: Sequence[Any]) -> Any:
+    return (jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np).stack(leaves)
 
 
 def _part(leaf: Any, index: int | None) -> Any:

@@ -11,14 +11,16 @@ from dataclasses import replace
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.cut_module import CutModel, cut_module
+from jaxpipe.stage.cut_module import CutModel, batch_types, cut_module, nearest
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.layer import Params, Path
 from jaxpipe.stage.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
 from jaxpipe.stage.outline import Stubs
+from jaxpipe.stage.params import by_path
 from jaxpipe.stage.wiring import Home
 
 _STUB = "_jaxpipe_stub"
@@ -50,7 +52,7 @@ def layers_from_nnx(
     """
     paths = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     cut = _NnxCut(module, paths)
-    return cut_module(cut, name=name or cut.kind, batch=batch, reads=reads, loss=loss)
+    return cut_module(cut, name=name or cut.kind, batch=batch_types(cut.label, batch, reads), reads=reads, loss=loss)
 
 
 def module_params(module: Any) -> Params:
@@ -63,17 +65,21 @@ def update_module(module: Any, params: Params) -> None:
     """Set the parameters of an nnx module to those in a nested dict with string keys; others stay.
 
     Raises:
-        StageError: a shape differs.
+        StageError: the module has no such parameter, or one of another shape; nothing is set then.
     """
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        value: Any = params
-        for part in map(str, path):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is None:
-            continue
-        if value.shape != variable.get_value().shape:
-            raise StageError(f"parameter {joined(path)} has shape {variable.get_value().shape}, got {value.shape}")
-        variable.set_value(jax.numpy.asarray(value))
+    variables = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    given = by_path(params)
+    for path, value in given.items():
+        if path not in variables:
+            raise StageError(
+                f"nnx module {type(module).__name__} has no parameter {joined(path)!r}{nearest(path, variables)}; give what "
+                "module_params gives, or a part of it"
+            )
+        shape = variables[path].get_value().shape
+        if np.shape(value) != shape:
+            raise StageError(f"parameter {joined(path)} has shape {shape}, got {np.shape(value)}")
+    for path, value in given.items():
+        variables[path].set_value(jax.numpy.asarray(value))
 
 
 class _NnxCut:

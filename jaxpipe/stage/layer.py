@@ -88,7 +88,7 @@ class Layer:
         return self.float32 is not None and bool(self.float32(path))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Model:
     """Layers in order. The last one is the loss: it reads the labels and returns ``(loss_sum, weight_sum)``, two float32
     scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. It may return a third value, metrics by name:
@@ -109,6 +109,12 @@ class Model:
         problems = _model_problems(self)
         if problems:
             raise StageError(f"model {self.name}: " + "; ".join(problems))
+
+    def __repr__(self) -> str:
+        """As ``Model('gpt', 15 layers: embed, block_00, …, head, loss)``."""
+        names = [layer.name for layer in self.layers]
+        shown = names if len(names) <= 6 else [*names[:2], "…", *names[-2:]]
+        return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
 
 
 LeafRule = Callable[[str, Path], bool]

@@ -1,8 +1,9 @@
 """An nnx module taken apart: its structure in both modes, its parameters, constants and random streams by path.
 
 ``nnx.Param`` leaves (of any subclass) are parameters. Arrays and variables of other kinds are constants: computed once, so that
-every stage has the same bits, and read but not changed by a call. Variables of kind ``nnx.Intermediate`` may be written: what
-they hold is dropped. Random streams are refilled for each call.
+every stage has the same bits, and read but not changed by a call. Nor are Python attributes; of an object whose class is not
+Python's own it is only told whether it is the same. Each call starts from a fresh module. Variables of kind
+``nnx.Intermediate`` may be written: what they hold is dropped. Random streams are refilled for each call.
 
 A module that does not exist yet is built while JAX traces: parameters take no memory, and what does not depend on the random
 key is computed once.
@@ -11,17 +12,18 @@ key is computed once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from jaxpipe._jax_compat import eval_jaxpr, is_key_dtype, only_results
 from jaxpipe.errors import StageError
+from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.layer import Params
 from jaxpipe.stage.loops import handed_on
@@ -30,6 +32,9 @@ from jaxpipe.stage.trace import array_leaves, fill
 
 KeyPath = tuple[Any, ...]
 """Where a leaf lies in a module: attribute names, positions in lists, keys of dicts."""
+
+_STATE = (nnx.Variable, nnx.Pytree, jax.Array, np.ndarray)
+"""What a module's state tells of, and its attributes therefore not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +84,45 @@ class SplitModule:
         """What the module returns. ``params``: as :meth:`nested` makes them. ``prepare``: what is done to it before.
 
         Raises:
-            StageError: a parameter is missing; the call changes a parameter or a constant.
+            StageError: a parameter is missing; the call changes a parameter, a constant or an attribute.
         """
-        given = {path: self._at(params, path) for path in self.params} | dict(self.constants)
-        left: dict[KeyPath, Any] = {}
+        given = {path: jnp.asarray(self._at(params, path)) for path in self.params} | dict(self.constants)
 
-        def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> Any:
+        def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> tuple[Any, dict[KeyPath, Any]]:
             module = nnx.merge(self.definitions[train], nnx.from_flat_state(self._filled(values, key)))
+            _unshare(module)
             prepare(module)
+            before = _attributes(module)
             y = module(*arguments[0], **arguments[1])
-            left.update((path, _value(leaf)) for path, leaf in nnx.to_flat_state(nnx.state(module)))
-            return y
+            _declare_arrays(module)
+            left = dict(nnx.to_flat_state(nnx.state(module)))
+            self._refuse_changed_attributes(before, _attributes(module), left)
+            return y, {path: _value(leaf) for path, leaf in left.items()}
 
-        y = run(given, (args, kwargs), key)
-        moved = [path for path, value in given.items() if left[path] is not value]
-        if not moved:
+        # Arrays of NumPy, lists and dicts could be changed in place: a call gets its own.
+        y, left = run({path: _unshared(value) for path, value in given.items()}, (args, kwargs), key)
+        traced: dict[KeyPath, Any] = {}
+        for path, value in given.items():
+            if left[path] is value:
+                continue
+            if _may_be_traced(value, left[path]):
+                traced[path] = value
+            elif value_key(left[path]) != value_key(value):
+                self._refuse_change(path)
+        if not traced:
             return y
 
         def left_behind(values: list[Any], arrays: list[Any], key: jax.Array | None) -> list[Any]:
-            run(dict(zip(given, values, strict=True)), fill((args, kwargs), arrays), key)
-            return [left[path] for path in moved]
+            own = {path: _unshared(value) for path, value in given.items() if path not in traced}
+            _, left = run({**own, **dict(zip(traced, values, strict=True))}, fill((args, kwargs), arrays), key)
+            return [left[path] for path in traced]
 
         # Or handed back as another tracer, by a transformation of nnx: the jaxpr tells.
-        closed = jax.make_jaxpr(left_behind)(list(given.values()), array_leaves((args, kwargs)), key)
+        closed = jax.make_jaxpr(left_behind)(list(traced.values()), array_leaves((args, kwargs)), key)
         flat = flatten(closed.jaxpr, closed.consts)
-        entered = dict(zip(given, flat.invars, strict=False))
-        for path, value in zip(moved, handed_on(flat.eqns, flat.outvars), strict=True):
-            if value is not entered[path]:
+        paths = [path for path, value in traced.items() for _ in jax.tree.leaves(value)]
+        for path, entered, result in zip(paths, flat.invars, handed_on(flat.eqns, flat.outvars), strict=False):
+            if result is not entered:
                 self._refuse_change(path)
         return y
 
@@ -117,6 +134,20 @@ class SplitModule:
             for index, (path, stream) in enumerate(self.streams.items())
         }
         return {**{path: _filled(self.leaves[path], value) for path, value in values.items()}, **streams}
+
+    def _refuse_changed_attributes(
+        self, before: Mapping[KeyPath, Any], after: Mapping[KeyPath, Any], left: Mapping[KeyPath, Any]
+    ) -> None:
+        """Raise StageError if a call has changed, made or removed an attribute; ``left``: variables and arrays after it."""
+        known = {**self.leaves, **self.streams}
+        changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
+        changed += [p for p, leaf in left.items() if p not in known and not isinstance(leaf, nnx.Intermediate)]
+        changed += [path for path in self.leaves if path not in left]
+        if changed:
+            raise StageError(
+                f"{self.label} changes its attribute {joined(changed[0])} in a call, and a compiled stage does not run Python "
+                "again; set it where the module is built, keep what is computed in local variables, or sow it"
+            )
 
     def _refuse_change(self, path: KeyPath) -> None:
         """Raise StageError unless a call may change what is at ``path``."""
@@ -157,6 +188,10 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
     if isinstance(source, nnx.Module):
         module, values = split_module(f"{label}: nnx module {type(source).__name__}", source)
         return Blueprint(module, lambda key, paths: {path: values[path] for path in paths})
+    if isinstance(source, linen.Module):
+        raise StageError(
+            f"{label}: {type(source).__name__} is a linen module, not an nnx module; use from_linen or layers_from_linen"
+        )
     if not callable(source):
         raise StageError(
             f"{label}: {type(source).__name__} is no nnx module, nor a function of nnx.Rngs that builds one, such as "
@@ -186,7 +221,8 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
                 "it an nnx.Param, or give a module that is built already"
             )
         found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
-        made = dict(zip(sorted(chosen, key=paths.index), found, strict=True))
+        arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
+        made = dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
         return {path: made[path] for path in chosen}
 
     traced = [path for path in paths if path in module.constants]
@@ -246,10 +282,64 @@ def _fixed(leaf: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     if isinstance(leaf, nnx.Variable):
-        return jnp.asarray(value)
+        return jnp.array(value)
     value = value.copy()
     value.flags.writeable = False
     return value
+
+
+def _may_be_traced(value: Any, left: Any) -> bool:
+    """Whether ``left``, of arrays, may be what a transformation of nnx made of ``value``, numbers or arrays alike."""
+    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    alike: bool = jax.tree.structure(left) == jax.tree.structure(value)  # type: ignore[operator]
+    return (
+        alike
+        and all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value))
+        and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(left))
+    )
+
+
+def _unshared(value: Any) -> Any:
+    """A copy of what could be changed in place; other values as they are."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_unshared, value))
+    if type(value) is dict:
+        return {name: _unshared(v) for name, v in value.items()}
+    return value
+
+
+def _unshare(module: nnx.Module) -> None:
+    """Give a module lists, dicts and sets of its own; merged, it has those of its definition."""
+    for _, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if type(value) in (list, tuple, set, dict):
+                    object.__setattr__(node, name, _unshared(value))
+
+
+def _attributes(module: nnx.Module) -> dict[KeyPath, Hashable]:
+    """A key of each Python value among the attributes of a module and of those in it, by path."""
+    return {
+        (*path, name): _python_key(value)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Pytree)
+        for name, value in vars(node).items()
+        if not name.startswith("_pytree__") and not isinstance(value, _STATE)
+    }
+
+
+def _python_key(value: Any) -> Hashable:
+    """A key of a value without the arrays, variables and modules in it."""
+    if isinstance(value, _STATE):
+        return None
+    if isinstance(value, Mapping):
+        return tuple((value_key(k), _python_key(v)) for k, v in value.items())
+    if jax.tree_util.all_leaves([value]):
+        return value_key(value)
+    leaves, structure = jax.tree.flatten(value, is_leaf=lambda v: v is not value)
+    return structure, tuple(map(_python_key, leaves))
 
 
 def _emptied(leaf: Any) -> Any:

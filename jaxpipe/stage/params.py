@@ -435,6 +435,13 @@ def get_leaf(tree: Any, path: Path) -> Any:
     return tree
 
 
+def by_path(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """The leaves of a nested dict by path, keys as strings: the inverse of :func:`nested`."""
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {p: leaf for name, child in tree.items() for p, leaf in by_path(child, (*path, str(name))).items()}
+
+
 def nested(leaves: Mapping[Path, Any]) -> Params:
     """A nested dict of leaves by path."""
     tree: Params = {}

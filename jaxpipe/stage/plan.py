@@ -156,9 +156,11 @@ def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
     names = [layer.name for layer in layers]
     starts = [0]
     for boundary in boundaries:
+        if not isinstance(boundary, str) and not _is_index(boundary):
+            raise StageError(f"a stage can't start at layer {boundary!r}; want the index of a layer, or its name")
         if isinstance(boundary, str) and boundary not in names:
             raise StageError(f"no layer {boundary!r} to start a stage at; layers are {', '.join(names)}")
-        start = names.index(boundary) if isinstance(boundary, str) else boundary
+        start = names.index(boundary) if isinstance(boundary, str) else int(boundary)
         if not starts[-1] < start < len(layers):
             possible = (
                 f"{starts[-1] + 1} to {len(layers) - 1}" if starts[-1] + 1 < len(layers) else "none, no layer is left"
@@ -173,8 +175,15 @@ def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
 def checked_cut(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> Cut:
     """``ranges``, one ``(first, one past last)`` a stage, if they are a cut: all layers in order, each once.
 
-    Raises StageError, naming the stage, for gaps, overlaps, another order, empty stages and layers that do not exist.
+    Raises StageError, naming the stage, for gaps, overlaps, another order, empty stages, layers that do not exist, and what is
+    no range.
     """
+    for stage, given in enumerate(ranges):
+        if not isinstance(given, Sequence | np.ndarray) or len(given) != 2 or not all(map(_is_index, given)):
+            raise StageError(
+                f"stage {stage} is given layers {given!r}; want a range (start, stop) of layer indices for each stage, as in "
+                f"[(0, 3), (3, {len(layers)})]; plan_stages(model, boundaries=[3]) takes where stages start"
+            )
     end = 0
     for stage, (start, stop) in enumerate(ranges):
         last = stage == len(ranges) - 1
@@ -318,6 +327,10 @@ def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any
     shapes = iter(out)
     y = jax.tree.unflatten(y_structure, [next(shapes) if isinstance(leaf, _ARRAYS) else leaf for leaf in y_leaves])
     return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), y
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _shape(leaf: Any) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,18 +81,19 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, suffixes: Sequence[str] 
 
 def stdlib_files(root: Path) -> tuple[Path, ...]:
     """The ``.py`` files of the standard library at ``root``, sorted by path, without its tests and installed packages."""
-    files = _files_under(root, (".py",))
-    files = tuple(f for f in files if not _NOT_STDLIB.intersection(f.relative_to(root).parts))
+    files = _files_under(root, (".py",), without=_NOT_STDLIB)
     if not files:
         raise DataError(f"data stdlib: no .py files below {root}; give data.path a text file or directory instead")
     return files
 
 
-def _files_under(root: Path, suffixes: Iterable[str]) -> tuple[Path, ...]:
-    """Files below ``root`` with one of ``suffixes``, sorted by their parts, hidden ones left out."""
-    found = [p for p in root.rglob("*") if p.name.endswith(tuple(suffixes)) and p.is_file()]
-    relative = sorted((p.relative_to(root) for p in found), key=lambda p: p.parts)
-    return tuple(root / p for p in relative if not any(part.startswith(".") for part in p.parts))
+def _files_under(root: Path, suffixes: Iterable[str], without: Collection[str] = ()) -> tuple[Path, ...]:
+    """Files below ``root`` with one of ``suffixes``, sorted by their parts, without hidden ones and folders of these names."""
+    ends, found = tuple(suffixes), []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
+        found += [Path(folder, name) for name in names if name.endswith(ends) and not name.startswith(".")]
+    return tuple(sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).parts))
 
 
 def _encode(path: Path, tokenizer: Tokenizer) -> Ids:

@@ -53,10 +53,12 @@ class StageMeasurements:
     def costs(self, link: Link | None = None) -> CostProfile:
         """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
 
-        F and B are given without their collectives, and BW as B and W are together, unless it takes less than that as it runs.
+        F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
-        stages = range(len(self.stages))
-        seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS}
+        stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
+        seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS if op in ops}
+        if "BW" not in ops:
+            seconds["BW"] = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
         comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
         if any(comm):
             for op in ("F", "B"):
@@ -71,7 +73,7 @@ class StageMeasurements:
             source=f"measured, median of {count}",
             link=link,
             host=host,
-            footprint_of=footprint if self.footprints else None,
+            footprint_of=(lambda f: footprint(f) if f.op in ops else Footprint()) if self.footprints else None,
             tp_comm_s=comm,
         )
 
@@ -82,12 +84,14 @@ def measure_stages(
     repeats: int = 5,
     warm_up: int = 1,
     memory: bool = True,
+    fused: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> StageMeasurements:
     """Run every function of every stage alone.
 
     Args:
         stages: in order.
+        fused: BW too, which schedules of B and W never run.
         repeats: timed samples per function.
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
@@ -95,7 +99,7 @@ def measure_stages(
     """
     timings, footprints, exchanged = {}, {}, {}
     for s, stage in enumerate(stages):
-        for op in OPS:
+        for op in OPS if fused else [op for op in OPS if op != "BW"]:
             timings[(op, s)] = time_function(stage.functions[op], repeats, warm_up)
             if memory:
                 footprints[(op, s)] = footprint(stage.functions[op])

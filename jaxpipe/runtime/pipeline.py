@@ -544,11 +544,13 @@ class Pipeline:
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
-        """Run every stage function alone and time it; time the link to the host, if the schedule uses it."""
+        """Run every stage function alone and time it (BW only if the schedule has one); time the link to the host, if the
+        schedule uses it."""
         host = None
         if any(isinstance(i, Offload) for program in self.programs for i in program.instructions):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
-        measured = measure_stages(self.stages, repeats=repeats, progress=progress)
+        fused = any(a.op == "BW" for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
+        measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
         return replace(measured, host=host).costs()
 
     def warm_up(self) -> None:

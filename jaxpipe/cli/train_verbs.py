@@ -48,18 +48,19 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from jaxpipe.train.config import load_config
-
-    fallback = ["offload.fallback=true"] if args.offload_fallback else []
-    config = load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
-    if args.print_config:
-        print(config.describe())
-        return 0
-    from jaxpipe.train.devices import request_devices
     from jaxpipe.train.stop import ending_early
 
-    request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
     with ending_early():  # as in what follows
+        from jaxpipe.train.config import load_config
+
+        fallback = ["offload.fallback=true"] if args.offload_fallback else []
+        config = load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
+        if args.print_config:
+            print(config.describe())
+            return 0
+        from jaxpipe.train.devices import request_devices
+
+        request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
         from jaxpipe.train.loop import train
         from jaxpipe.train.progress import ProgressStream
         from jaxpipe.train.report import result_json, result_text

@@ -275,7 +275,8 @@ def _stopped(yard: Yard, trial: Trial, recipe: str) -> None:
         trial.tried[f"{number.name}, exit code {code}"] += 1
         history.append(f"{number.name} in {phase} (exit code {code})")
         before_steps = not built or "ended before the first step" in said  # nothing is to be saved then
-        if code != 75 and not (before_steps and code == (130 if number is signal.SIGINT else 75)):
+        early = (130, -number) if number is signal.SIGINT or not said else (75,)  # -number: Python itself was starting
+        if code != 75 and not (before_steps and code in early):
             raise FailedError(f"{'; '.join(history)}: want exit code 75: {said[-400:]}")
         if code == 75 and not before_steps:
             step = int(checkpoints(out_dir)[-1].name)

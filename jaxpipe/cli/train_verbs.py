@@ -48,9 +48,9 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from jaxpipe.train.stop import ending_early
+    from jaxpipe.train.stop import EndingEarly
 
-    with ending_early():  # as in what follows
+    with EndingEarly():  # as in what follows
         from jaxpipe.train.config import load_config
 
         fallback = ["offload.fallback=true"] if args.offload_fallback else []

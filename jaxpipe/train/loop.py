@@ -40,7 +40,7 @@ from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, Setup, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
-from jaxpipe.train.stop import Stop, ending_early
+from jaxpipe.train.stop import EndingEarly, Stop
 from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
@@ -58,7 +58,7 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     with RunDirectory(config.run) as folder:
-        with ending_early():
+        with EndingEarly(folder.__exit__):
             origin = resume.choose(config, folder.store, out.print)
             if origin is not None and origin.step >= config.run.steps:
                 out.print(

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,35 +22,14 @@ _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
 _STDERR = 2
 
 
-@contextlib.contextmanager
-def ending_early() -> Iterator[None]:
-    """In the block, in which nothing is to be saved yet, SIGTERM, SIGHUP and SIGUSR1 end the process with exit code 75, after
-    a line. (SIGINT raises KeyboardInterrupt as ever.) Outside the main thread nothing changes."""
-    before: dict[int, Any] = {}
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        _say(
-            f"{signal.Signals(number).name}: ended before the first step, nothing was changed; the same command starts again"
-        )
-        raise SystemExit(STOPPED)
-
-    if threading.current_thread() is threading.main_thread():
-        for asked in _SIGNALS[1:]:
-            if asked not in _UNLESS_IGNORED or signal.getsignal(asked) is not signal.SIG_IGN:
-                before[asked] = signal.signal(asked, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Stop:
     """Use as a context around work that looks at :attr:`requested` now and then; handlers are put back at its end.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask for a stop; the last two not where they were ignored before. Outside the main
     thread, where Python allows no handlers, nothing is ever requested. ``requested`` is the name of the signal, or empty.
     """
+
+    signals: Sequence[signal.Signals] = _SIGNALS
 
     def __init__(self) -> None:
         self.requested = ""
@@ -64,7 +43,7 @@ class Stop:
             self._thread = threading.Thread(target=self._count, name="jaxpipe-signals", daemon=True)
             self._thread.start()
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in _SIGNALS:
+            for number in self.signals:
                 if number not in _UNLESS_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._request)
         return self
@@ -87,12 +66,36 @@ class Stop:
         while number := os.read(self._reader, 1):
             if number[0] not in self._before:
                 continue
-            name = signal.Signals(number[0]).name
-            if self._seen:
-                _say(f"{name}: ended at once; what was saved before is intact")
-                os._exit(INTERRUPTED_TWICE)
-            self._seen = True
-            _say(f"{name}: stopping after this step and saving; a second signal ends at once")
+            self._heard(signal.Signals(number[0]).name)
+
+    def _heard(self, name: str) -> None:
+        """In the thread that counts."""
+        if self._seen:
+            _say(f"{name}: ended at once; what was saved before is intact")
+            os._exit(INTERRUPTED_TWICE)
+        self._seen = True
+        _say(f"{name}: stopping after this step and saving; a second signal ends at once")
+
+
+class EndingEarly(Stop):
+    """Use as a context around what comes before the first step, when nothing is to be saved yet: SIGTERM, SIGHUP and SIGUSR1
+    end the process with a line and exit code 75, also while it compiles. SIGINT raises KeyboardInterrupt as ever.
+
+    Args:
+        clean_up: called before that.
+    """
+
+    signals = _SIGNALS[1:]
+
+    def __init__(self, clean_up: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._clean_up = clean_up
+
+    def _heard(self, name: str) -> None:
+        _say(f"{name}: ended before the first step, nothing was changed; the same command starts again")
+        with contextlib.suppress(Exception):
+            self._clean_up()
+        os._exit(STOPPED)
 
 
 def _say(line: str) -> None:

@@ -174,7 +174,7 @@ def check_case(case: Case) -> None:
         assert all(r <= s for r, s in zip(report.peak_bytes, simulated, strict=True)), "the simulator's peak is a bound"
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(case=cases(DEFAULT))
 def test_predicted_memory_is_what_a_random_schedule_holds(case: Case) -> None:
     check_case(case)

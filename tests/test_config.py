@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.train.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    RunConfig,
-    TrainConfig,
-    load_config,
-)
+from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.sections import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig
 from jaxpipe.train.settings import leaf_hints
 
 ROOT = Path(__file__).resolve().parent.parent

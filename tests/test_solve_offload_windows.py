@@ -13,7 +13,8 @@ from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.model import solve_exact
 from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel
+from jaxpipe.schedule.solve.offload_window_model import OffloadWindowModel
+from jaxpipe.schedule.solve.offload_window_times import OffloadWindow
 from jaxpipe.schedule.solve.offload_windows import offload_window_search
 from jaxpipe.schedule.solve.rows import schedule_of
 from jaxpipe.schedule.solve.search import Budget

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
 
 OPS = ("F", "B", "W", "BW")
@@ -56,7 +57,7 @@ class Problem:
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
-        costs = costs.with_collectives_exposed()
+        costs = collectives_exposed(costs)
         n = placement.num_stages
         if costs.num_stages != n:
             raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")

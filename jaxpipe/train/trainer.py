@@ -38,10 +38,10 @@ from jaxpipe.stage.reference import init_params
 from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
-from jaxpipe.train.config import PipelineConfig
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.metrics import format_bytes, format_count
 from jaxpipe.train.optimizer import ema_of, with_ema
+from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
 from jaxpipe.train.stored import load_state, model_digest, same_program
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
 from jaxpipe.schedule.ir import OpSpec, registered_ops
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
 
 
@@ -82,7 +83,7 @@ class Flow:
         self.forward = [_cheapest(costs, s, frozenset("F")) for s in range(n)]
         self.passed = [_cheapest(costs, s, frozenset("B")) for s in range(n)]
         self.backward = [_cheapest(costs, s, frozenset("BW")) for s in range(n)]
-        exposed = costs.with_collectives_exposed()
+        exposed = collectives_exposed(costs)
         self.waits_f = [_cheapest(exposed, s, frozenset("F")) for s in range(n)]
         self.waits_b = [_cheapest(exposed, s, frozenset("B")) for s in range(n)]
         self.waits_bw = [_cheapest(exposed, s, frozenset("BW")) for s in range(n)]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpipe.schedule.solve.instance import Holding
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.solve.offload_window_model import OffloadWindowModel
+from jaxpipe.schedule.solve.offload_window_times import WindowTimes
 
 _FAR = 1 << 40
 
 
-def add_memory(model: OffloadWindowModel) -> None:
+def add_memory(model: WindowTimes) -> None:
     """The limits of every ledger, for what is held from the window's begin until its last actions end."""
     reach = model.end + model.longest
     for ledger in model.instance.ledgers:
@@ -31,13 +29,13 @@ def add_memory(model: OffloadWindowModel) -> None:
             model.cp.add_cumulative(intervals, demands, ledger.capacity)
 
 
-def _over(model: OffloadWindowModel, k: int, i: int) -> bool:
+def _over(model: WindowTimes, k: int, i: int) -> bool:
     """Whether the microbatch is done when the window begins."""
     last = ("B" if (k, i) in model.starts.fused else "W", k, i)
     return last not in model.at and last not in model.late and model.now[last] + model.length(last) <= model.begin
 
 
-def _pieces(model: OffloadWindowModel, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
+def _pieces(model: WindowTimes, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
     """(units, from when, to when, a literal or None), as in :mod:`.model_memory`."""
     f, b, w = model.at_of(("F", k, i)), model.end_of(("B", k, i)), model.end_of(("W", k, i))
     here = model.toggles.get((k, i))
@@ -55,7 +53,7 @@ def _pieces(model: OffloadWindowModel, k: int, i: int, h: Holding) -> Iterator[t
     yield h.cotangent, model.at_of(("B", k, i)), b, None
 
 
-def _held(model: OffloadWindowModel, units: int, start: Any, end: Any, literal: Any) -> Any:
+def _held(model: WindowTimes, units: int, start: Any, end: Any, literal: Any) -> Any:
     """The interval, if it has to do with the window."""
     fixed = isinstance(start, int), isinstance(end, int)
     if not units or (fixed[1] and end <= model.begin):

@@ -16,7 +16,8 @@ from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel, Tidy
+from jaxpipe.schedule.solve.offload_window_model import OffloadWindowModel, Tidy
+from jaxpipe.schedule.solve.offload_window_times import OffloadWindow
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
 from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, some_neighbours, some_stretch
 from jaxpipe.schedule.solve.task import SolveTask

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Schedule, op_spec
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
@@ -37,7 +38,7 @@ class SolveTask:
     objective: Objective = "makespan"
 
     def __post_init__(self) -> None:
-        costs = self.costs.with_collectives_exposed()
+        costs = collectives_exposed(self.costs)
         if costs.boundary_buffers:
             costs = replace(costs, boundary_buffers=False)
         if costs is not self.costs:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -264,9 +264,3 @@ def _is_count(value: Any) -> bool:
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """The fields as plain values; a file of them is read back by :func:`find_target`."""
-    plain = asdict(replace(target, flops_per_s=dict(target.flops_per_s)))
-    return {key: value for key, value in plain.items() if value is not None}

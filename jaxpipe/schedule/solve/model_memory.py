@@ -16,23 +16,27 @@ they find keeps the limit by order alone, however long anything takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from jaxpipe.schedule.solve.formulation import Formulation
-from jaxpipe.schedule.solve.instance import Holding, Ledger
+from jaxpipe.schedule.solve.instance import Holding, Instance, Ledger
 
-Form = Literal["reservoir", "cumulative"]
 Piece = tuple[int, Any, Any, int, tuple[Any, ...]]
 """Units, from when, to when, least ticks between the two, literals that must all hold (none or one, in fact)."""
 
 
-def add_memory(model: Formulation, form: Form, *, strict: bool = False, peak: Any = None) -> None:
+def has_reservoirs(instance: Instance) -> bool:
+    """Whether memory is a reservoir: faster without offload, a cumulative with (README.md: measured)."""
+    return not any(instance.may_leave)
+
+
+def add_memory(model: Formulation, *, strict: bool = False, peak: Any = None) -> None:
     """Add the limits of every ledger of the instance. ``peak``: a variable that no activations ledger may exceed, in its
-    largest units (cumulative form only)."""
+    largest units; that takes a cumulative."""
     takes = _take_times(model, strict)
     for ledger in model.instance.ledgers:
         pieces = list(_pieces(model, ledger, takes))
-        if form == "reservoir" and peak is None:
+        if peak is None and has_reservoirs(model.instance):
             _reservoir(model, ledger, pieces)
         else:
             _cumulative(model, ledger, pieces, peak)

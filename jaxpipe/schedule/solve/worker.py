@@ -175,12 +175,11 @@ def _offload_windows(task: SolveTask, job: Job, tell: Tell) -> None:
 
 def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
     """Microbatches in order first; where that may cost something (with offload), then in any order, which proves more."""
-    from jaxpipe.schedule.solve.formulation import Cuts
     from jaxpipe.schedule.solve.model import solve_exact
 
     start = from_schedule(job["start"]) if job.get("start") else None
     seconds = job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0)
-    for cuts in (Cuts(), Cuts(order=False)):
+    for every_order in (False, True):
         result = solve_exact(
             task,
             time_limit_s=seconds / 2 if task.offload else seconds,
@@ -189,7 +188,7 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
             hint=start,
             lower_bound=job["bound"],
             deterministic=job["reproducible"],
-            cuts=cuts,
+            every_order=every_order,
         )
         tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
         if result.every_order or result.value <= job["bound"] * (1 + 1e-9):

@@ -148,7 +148,7 @@ def _in_turn(strands: Sequence[Strand], compute_s: float) -> Woven:
 
 
 class _Lanes:
-    """One pass of list scheduling over the units of all strands."""
+    """List scheduling over the units of all strands."""
 
     def __init__(self, strands: Sequence[Strand], first: str, reach: float) -> None:
         self.strands, self.first, self.reach = strands, first, reach

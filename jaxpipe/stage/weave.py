@@ -88,8 +88,8 @@ class CoveredCollective:
 class Woven:
     """Several functions in one jaxpr: inputs and outputs of the parts one after another.
 
-    ``collectives``: by part, in program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which compute
-    waits for a collective.
+    ``collectives``: by part, in program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which
+    compute waits for a collective.
     """
 
     jaxpr: ClosedJaxpr

@@ -17,8 +17,8 @@ from jaxpipe.profile import Timing
 from jaxpipe.program.accounting import Kind
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.rehearsal_report import RankReport, rehearsed_costs
 from jaxpipe.runtime.rehearse import Rehearsal
-from jaxpipe.runtime.rehearsed import RankReport, rehearsed_costs
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress

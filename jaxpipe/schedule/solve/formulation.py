@@ -46,7 +46,7 @@ class Formulation:
         if self.spans and self.first is not None and upper is not None:
             self.horizon = upper + max(self.first)
         self.cost = self.cp.new_int_var(lower, self.horizon if upper is None else upper, "cost")
-        self._windows()
+        self._domains()
         for k in self.replicas:
             for i in instance.problem.microbatches(k):
                 self._actions(k, i)
@@ -64,12 +64,12 @@ class Formulation:
         for lane in self.lanes.values():
             self.cp.add_no_overlap(lane)
 
-    # Windows of time.
+    # When what may start.
 
-    def _windows(self) -> None:
+    def _domains(self) -> None:
         """Per replica: earliest F of the first microbatch, latest end of the last B."""
         instance = self.instance
-        self.heads, self.trips, self.tails = instance.heads(), instance.trips(), instance.tails()
+        self.heads, self.round_trips, self.tails = instance.heads(), instance.round_trips(), instance.tails()
         last: list[int] = []
         for k in range(instance.problem.num_replicas):
             end = self._deadline(k) - instance.rest(k)
@@ -84,7 +84,7 @@ class Formulation:
             return self.horizon
         return self.first[self.instance.problem.rank[k]] + self.upper
 
-    def _window(self, op: str, k: int, i: int) -> tuple[int, int]:
+    def _domain(self, op: str, k: int, i: int) -> tuple[int, int]:
         """Earliest and latest start of F, B or W."""
         if not self.ordered:
             return 0, self.horizon
@@ -95,8 +95,8 @@ class Formulation:
         early = self.heads[k] + before * f
         late = self.last_back[k] - behind * back - back
         if op == "F":
-            return early, max(early, late - self.trips[k])
-        early = max(early + self.trips[k], self.heads[k] + self.trips[k] + before * back)
+            return early, max(early, late - self.round_trips[k])
+        early = max(early + self.round_trips[k], self.heads[k] + self.round_trips[k] + before * back)
         if op == "B":
             return early, max(early, late)
         early += back
@@ -112,7 +112,7 @@ class Formulation:
             length["B"] += (duration["BW"][k] - duration["B"][k]) * fused
             length["W"] *= 1 - fused
         for op in ("F", "B", "W"):
-            start = self.starts[op, k, i] = cp.new_int_var(*self._window(op, k, i), f"{op}{k}.{i}")
+            start = self.starts[op, k, i] = cp.new_int_var(*self._domain(op, k, i), f"{op}{k}.{i}")
             end: Any = start + length[op]
             if not isinstance(length[op], int):
                 self.derived.append((cp.new_int_var(0, self.horizon, f"end{op}{k}.{i}"), end))
@@ -133,7 +133,7 @@ class Formulation:
             else:
                 cp.add(start["F", k + 1, i] >= self._arrival("F", k, i))
                 cp.add(start["B", k, i] >= self._arrival("B", k + 1, i))
-                cp.add(start["B", k, i] >= start["F", k, i] + self.trips[k])
+                cp.add(start["B", k, i] >= start["F", k, i] + self.round_trips[k])
             cp.add(start["W", k, i] >= end["B", k, i])
             if (k, i) in self.fused:
                 cp.add(start["W", k, i] == end["B", k, i]).only_enforce_if(self.fused[k, i])

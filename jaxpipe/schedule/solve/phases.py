@@ -186,12 +186,12 @@ class Search:
         if phase.aim == "time":
             add_memory(model, strict=phase.strict)
             return model.cost
-        most = max((x.capacity for x in self.instance.ledgers if x.activations), default=0)
+        most = max((x.capacity for x in self.instance.memory_limits if x.activations), default=0)
         peak = model.cp.new_int_var(0, most if phase.peak is None else phase.peak, "peak")
         add_memory(model, strict=phase.strict, peak=peak)
         if phase.aim == "peak":
             return peak
-        sizes = {k: x.holdings[k].leaves for x in self.instance.ledgers for k in x.holdings if x.activations}
+        sizes = {k: x.holdings[k].leaves for x in self.instance.memory_limits for k in x.holdings if x.activations}
         return sum(sizes[k] * here for (k, _), here in model.away.items())
 
     def _solver(self, solver: Any, reservoirs: bool) -> Any:

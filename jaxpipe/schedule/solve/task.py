@@ -53,8 +53,8 @@ class SolveTask:
         cotangents that a B adds while it runs."""
         costs, temp = self.costs, dict(self.costs.temp_bytes)
         nothing = (0.0,) * costs.num_stages
-        passes = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
-        extra = [max(values[s] for values in passes) for s in range(costs.num_stages)]
+        actions = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
+        extra = [max(values[s] for values in actions) for s in range(costs.num_stages)]
         placement = self.placement
         return self._limits(max, [max(extra[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks)])
 
@@ -114,7 +114,7 @@ class Options:
 class Progress:
     """The state of a solve: seconds since its start, best value so far (seconds of the objective), proven lower bound.
 
-    ``source``: what found it, such as ``family v-half`` or ``window``.
+    ``source``: what found it, such as ``family v-half`` or ``neighbourhood``.
     """
 
     wall_s: float

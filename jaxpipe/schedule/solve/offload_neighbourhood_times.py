@@ -1,5 +1,5 @@
-"""When things happen around one window of a schedule with offload: times, variables, what may leave; see
-:mod:`.offload_window_model`."""
+"""When things happen around one neighbourhood of a schedule with offload: times, variables, what may leave; see
+:mod:`.offload_neighbourhood_model`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadWindow:
+class OffloadNeighbourhood:
     """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with ``microbatches``, only those are."""
 
     begin: int
@@ -26,16 +26,16 @@ class OffloadWindow:
         return rank in self.ranks and (self.microbatches is None or i in self.microbatches)
 
 
-class WindowTimes:
+class NeighbourhoodTimes:
     """``at``: variables of what starts inside. ``shift``: per rank, by how much what is late moves. ``toggles``: whether an
     activation leaves, where that is free."""
 
-    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow) -> None:
+    def __init__(self, instance: Instance, starts: Starts, neighbourhood: OffloadNeighbourhood) -> None:
         from ortools.sat.python import cp_model
 
-        self.instance, self.starts, self.window = instance, starts, window
+        self.instance, self.starts, self.neighbourhood = instance, starts, neighbourhood
         self.cp: Any = cp_model.CpModel()
-        self.begin, self.end = window.begin, window.end
+        self.begin, self.end = neighbourhood.begin, neighbourhood.end
         self.now = {key: t for key, t in starts.start.items() if self._real(key)}
         self.longest = max((self.length(key) for key in self.now), default=0)
         self.inside = {key for key, t in self.now.items() if self.begin <= t < self.end}
@@ -75,13 +75,13 @@ class WindowTimes:
         return kinds
 
     def _free(self, key: Key) -> bool:
-        return self.window.frees(self.instance.problem.rank[key[1]], key[2])
+        return self.neighbourhood.frees(self.instance.problem.rank[key[1]], key[2])
 
     def _toggles(self) -> list[Pair]:
         """Activations that may leave or stay: their O and L are both inside, or could be."""
         found = []
         for k, may in enumerate(self.instance.may_leave):
-            if not may or self.instance.problem.rank[k] not in self.window.ranks:
+            if not may or self.instance.problem.rank[k] not in self.neighbourhood.ranks:
                 continue
             copies = self.instance.duration["O"][k] + self.instance.duration["L"][k]
             for i in self.instance.problem.microbatches(k):

@@ -1,11 +1,11 @@
-"""CP-SAT's model of one window of a schedule with offload: what is free moves, memory is exact by time.
+"""CP-SAT's model of one neighbourhood of a schedule with offload: what is free moves, memory is exact by time.
 
-Unlike in :mod:`.windows`, order alone does not keep memory here: an O that ends gives room whatever stands around it. So the
-model has times for everything: fixed for what starts before the window, variables inside, ``time - shift`` for what starts
-after it: one rigid piece a rank, which moves as far as the window and the others' pieces let it. Actions inside that are not
-free keep their order, not their times. An activation whose O and L are, or would be, inside may leave or stay; so what is held
-when a late piece begins is what was held before, and only what of it overlaps with the window's last actions needs a look.
-Microbatches of a stage keep their order in each op but O.
+Unlike in :mod:`.neighbourhoods`, order alone does not keep memory here: an O that ends gives room whatever stands around it. So
+the model has times for everything: fixed for what starts before the neighbourhood, variables inside, ``time - shift`` for what
+starts after it: one rigid piece a rank, which moves as far as the neighbourhood and the others' pieces let it. Actions inside
+that are not free keep their order, not their times. An activation whose O and L are, or would be, inside may leave or stay; so
+what is held when a late piece begins is what was held before, and only what of it overlaps with the neighbourhood's last
+actions needs a look. Microbatches of a stage keep their order in each op but O.
 
 Not modelled: links that are busy, workspace, lanes per direction as rows see them (:mod:`.model_memory`); a proposal that
 fails for these is dropped by the caller.
@@ -20,20 +20,22 @@ from typing import Any
 from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.offload_window_memory import add_memory
-from jaxpipe.schedule.solve.offload_window_times import OffloadWindow, Pair, WindowTimes
+from jaxpipe.schedule.solve.offload_neighbourhood_memory import add_memory
+from jaxpipe.schedule.solve.offload_neighbourhood_times import NeighbourhoodTimes, OffloadNeighbourhood, Pair
 from jaxpipe.schedule.solve.rows import Starts
 
-Tidy = Mapping[str, int]
+TieBreak = Mapping[str, int]
 """Weights of starts (F, B, W) and of what is ``away``; of equally good answers, that with the least sum is sought."""
 
 
-class OffloadWindowModel(WindowTimes):
-    """Variables and constraints of one window around ``starts``."""
+class OffloadNeighbourhoodModel(NeighbourhoodTimes):
+    """Variables and constraints of one neighbourhood around ``starts``."""
 
-    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow, tidy: Tidy | None = None) -> None:
-        super().__init__(instance, starts, window)
-        self.tidy = tidy
+    def __init__(
+        self, instance: Instance, starts: Starts, neighbourhood: OffloadNeighbourhood, tie_break: TieBreak | None = None
+    ) -> None:
+        super().__init__(instance, starts, neighbourhood)
+        self.tie_break = tie_break
         self.spent = 0.0  # deterministic time of the solve
         self.slack: dict[Pair, int] = {}
         self._lanes()
@@ -101,7 +103,7 @@ class OffloadWindowModel(WindowTimes):
         return self.cp.new_fixed_size_interval_var(self.at[key], self.length(key), "")
 
     def _waits(self) -> None:
-        """Every wait that touches the window, or leads from before it to after it."""
+        """Every wait that touches the neighbourhood, or leads from before it to after it."""
         for one, two, lag in self._edges():
             if one in self.late and two in self.late:
                 self._slack(one, two, lag)
@@ -130,7 +132,7 @@ class OffloadWindowModel(WindowTimes):
 
     def _orders(self) -> None:
         """Microbatches of a replica in order, but for O: at the start, what is needed last leaves first. O of what stays
-        stands at the window's begin, L where that of the microbatch before ends."""
+        stands at the neighbourhood's begin, L where that of the microbatch before ends."""
         moving: dict[tuple[str, int], list[Key]] = {}
         for key in sorted(self.at):
             if key[0] != "O":
@@ -155,28 +157,28 @@ class OffloadWindowModel(WindowTimes):
     # What is sought.
 
     def _objective(self) -> None:
-        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; then what ``tidy`` says."""
+        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; then what ``tie_break`` says."""
         cp, ranks = self.cp, range(self.instance.problem.num_ranks)
-        total, weight = self._tidied()
+        total, weight = self._preferred()
         latest = max(t + self.length(key) for key, t in self.now.items()) + self.longest + self.end - self.begin
         longest = cp.new_int_var(0, latest, "")
         ends = [self._rank(rank, longest, latest) for rank in ranks]
         cp.minimize((longest * len(ranks) * (latest + 1) + sum(ends)) * weight + total)
 
-    def _tidied(self) -> tuple[Any, int]:
+    def _preferred(self) -> tuple[Any, int]:
         """What is minimised among equals, and a number that is more than all that it can differ by."""
-        if self.tidy is None:
+        if self.tie_break is None:
             return 0, 1
         total: Any = 0
         spread = 1
         room = self.end + self.longest - self.begin
         for key, at in self.at.items():
             if key[0] in "FBW":
-                total += self.tidy[key[0]] * (at - self.begin)
-                spread += abs(self.tidy[key[0]]) * room
+                total += self.tie_break[key[0]] * (at - self.begin)
+                spread += abs(self.tie_break[key[0]]) * room
         for here in self.toggles.values():
-            total += self.tidy["away"] * here
-            spread += abs(self.tidy["away"])
+            total += self.tie_break["away"] * here
+            spread += abs(self.tie_break["away"])
         return total, spread
 
     def _rank(self, rank: int, longest: Any, latest: int) -> Any:
@@ -206,7 +208,7 @@ class OffloadWindowModel(WindowTimes):
         return end
 
     def solve(self, parameters: dict[str, Any]) -> tuple[Starts | None, bool]:
-        """Proposed times, None if nothing was found; and whether the window was searched to its end."""
+        """Proposed times, None if nothing was found; and whether the neighbourhood was searched to its end."""
         self._hint()
         solver, found, done = run(self.cp, LITE, parameters)
         self.spent = solver.response_proto.deterministic_time

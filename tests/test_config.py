@@ -233,7 +233,7 @@ MISTAKES = {
         "pipeline.chunks=2",
         "got pipeline.chunks=2: set pipeline.chunks=1 or a schedule that takes chunks",
     ),
-    "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean zb-h1?"),
+    "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean 'zb-h1'?"),
     "unknown schedule": ("pipeline.schedule=qqq", "known: gpipe, 1f1b"),
     "memory limit where none is taken": (
         "pipeline.memory_limit=4",

@@ -1,4 +1,4 @@
-"""Neighbourhoods of schedules with offload: valid, within the limit, better each time, reproducible; optimal where that is proved."""
+"""Neighbourhoods of schedules with offload: valid, within the limit, better each time, reproducible; some proved optimal."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ Written by hand, the ``rank`` lines alone will do: the name is then the file's, 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -31,6 +30,7 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
+from jaxpipe.wording import closest
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -70,18 +70,15 @@ def parse_slot(token: str) -> Slot:
         if not is_op(op):
             known = sorted(spec.name for spec in registered_ops())
             raise ScheduleParseError(
-                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{closest(op, known)} "
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_known(op, known)} "
                 "(register_op makes new ones, --import loads them)"
             )
         actions.append(Action(op, int(stage), int(microbatch)))
     return actions[0] if len(actions) == 1 else Braid(tuple(actions))
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for a near miss, else the list of what is known."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {' '.join(known)}"
+def _known(word: str, known: Iterable[str]) -> str:
+    return closest(word, known, f"; known: {' '.join(known)}")
 
 
 def _clip(text: str) -> str:
@@ -111,7 +108,7 @@ def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Pl
             flows.append(tuple(tuple(_number(r, argument) for r in group.split("+")) for group in value.split(",")))
         elif key not in ("ranks", "chunks") or not equals:
             raise ScheduleError(
-                f"unknown placement argument {_clip(argument)!r}{closest(key, ('ranks', 'chunks', 'flow'))}"
+                f"unknown placement argument {_clip(argument)!r}{_known(key, ('ranks', 'chunks', 'flow'))}"
             )
         elif key in sizes:
             raise ScheduleError(f"placement argument {key!r} is given twice")
@@ -145,7 +142,7 @@ def _construct(kind: str, sizes: dict[str, int]) -> Placement:
     known = CONSTRUCTORS.get(kind)
     if known is None:
         raise ScheduleError(
-            f"unknown placement {_clip(kind)!r}{closest(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
+            f"unknown placement {_clip(kind)!r}{_known(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
             "stage by stage: flow=0,1,2"
         )
     wanted, make = known
@@ -235,7 +232,7 @@ class _Parser:
         elif key in _HEADERS:
             self._once(self.headers, key, number, line, value)
         else:
-            self._fail(number, line, f"unknown key {_clip(key)!r}{closest(key, (*_HEADERS, 'rank N'))}")
+            self._fail(number, line, f"unknown key {_clip(key)!r}{_known(key, (*_HEADERS, 'rank N'))}")
 
     def _once(self, where: dict[_K, tuple[int, str]], key: _K, number: int, line: str, value: str) -> None:
         if key in where:

@@ -7,7 +7,6 @@ a family says about sizes in detail, it says when it generates.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -19,6 +18,7 @@ from jaxpipe.stage.policies import POLICIES
 from jaxpipe.train import settings
 from jaxpipe.train.sections import Sections
 from jaxpipe.train.settings import Problem
+from jaxpipe.wording import closest
 
 
 def broken_rules(config: Sections, bad_keys: set[str]) -> list[Problem]:
@@ -93,13 +93,9 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
     schedule = values.get("pipeline.schedule", "1f1b")
     if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
-        near = difflib.get_close_matches(schedule, FAMILIES, n=1, cutoff=0.5)
-        advice = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
-        )
-        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
+        known = f"; known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
+        advice = closest(schedule, FAMILIES, known)
+        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule{advice}"
     yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
     layers = [layer for layer in cut if isinstance(layer, int)]
@@ -111,11 +107,8 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in [recompute] if isinstance(recompute, str) else recompute:
         for part in name.split("+"):
             if part.strip() not in POLICIES:
-                near = difflib.get_close_matches(part, POLICIES, n=1, cutoff=0.5)
-                advice = (
-                    f"did you mean {near[0]!r}?" if near else f"known: {', '.join(POLICIES)}, or several joined by +"
-                )
-                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
+                advice = closest(part, POLICIES, f"; known: {', '.join(POLICIES)}, or several joined by +")
+                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy{advice}"
 
 
 def _batch_rule(config: Sections) -> str:

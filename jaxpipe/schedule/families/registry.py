@@ -6,7 +6,6 @@ From outside: :func:`register_family`, or an entry point (:mod:`~jaxpipe.schedul
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,6 +37,7 @@ from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.wording import closest
 
 _TABLE: dict[str, Family] = {
     family.name: family
@@ -130,9 +130,9 @@ def family_named(name: str) -> Family:
     """
     family = FAMILIES.get(name)
     if family is None:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ScheduleError(f"unknown schedule family {name!r}{hint} Known: {' '.join(FAMILIES)}")
+        raise ScheduleError(
+            f"unknown schedule family {name!r}{closest(str(name), FAMILIES, '.')} Known: {' '.join(FAMILIES)}"
+        )
     return family
 
 

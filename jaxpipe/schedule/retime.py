@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
+from jaxpipe.schedule.tolerance import nine_digits as nine_digits
 
 _NEVER = float("inf")
 
@@ -194,11 +195,6 @@ def best_of(drafts: Iterable[Draft | None], anchor: Draft | None = None) -> Draf
 
 def _key(draft: Draft) -> tuple[float, float, float]:
     return nine_digits(draft.makespan), nine_digits(draft.span), nine_digits(draft.peak)
-
-
-def nine_digits(x: float) -> float:
-    """``x`` as it is compared: equal but for rounding is equal."""
-    return float(f"{x:.9g}")
 
 
 def retime(problem: Problem, rows: CodeRows) -> Times:

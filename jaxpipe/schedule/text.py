@@ -30,7 +30,7 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
-from jaxpipe.wording import closest
+from jaxpipe.wording import clipped, closest
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ def _known(word: str, known: Iterable[str]) -> str:
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
+    return clipped(text, _EXCERPT)
 
 
 def _unquote(text: str) -> str:

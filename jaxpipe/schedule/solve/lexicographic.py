@@ -15,8 +15,9 @@ from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask
 from jaxpipe.schedule.tolerance import at_most
 
 TIME_SHARE = 0.6
-"""Part of the budget that the time is minimised in."""
-_EACH = 0.35  # part of what is left that one more solve may take
+"""Part of the budget that the time is minimised in; like ``_EACH``, the part of what is left that one more solve may take, not
+tuned."""
+_EACH = 0.35
 _LEAST_S = 0.2
 
 Again = Callable[[SolveTask, Options], Solution]

@@ -24,8 +24,10 @@ from jaxpipe.schedule.tolerance import at_most, nine_digits
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
-_MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second
-_RECIPES = 20
+"""Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
+memory, README), and finer steps below; not tuned further."""
+_MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
+_RECIPES = 20  # of blocks/finish.py, by which a cycle's order is finished; not tuned
 _PULL_EARLY = 0.3  # of neighbourhoods
 _EDGE = 0.15  # of neighbourhoods are at the start, and as many at the end
 T = TypeVar("T", int, float)

@@ -164,7 +164,7 @@ def simulated(
 
 
 def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
-    from jaxpipe.schedule.passes.prompt_offloads import late_offload
+    from jaxpipe.schedule.passes.prompt import late_offload
 
     found = late_offload(schedule, profile, timeline)
     if found is None:

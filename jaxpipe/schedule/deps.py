@@ -57,18 +57,18 @@ class DependencyGraph:
     """
 
     schedule: Schedule
-    slots: list[Slot]
-    rank_of: list[int]
-    row_start: list[int]
-    lanes: list[dict[str, list[int]]]
-    waits: list[tuple[int, ...]]
-    sends: dict[int, tuple[int, ...]]
-    transfers: list[Transfer]
-    joint_of: dict[int, int]
-    joints: list[tuple[int, ...]]
-    problems: tuple[str, ...]
-    unmet: tuple[Unmet, ...]
-    _ops: dict[str, _OpIndex]
+    slots: list[Slot] = field(default_factory=list)
+    rank_of: list[int] = field(default_factory=list)
+    row_start: list[int] = field(default_factory=list)
+    lanes: list[dict[str, list[int]]] = field(default_factory=list)
+    waits: list[tuple[int, ...]] = field(default_factory=list)
+    sends: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    joint_of: dict[int, int] = field(default_factory=dict)
+    joints: list[tuple[int, ...]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unmet: list[Unmet] = field(default_factory=list)
+    _ops: dict[str, _OpIndex] = field(default_factory=dict)
 
     def slot_of(self, op: str, stage: int, microbatch: int, rank: int) -> int | None:
         """Number of the slot on ``rank`` that holds this action, or None."""
@@ -138,34 +138,24 @@ def build_graph(schedule: Schedule) -> DependencyGraph:
     if builder.index():
         builder.link()
         builder.join()
-    return builder.graph()
+    return builder.graph
 
 
 class _Builder:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.slots: list[Slot] = []
-        self.rank_of: list[int] = []
-        self.row_start: list[int] = []
-        self.lanes: list[dict[str, list[int]]] = []
-        self.waits: list[tuple[int, ...]] = []
-        self.sends: dict[int, tuple[int, ...]] = {}
-        self.transfers: list[Transfer] = []
-        self.joint_of: dict[int, int] = {}
-        self.joints: list[tuple[int, ...]] = []
-        self.problems: list[str] = []
-        self.unmet: list[Unmet] = []
-        self.ops: dict[str, _OpIndex] = {}
+        self.graph = graph = DependencyGraph(schedule)
+        self.slots, self.rank_of, self.transfers, self.problems = (
+            graph.slots,
+            graph.rank_of,
+            graph.transfers,
+            graph.problems,
+        )
+        self.ops: dict[str, _OpIndex] = graph._ops
         self.unknown: set[str] = set()
         self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
         self.outside: set[Action] = set()
         self.made: dict[tuple[int, int, int, str, int], int] = {}
-
-    def graph(self) -> DependencyGraph:
-        return DependencyGraph(
-            self.schedule, self.slots, self.rank_of, self.row_start, self.lanes, self.waits, self.sends, self.transfers,
-            self.joint_of, self.joints, tuple(self.problems), tuple(self.unmet), self.ops,
-        )  # fmt: skip
 
     # Step 1: number the slots, find every action.
 
@@ -193,9 +183,9 @@ class _Builder:
         s = self.schedule
         num_stages, m, flows, num_flows = s.num_stages, s.num_microbatches, s.placement.flows, s.placement.num_flows
         lanes: dict[str, list[int]] = {"compute": [], "d2h": [], "h2d": []}
-        self.lanes.append(lanes)
+        self.graph.lanes.append(lanes)
         number = len(self.slots)
-        self.row_start.append(number)
+        self.graph.row_start.append(number)
         self.slots.extend(row)
         self.rank_of.extend([rank] * len(row))
         ops = self.ops
@@ -262,16 +252,16 @@ class _Builder:
         )
 
     def _duplicate(self, action: Action, rank: int, first: int, second: int) -> None:
-        start = self.row_start[rank]
+        start = self.graph.row_start[rank]
         self.problems.append(f"{action} appears twice on rank {rank} (slots {first - start} and {second - start})")
 
     # Step 2: resolve the waits.
 
     def link(self) -> None:
         for rank, row in enumerate(self.schedule.rows):
-            host = {n for lane in HOST_LANES for n in self.lanes[rank][lane]}
+            host = {n for lane in HOST_LANES for n in self.graph.lanes[rank][lane]}
             last_compute = -1
-            for number, slot in enumerate(row, start=self.row_start[rank]):
+            for number, slot in enumerate(row, start=self.graph.row_start[rank]):
                 if type(slot) is Action:
                     found = self._resolve(slot, number, rank)
                 else:
@@ -280,7 +270,7 @@ class _Builder:
                     last_compute = number
                 elif last_compute >= 0:
                     found.append(last_compute)
-                self.waits.append(tuple(found))
+                self.graph.waits.append(tuple(found))
         self._order_sends()
 
     def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
@@ -301,7 +291,7 @@ class _Builder:
                     break
             else:
                 if not rule.wait.optional:
-                    self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
+                    self.graph.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
         return found
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
@@ -349,20 +339,20 @@ class _Builder:
             slot = self.slots[producer]
             if type(slot) is not Action:
                 slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
-            self.sends[producer] = (*self.sends.get(producer, ()), len(self.transfers))
+            self.graph.sends[producer] = (*self.graph.sends.get(producer, ()), len(self.transfers))
             self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, source.boundary))
         return number
 
     def _order_sends(self) -> None:
         """Transfers of one slot go out in the order of its actions, then by boundary and destination."""
-        for producer, sent in self.sends.items():
+        for producer, sent in self.graph.sends.items():
             if len(sent) > 1:
                 actions = self.slots[producer].actions
                 by_action = [
                     (actions.index(moved.action), moved.stage, moved.dst, k)
                     for k, moved in ((k, self.transfers[k]) for k in sent)
                 ]
-                self.sends[producer] = tuple(k for *_, k in sorted(by_action))
+                self.graph.sends[producer] = tuple(k for *_, k in sorted(by_action))
 
     # Step 3: slots that start together.
 
@@ -384,8 +374,8 @@ class _Builder:
         for slot in sorted(parent):
             together.setdefault(root(slot), []).append(slot)
         for group in together.values():
-            self.joint_of.update(dict.fromkeys(group, len(self.joints)))
-            self.joints.append(tuple(group))
+            self.graph.joint_of.update(dict.fromkeys(group, len(self.graph.joints)))
+            self.graph.joints.append(tuple(group))
 
 
 def _boundary(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:

@@ -86,7 +86,8 @@ class Clock:
         self._promised: list[deque[int]] = [deque() for _ in range(p)]
 
     def run(self, choose: Choose, *, ask_all: bool = False) -> None:
-        """Until nothing happens any more. ``ask_all``: whenever something ends or arrives, idle ranks are asked again, too."""
+        """Until nothing happens any more; run again, it goes on. ``ask_all``: whenever something ends or arrives, idle ranks
+        are asked again, too."""
         p, m, tiny, free, promised = (
             self.tables.num_ranks,
             self.tables.num_microbatches,
@@ -95,7 +96,7 @@ class Clock:
             self._promised,
         )
         ranks, together = self.tables.ranks, any(len(x) > 1 for x in self.tables.ranks)
-        events = [(0.0, r) for r in range(p)]
+        events = [(self.now, r) for r in range(p)]
         pop = heapq.heappop
         while events:
             now, first = pop(events)

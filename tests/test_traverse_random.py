@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -143,14 +144,20 @@ def random_rules(rng: random.Random, placement: Placement, functions: bool) -> R
     return {tuple(part): random_rule(rng, placement, part, functions) for part in (ranks[:cut], ranks[cut:])}
 
 
-def limits_of(rules: Rules, placement: Placement) -> list[tuple[int | None, int | tuple[int, ...] | None]]:
-    """Per rank, what it may hold: in all, and of one stage."""
-    groups = {tuple(range(placement.num_ranks)): rules} if isinstance(rules, Traversal) else rules
+def limits_of(rules: Rules, placement: Placement) -> list[tuple[int | None, list[int | None]]]:
+    """Per rank, what it may hold: in all, and of each stage."""
+
+    def each(limit: int | Sequence[int] | None, count: int) -> list[int | None]:
+        return list(limit) if isinstance(limit, Sequence) else [limit] * count
+
+    groups = rules if isinstance(rules, Mapping) else {tuple(range(placement.num_ranks)): rules}
     found = {}
     for ranks, rule in groups.items():
-        for at, rank in enumerate(ranks):
-            whole = rule.in_flight if not isinstance(rule.in_flight, tuple) else rule.in_flight[at]
-            found[rank] = (whole, rule.in_flight_per_stage)
+        assert isinstance(ranks, tuple)
+        by_stage = each(rule.in_flight_per_stage, placement.num_stages)
+        found.update(
+            {rank: (limit, by_stage) for rank, limit in zip(ranks, each(rule.in_flight, len(ranks)), strict=True)}
+        )
     return [found[rank] for rank in range(placement.num_ranks)]
 
 
@@ -162,7 +169,7 @@ def require_limits(schedule: Schedule, rules: Rules) -> None:
         for action in schedule.actions(rank):
             key = (action.stage, action.microbatch % flows)
             held[key] = held.get(key, 0) + {"F": 1, "BW": -1}[action.op]
-            own = per_stage[action.stage] if isinstance(per_stage, tuple) else per_stage
+            own = per_stage[action.stage]
             assert own is None or held[key] <= own, (rank, action)
             assert limit is None or sum(held.values()) <= limit, (rank, action)
 

@@ -51,15 +51,15 @@ def traverse(placement: Placement, microbatches: int, rules: Rules, costs: CostP
 
 
 class _Walk:
-    """``waiting[kind]``: codes not chosen yet, ascending. ``held[kind]``: microbatches in flight, by kind of F (these come first, in
-    the order of those of BW). ``stages[rank][op]``: kinds of each stage, the one to take first at the front."""
+    """``waiting[kind]``: codes not chosen yet, ascending. ``held[kind]``: microbatches in flight, by kind of F. Those kinds come
+    first, those of BW follow in the same order. ``stages[rank][op]``: kinds of each stage, the one to take first at the front."""
 
     def __init__(self, actions: Actions, rules: Rules) -> None:
         self.actions, self.m, self.kinds = actions, actions.num_microbatches, actions.kinds
         placement = actions.placement
         ranks = range(placement.num_ranks)
         self.clock = Clock(actions.tables)
-        self.rules, self.limits = _by_rank(rules, placement.num_ranks)
+        self.rules, self.limits, self.stage_limits = zip(*_by_rank(rules, placement), strict=True)
         self.waiting = [
             [k * self.m + i for i in range(kind.flow, self.m, placement.num_flows)] for k, kind in enumerate(self.kinds)
         ]
@@ -68,7 +68,6 @@ class _Walk:
         self.held = [0] * self.replicas
         # Without functions the microbatches of a flow pass every stage in order, so the first one decides.
         self.looked_at = None if any(rule.checks or rule.choose for rule in self.rules) else 1
-        self.stage_limits = [_per_stage(rule, placement.num_stages) for rule in self.rules]
         self.depth = {stage: at for at, stage in enumerate(placement.topological_order())}
         self.others = list(dict.fromkeys(kind.op for kind in self.kinds if kind.op not in (FORWARD, BACKWARD)))
         self.stages = [{op: self._in_order(rank, op) for op in (*self.others, FORWARD, BACKWARD)} for rank in ranks]
@@ -139,24 +138,17 @@ class _Walk:
         """Ranks whose limits or checks keep ``code`` off, and why."""
         kind, i = self.kinds[code // self.m], code % self.m
         for rank in kind.ranks:
-            rule = self.rules[rank]
             if kind.op == FORWARD:
-                limit, per_stage = self.limits[rank], self.stage_limits[rank][kind.stage]
+                mine, limit, of_stage = self.forwards[rank], self.limits[rank], self.stage_limits[rank][kind.stage]
                 if limit:
-                    mine = self.forwards[rank]
-                    held = sum(self.held[k] for k in mine)
-                    room = sum(
-                        bool(q) and q[0] % self.m <= i and q[0] != code for q in map(self.waiting.__getitem__, mine)
-                    )
-                    if held + 1 + room > limit:
-                        need = f"{held} are in flight" + f" and {room} more need room" * (room > 0)
-                        yield (
-                            rank,
-                            f"in-flight={limit} leaves it no room ({need}): raise it to at least {held + 1 + room}",
-                        )
-                if per_stage and self.held[code // self.m] >= per_stage:
-                    yield rank, f"in-flight-per-stage={per_stage} leaves it no room: raise it"
-            for check in rule.checks:
+                    heads = [self.waiting[k][0] for k in mine if self.waiting[k]]
+                    room = sum(head % self.m <= i and head != code for head in heads)
+                    need = sum(self.held[k] for k in mine) + room + 1
+                    if need > limit:
+                        yield rank, f"in-flight={limit} leaves it no room: raise it to at least {need}"
+                if of_stage and self.held[code // self.m] >= of_stage:
+                    yield rank, f"in-flight-per-stage={of_stage} leaves it no room: raise it"
+            for check in self.rules[rank].checks:
                 if not _called(check, self.views[rank], self.actions.action(code), bool):
                     yield rank, f"check {name_of(check)} vetoes it: let it pass some action that is ready"
 
@@ -168,16 +160,15 @@ class _Walk:
         if not codes:
             return -1
         ready = tuple(map(self.actions.action, codes))
-        place = {action: n for n, action in enumerate(ready)}
-        at = _called(
-            choose, self.views[rank], ready, lambda answer: -1 if answer is None else place.get(answer, answer)
-        )
-        if not isinstance(at, int):
+        answer = _called(choose, self.views[rank], ready)
+        if answer is None:
+            return -1
+        if not isinstance(answer, Action) or answer not in ready:
             raise ScheduleError(
-                f"traverse: choose={name_of(choose)} answers {' '.join(str(at).split())[:80]} on rank {rank}, where "
-                f"{' '.join(map(str, ready))} are ready: return one of them, or None to wait"
+                f"traverse: choose={name_of(choose)} answers {answer if isinstance(answer, Action) else type(answer).__name__} "
+                f"on rank {rank}, and ready are {' '.join(map(str, ready))}: return one of them, or None to wait"
             )
-        return codes[at] if at >= 0 else -1
+        return codes[ready.index(answer)]
 
     def _take(self, code: int) -> None:
         k, op = code // self.m, self.kinds[code // self.m].op
@@ -204,64 +195,56 @@ class _Walk:
         against = list(self._against(code))
         if ready[code] > now:
             against = [(ranks[0], f"it never gets what it waits for: do the waits of op {action.op} form a circle?")]
-        for rank in ranks:
-            choose = self.rules[rank].choose
-            if choose is not None:
-                against.append(
-                    (rank, f"choose={name_of(choose)} takes nothing: return an action when nothing else can go on")
-                )
+        choosers = [(rank, self.rules[rank].choose) for rank in ranks]
+        against += [
+            (rank, f"choose={name_of(choose)} takes nothing: let it return an action when all others wait")
+            for rank, choose in choosers
+            if choose
+        ]
         rank, why = against[0]
         return f"traverse: microbatch {action.microbatch} can't go on: {action} is next on rank {rank}, and {why}"
 
 
-def _by_rank(rules: Rules, num_ranks: int) -> tuple[list[Traversal], list[int]]:
-    """Each rank's rule, and its limit of what is in flight (0: none)."""
-    groups = rules.items() if isinstance(rules, Mapping) else [(range(num_ranks), rules)]
-    found: dict[int, tuple[Traversal, int]] = {}
-    for group, rule in groups:
-        ranks = (group,) if isinstance(group, int) else tuple(group)
+def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, int, Sequence[int]]]:
+    """Of each rank: its rule, and its limits in all and by stage (0: none)."""
+    ranks = range(placement.num_ranks)
+    found: dict[int, tuple[Traversal, int, Sequence[int]]] = {}
+    for group, rule in rules.items() if isinstance(rules, Mapping) else [(ranks, rules)]:
+        members = tuple(group) if isinstance(group, tuple | range) else (group,)
         if not isinstance(rule, Traversal):
-            raise ScheduleError(
-                f"traverse: the rules are of type {type(rule).__name__}; want a Traversal, or one for each group of ranks"
-            )
-        limits = rule.in_flight
-        if isinstance(limits, Sequence) and len(limits) != len(ranks):
-            raise ScheduleError(
-                f"traverse: in-flight={','.join(map(str, limits))} has {len(limits)} numbers for {len(ranks)} ranks: "
-                "give one a rank, or one for all"
-            )
-        for at, rank in enumerate(ranks):
-            if rank in found or rank not in range(num_ranks):
-                raise ScheduleError(
-                    f"traverse: the rules name rank {rank}"
-                    + (" twice" if rank in found else f", and ranks are 0..{num_ranks - 1}")
-                )
-            found[rank] = (rule, limits[at] if isinstance(limits, Sequence) else limits or 0)
-    missing = [rank for rank in range(num_ranks) if rank not in found]
+            raise ScheduleError(f"traverse: a rule is of type {type(rule).__name__}; want a Traversal")
+        limits = _each("in-flight", rule.in_flight, len(members), "rank")
+        by_stage = _each("in-flight-per-stage", rule.in_flight_per_stage, placement.num_stages, "stage")
+        for rank, limit in zip(members, limits, strict=True):
+            if rank in found or rank not in ranks:
+                wrong = "twice" if rank in found else f"and the last one is {ranks[-1]}"
+                raise ScheduleError(f"traverse: the rules name rank {rank!r}, {wrong}: give each rank one Traversal")
+            found[rank] = (rule, limit, by_stage)
+    missing = [rank for rank in ranks if rank not in found]
     if missing:
-        raise ScheduleError(f"traverse: rank {missing[0]} has no rules: give every rank a Traversal")
-    return [found[rank][0] for rank in range(num_ranks)], [found[rank][1] for rank in range(num_ranks)]
+        raise ScheduleError(f"traverse: rank {missing[0]} has no rules: give each rank one Traversal")
+    return [found[rank] for rank in ranks]
 
 
-def _per_stage(rule: Traversal, num_stages: int) -> Sequence[int]:
-    limit = rule.in_flight_per_stage or 0
-    if isinstance(limit, int):
-        return (limit,) * num_stages
-    if len(limit) != num_stages:
+def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -> Sequence[int]:
+    if limit is None or isinstance(limit, int):
+        return (limit or 0,) * count
+    if len(limit) != count:
+        shown = ",".join(map(str, limit))
         raise ScheduleError(
-            f"traverse: in-flight-per-stage={','.join(map(str, limit))} has {len(limit)} numbers for {num_stages} stages: "
-            "give one a stage, or one for all"
+            f"traverse: {name}={shown} is for {len(limit)}, not {count}: give one a {what}, or one for all"
         )
     return limit
 
 
-def _called(function: Callable[[View, Any], Any], view: View, argument: Any, convert: Callable[[Any], Any]) -> Any:
+def _called(
+    function: Callable[[View, Any], Any], view: View, argument: Any, convert: Callable[[Any], Any] = lambda x: x
+) -> Any:
     """What a user's function answers, converted."""
     try:
         return convert(function(view, argument))
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         asked = argument if isinstance(argument, Action) else " ".join(map(str, argument))
-        raise ScheduleError(
-            f"traverse: {name_of(function)} failed on rank {view.rank} for {asked}: {reason}"
-        ) from error
+        named = f"traverse: {name_of(function)} failed on rank {view.rank} for {asked}"
+        raise ScheduleError(f"{named}: {reason}") from error

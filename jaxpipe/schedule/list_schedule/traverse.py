@@ -51,8 +51,8 @@ def traverse(placement: Placement, microbatches: int, rules: Rules, costs: CostP
 
 
 class _Walk:
-    """``waiting[kind]``: codes not chosen yet, ascending. ``held[kind]``: microbatches in flight, by kind of F. Those kinds come
-    first, those of BW follow in the same order. ``stages[rank][op]``: kinds of each stage, the one to take first at the front."""
+    """``waiting[kind]``: codes not chosen yet, ascending. ``held[kind]``: microbatches in flight, by kind of F; they come
+    first, those of BW follow in the same order. ``stages[rank][op]``: kinds of each stage, the first to take at the front."""
 
     def __init__(self, actions: Actions, rules: Rules) -> None:
         self.actions, self.m, self.kinds = actions, actions.num_microbatches, actions.kinds
@@ -166,7 +166,7 @@ class _Walk:
         if not isinstance(answer, Action) or answer not in ready:
             raise ScheduleError(
                 f"traverse: choose={name_of(choose)} answers {answer if isinstance(answer, Action) else type(answer).__name__} "
-                f"on rank {rank}, and ready are {' '.join(map(str, ready))}: return one of them, or None to wait"
+                f"on rank {rank}, and ready are {' '.join(map(str, ready[:9]))}: return one of them, or None to wait"
             )
         return codes[ready.index(answer)]
 

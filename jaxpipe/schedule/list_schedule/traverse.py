@@ -97,6 +97,7 @@ class _Walk:
                 raise ScheduleError(self._why_stuck())
             for taken in self.interval:
                 taken.clear()
+            self.clock.wake()
 
     def choose(self, rank: int, now: float) -> int:
         rule = self.rules[rank]

@@ -15,6 +15,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import boundary_moved
 from jaxpipe.schedule.ir import Action, OpSpec, Wait, op_spec, registered_ops
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.list_schedule.clock import Feed, Tables
 from jaxpipe.schedule.placement import Placement
 
@@ -48,7 +49,7 @@ class Actions:
             ScheduleError: the costs are for another number of stages or lack those of an op, or an op waits for one that is
                 not among these.
         """
-        costs = None if costs is None else costs.with_collectives_exposed()
+        costs = None if costs is None else collectives_exposed(costs)
         if costs is not None and costs.num_stages != placement.num_stages:
             raise ScheduleError(
                 f"the costs are for {costs.num_stages} stages and the placement has {placement.num_stages}"

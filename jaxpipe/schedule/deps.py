@@ -313,7 +313,7 @@ class _Builder:
             if wait.where != "self":
                 targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
             for t in targets:
-                sources = tuple(_Source(index, _boundary(index.spec, wait, stage, t)) for index in used)
+                sources = tuple(_Source(index, boundary_moved(index.spec, wait, stage, t)) for index in used)
                 rules.append(_Rule(wait, t, t * m, sources))
         return rules
 
@@ -378,7 +378,7 @@ class _Builder:
             self.graph.joints.append(tuple(group))
 
 
-def _boundary(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
+def boundary_moved(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
     """Stage whose boundary a wait of ``stage`` on ``target`` moves: the upstream one; None when nothing moves."""
     if wait.where == "pred" and producer.sends == "succ":
         return target

@@ -31,6 +31,8 @@ from jaxpipe.schedule.ir import (
     register_op,
     registered_ops,
 )
+from jaxpipe.schedule.list_schedule.traversal import Traversal
+from jaxpipe.schedule.list_schedule.traverse import traverse
 from jaxpipe.schedule.placement import (
     Placement,
     bidirectional,
@@ -107,6 +109,7 @@ __all__ = [
     "Slot",
     "Timeline",
     "Transfer",
+    "Traversal",
     "Wait",
     "best_schedule",
     "bidirectional",
@@ -135,6 +138,7 @@ __all__ = [
     "replay",
     "simulate",
     "span_lower_bound",
+    "traverse",
     "v_shape",
     "wave",
     "with_shared",

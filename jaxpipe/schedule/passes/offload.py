@@ -20,7 +20,7 @@ from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile, k_of
 from jaxpipe.schedule.ir import Braid, Schedule, Slot
 from jaxpipe.schedule.passes.plans import Plans, peak_of
-from jaxpipe.schedule.passes.prompt_weights import prompt_weights
+from jaxpipe.schedule.passes.prompt import prompt_weights
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline

@@ -13,6 +13,7 @@ from jaxpipe.cli.cost_flags import (
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
+    add_objective_flag,
     add_size_flags,
     check_agreement,
     check_copies,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
+    from jaxpipe.schedule.retime import Objective
 
 OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
 
@@ -63,6 +65,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_objective_flag(parser)
     add_braid_flag(parser)
     parser.add_argument(
         "--offload",
@@ -79,7 +82,7 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     check_outputs(arguments.output, OUTPUTS)
     family = _family(arguments.name)
     costs = chosen_costs(arguments)
-    schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group)
+    schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group, arguments.objective)
     offloaded = None
     if arguments.offload is not None:
         from jaxpipe.schedule import simulate
@@ -193,7 +196,12 @@ def _family(name: str) -> Family:
 
 
 def make(
-    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None, group: int | None
+    family: Family,
+    arguments: argparse.Namespace,
+    costs: CostChoice,
+    chunks: int | None,
+    group: int | None,
+    objective: Objective = "makespan",
 ) -> tuple[Schedule, CostProfile, Timeline]:
     """Generate and simulate one family with the flags it takes; its peak is not checked.
 
@@ -218,6 +226,7 @@ def make(
         costs=profile if "costs" in family.options else None,
         memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
         group=group,
+        objective=objective,
     )
     check_copies(schedule, profile, costs)
     if arguments.braid:

@@ -1,4 +1,4 @@
-"""Braiding as a pass: F and a backward of another microbatch that stand side by side become one slot, where that pays.
+"""Braiding as a pass: two actions of different microbatches that stand side by side become one slot, where that pays.
 
 Source: `stp.txt` section 3. In a braided slot the TP collectives of each action have the other's compute under them
 (:mod:`~jaxpipe.schedule.lanes`); in return the slot waits for what both wait for, and both results come when it ends. So a pair
@@ -10,6 +10,7 @@ is braided only if
 * the whole schedule gets shorter, or takes as long and holds no more. All pairs are tried at once, and by halves where that
   fails.
 
+F with a backward hides most; two F's hide each other's collectives, as in the authors' warm-up; W hides those of any B or F.
 The order of actions never changes. The second action's memory is taken with the first's: a B before an F holds one chunk more.
 """
 
@@ -29,7 +30,7 @@ from jaxpipe.schedule.timeline import Timeline
 
 _SLACK = 1 + 1e-9
 _PARTS = 32  # of the candidates, the smallest part that is tried by itself
-_BACKWARDS = ("B", "BW", "W")
+_OPS = frozenset(("F", "B", "BW", "W"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class _Pair:
 
 
 def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float("inf")) -> Schedule:
-    """``schedule`` with adjacent F and B, BW or W of different microbatches braided where the cost model says that it pays.
+    """``schedule`` with adjacent F, B, BW or W of different microbatches braided where the cost model says that it pays.
 
     Braids that are there stay. ``memory_limit``: peak activations per rank that braiding may not exceed, in units of one rank's
     share of a microbatch (what the schedule needs already is always allowed). The makespan never grows.
@@ -148,11 +149,10 @@ def _gain(costs: CostProfile, actions: tuple[tuple[str, int], ...]) -> float:
 
 
 def _may(one: Slot, two: Slot) -> bool:
-    """Whether two slots are an F and a backward of different microbatches, not braided yet."""
+    """Whether two slots are F's or backwards of different microbatches, not braided yet."""
     if type(one) is not Action or type(two) is not Action or one.microbatch == two.microbatch:
         return False
-    ops = {one.op, two.op}
-    return "F" in ops and len(ops.intersection(_BACKWARDS)) == 1
+    return {one.op, two.op} <= _OPS
 
 
 def _chosen(ranks: Sequence[Sequence[_Pair]]) -> list[_Pair]:

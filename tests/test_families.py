@@ -80,9 +80,10 @@ ROWS: dict[str, tuple[list[Options], Callable[[int, int, Options], float]]] = {
     "chimera": ([{}], lambda p, m, o: min(p, m)),
     "hanayo": ([{}, {"chunks": 4}], lambda p, m, o: min(p, m)),
     "dualpipe-v": ([{}], lambda p, m, o: min(p + 0.5, m)),
-    "stp": ([{}], lambda p, m, o: min((3 * p + 1) / 2, m)),
+    "stp": ([{}, {"memory_limit": 9.5}], lambda p, m, o: min(o.get("memory_limit", (3 * p + 1) / 2), m)),
     "stp-memory": ([{}], lambda p, m, o: min(p + 1, m)),
     "stp-offload": ([{}], lambda p, m, o: min((3 * p + 1) / 2, m)),
+    "stp-published": ([{}], lambda p, m, o: min(max(3 * p + 1, 4 * p - 1) / 2, m)),
 }
 PROFILES = [
     {"f": 1.0, "b": 1.0, "w": 1.0},
@@ -238,6 +239,7 @@ BAD = [
     ("zb-1p", {"ranks": 4, "microbatches": 4, "memory_limit": 3}, "families that do: zb"),
     ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": 0.5}, "use 1 or more"),
     ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": float("nan")}, "memory limit of nan"),
+    ("zb", {"ranks": 4, "microbatches": 4, "objective": "peak"}, "unknown objective 'peak'; there are makespan, span"),
     ("1fb1", {"ranks": 4, "microbatches": 4}, "did you mean '1f1b'"),
     ("zb", {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(3)}, "costs are for 3 stages; 4 ranks need 4"),
     (

@@ -19,6 +19,7 @@ from jaxpipe.cli.cost_flags import (
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
+    add_objective_flag,
     add_size_flags,
     check_limit,
     check_same_sizes,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
     from jaxpipe.schedule.explore import Candidate
-    from jaxpipe.schedule.settings import Objective, Setting, Task
+    from jaxpipe.schedule.retime import Objective
+    from jaxpipe.schedule.settings import Setting, Task
 
 _PLOTS = (".svg", ".png", ".html")
 _LONGEST_REASON = 100
@@ -235,12 +237,7 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
 
 def configure_best(parser: argparse.ArgumentParser) -> None:
     _configure(parser)
-    parser.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help="what to minimise: the makespan (default), or the longest span of a rank",
-    )
+    add_objective_flag(parser)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -258,7 +255,7 @@ class _Choice:
 
 def run_best(arguments: argparse.Namespace) -> None:
     """Explore all families and their parameters, show and write the best schedule among these and the files."""
-    from jaxpipe.schedule.explore import order_key
+    from jaxpipe.schedule.retime import order_key
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)

@@ -146,7 +146,17 @@ def add_braid_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--braid",
         action="store_true",
-        help="run F and a backward that stand side by side as one slot, where that hides TP collectives and saves time",
+        help="run two actions that stand side by side as one slot, where that hides TP collectives and saves time",
+    )
+
+
+def add_objective_flag(parser: argparse.ArgumentParser) -> None:
+    """``--objective``."""
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what to minimise: the makespan (default), or the longest span of a rank",
     )
 
 

@@ -23,8 +23,8 @@ from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import nine_digits
-from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_of
+from jaxpipe.schedule.retime import Objective, nine_digits, order_key
+from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
@@ -56,12 +56,6 @@ class Candidate:
         return order_key(objective, self.makespan, self.span, self.peak)
 
 
-def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
-    """What is minimised: the objective, the other of makespan and span, the peak."""
-    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
-    return nine_digits(first), nine_digits(second), nine_digits(peak)
-
-
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
     moved = total = 0.0
@@ -90,6 +84,7 @@ def make(setting: Setting, task: Task) -> Candidate:
         costs=costs if "costs" in family.options else None,
         memory_limit=setting.memory_limit,
         group=setting.group,
+        objective=task.objective,
     )
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)

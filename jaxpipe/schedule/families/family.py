@@ -22,7 +22,8 @@ class Family:
 
     ``name``: as on the command line. ``function``: ``function(ranks, microbatches, **options) -> Schedule``.
     ``description``: one line for a listing. ``source``: paper, section and authors.
-    ``options``: keyword arguments of ``function`` beyond the sizes, among ``chunks``, ``memory_limit``, ``group``, ``costs``.
+    ``options``: keyword arguments of ``function`` beyond the sizes, among ``chunks``, ``memory_limit``, ``group``, ``costs``,
+    ``objective``.
     ``placement``: ``placement(ranks, chunks)``. ``default_chunks``: chunks per rank when none are asked for.
     ``peak_activations``: ``(p, m, v) -> peak`` over all ranks, in units of one rank's share of a microbatch.
     ``makespan``: ``(p, m, v, f, b, w) -> seconds``. Either is None, or returns None, where no closed form is known.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.schedule import plugins
@@ -27,7 +27,7 @@ from jaxpipe.schedule.families.looped import LOOPED_BFS, LOOPED_DFS
 from jaxpipe.schedule.families.one_f_one_b import EAGER_ONE_F_ONE_B, ONE_F_ONE_B
 from jaxpipe.schedule.families.pipeoffload import PO
 from jaxpipe.schedule.families.pipeoffload_offloaded import PO_F, PO_H
-from jaxpipe.schedule.families.stp import STP, STP_MEMORY, STP_OFFLOAD
+from jaxpipe.schedule.families.stp import STP, STP_MEMORY, STP_OFFLOAD, STP_PUBLISHED
 from jaxpipe.schedule.families.v_adaptive import V_ADAPTIVE
 from jaxpipe.schedule.families.v_blocks import ONE_F_ONE_B_V, V_HALF, V_MIN
 from jaxpipe.schedule.families.v_zb import V_ZB
@@ -37,6 +37,7 @@ from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.retime import Objective
 from jaxpipe.wording import closest
 
 _TABLE: dict[str, Family] = {
@@ -73,10 +74,11 @@ _TABLE: dict[str, Family] = {
         STP,
         STP_MEMORY,
         STP_OFFLOAD,
+        STP_PUBLISHED,
     )
 }
 _OURS = frozenset(_TABLE)
-_OPTIONS = ("chunks", "memory_limit", "group", "costs")
+_OPTIONS = ("chunks", "memory_limit", "group", "costs", "objective")
 _NAME = re.compile(r"[^\W_][\w+-]*")
 
 
@@ -144,17 +146,20 @@ def generate(
     costs: CostProfile | None = None,
     memory_limit: float | None = None,
     group: int | None = None,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """The schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
     order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per
     rank in units of one rank's share of a microbatch, for families that take it. ``group``: microbatches that run in turn
-    through one chunk, for families that take it.
+    through one chunk, for families that take it. ``objective``: what families that choose minimise first, the makespan or the
+    longest rank span (what counts where the optimizer step does not wait for the slowest rank); the others have nothing to
+    choose and ignore it, as they do costs.
 
     Raises:
-        ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, costs for another number of
-            stages, or (families from outside) no valid schedule of these sizes.
+        ScheduleError: unknown family or objective, a size it doesn't work for, an option it doesn't take, costs for another
+            number of stages, or (families from outside) no valid schedule of these sizes.
     """
     family = family_named(name)
     require_sizes(name, ranks=ranks, microbatches=microbatches)
@@ -182,6 +187,10 @@ def generate(
         _match(family, ranks, chunks, costs)
         if "costs" in family.options:
             options["costs"] = costs if family.sees_collectives else collectives_exposed(costs)
+    if objective not in get_args(Objective):
+        raise ScheduleError(f"unknown objective {objective!r}; there are {', '.join(get_args(Objective))}")
+    if "objective" in family.options:
+        options["objective"] = objective
     if name in _OURS:
         return family.function(ranks, microbatches, **options)
     return _made_outside(family, ranks, microbatches, family.placement(ranks, chunks or family.default_chunks), options)

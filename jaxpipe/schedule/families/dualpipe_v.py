@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import v_shape
@@ -22,6 +22,17 @@ from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
+@family(
+    "dualpipe-v",
+    "two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
+    "DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
+    placement=v_shape,
+    peak_activations=lambda p, m, v: p + 0.5 if p > 1 and m >= 2 * p else None,
+    makespan=lambda p, m, v, f, b, w: (
+        m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
+    ),
+    picture={"ranks": 2, "microbatches": 4},
+)
 def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """DualPipe-V for any ``ranks`` p and ``microbatches`` m >= 1; ``costs`` has one entry per stage (2p stages)::
 
@@ -36,7 +47,6 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("dualpipe-v", ranks=ranks, microbatches=microbatches)
     problem = Problem.of(v_shape(ranks), microbatches, costs)
     retimer = Retimer(problem)
     missing = max(0, 2 * ranks - microbatches)
@@ -108,25 +118,3 @@ class _Legs:
         microbatch = number - self.skipped
         if 0 <= microbatch < self.problem.num_microbatches:
             self.row.append(self.problem.code(op, self.replicas[leg], microbatch))
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return p + 0.5 if p > 1 and m >= 2 * p else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
-
-
-DUALPIPE_V = Family(
-    name="dualpipe-v",
-    function=dualpipe_v,
-    description="two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
-    source="DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
-    options=("costs",),
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    peak_activations=_peak,
-    makespan=_makespan,
-    picture={"ranks": 2, "microbatches": 4},
-)

@@ -14,13 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import BW, F, Problem
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
+@family(
+    "interleaved-1f1b",
+    "1F1B over v chunks per rank (--chunks, default 2): the bubble divided by v, more activations",
+    "Narayanan et al. 2021 (Megatron-LM) §2.2.2; controllable-memory.txt appendix H",
+    placement=circular,
+    peak_activations=lambda p, m, v: min((v + 1) * p - 1, v * m) / v if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def interleaved_one_f_one_b(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None
 ) -> Schedule:
@@ -36,7 +45,6 @@ def interleaved_one_f_one_b(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     orders = [
         [list(_row(problem, r, chunks, places)) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)
@@ -86,25 +94,3 @@ def _unit(k: int, p: int, v: int) -> tuple[int, int]:
     group, within = divmod(k, p * v)
     chunk, position = divmod(within, p)
     return chunk, group * p + position
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return min((v + 1) * p - 1, v * m) / v if m % p == 0 else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None
-
-
-INTERLEAVED_ONE_F_ONE_B = Family(
-    name="interleaved-1f1b",
-    function=interleaved_one_f_one_b,
-    description="1F1B over v chunks per rank (--chunks, default 2): the bubble divided by v, more activations",
-    source="Narayanan et al. 2021 (Megatron-LM) §2.2.2; controllable-memory.txt appendix H",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=_peak,
-    makespan=_makespan,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)

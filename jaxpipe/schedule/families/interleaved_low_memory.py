@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.interleaved import slots
 from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Schedule
@@ -41,6 +41,15 @@ def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
     )
 
 
+@family(
+    "interleaved-low-memory",
+    "interleaved 1F1B's bubble at 1F1B's memory, v chunks per rank (--chunks, default 2)",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16c (reconstructed)",
+    placement=circular,
+    peak_activations=lambda p, m, v: min(p, m) if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def interleaved_low_memory(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None
 ) -> Schedule:
@@ -57,7 +66,6 @@ def interleaved_low_memory(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("interleaved-low-memory", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     block = low_memory_block(ranks, chunks)
     orders = [_order(block, problem, places) for places in slots(microbatches, ranks, chunks)]
@@ -77,17 +85,3 @@ def _renumbered(whole: Problem, problem: Problem, row: list[int], places: list[i
     for op, replica, place in map(whole.decode, row):
         if places[place] >= 0:
             yield problem.code(op, replica, places[place])
-
-
-INTERLEAVED_LOW_MEMORY = Family(
-    name="interleaved-low-memory",
-    function=interleaved_low_memory,
-    description="interleaved 1F1B's bubble at 1F1B's memory, v chunks per rank (--chunks, default 2)",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16c (reconstructed)",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: min(p, m) if m % p == 0 else None,
-    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)

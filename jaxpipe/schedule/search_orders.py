@@ -176,18 +176,14 @@ class _Search:
     def _too_large(self, setting: Setting, peak: float) -> None:
         self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
 
-    def _known_too_large(self, setting: Setting, costs: CostProfile) -> bool:
-        """Whether the family's closed form says that it needs more than the limit, and nothing may be offloaded."""
+    def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
+        """What the setting holds at least: its family's closed form, where nothing may be offloaded."""
         known = FAMILIES[setting.family].peak_activations
-        if known is None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
-            return False
-        if setting.group is not None:
-            return False  # closed forms are for the family's own group
-        peak = known(self.task.ranks, self.task.microbatches, setting.chunks)
-        if peak is None or peak <= self.task.memory_limit * _SLACK:
-            return False
-        self._too_large(setting, peak)
-        return True
+        if known is None or setting.group is not None:  # closed forms are for the family's own group
+            return 0.0
+        if self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
+            return 0.0
+        return known(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
@@ -203,7 +199,8 @@ class _Search:
         try:
             placement = FAMILIES[setting.family].placement(task.ranks, setting.chunks)
             costs = task.costs_for(placement)
-            if self._known_too_large(setting, costs):
+            if (peak := self._known_peak(setting, costs)) > task.memory_limit * _SLACK:
+                self._too_large(setting, peak)
                 return True
             if self.best is None:
                 return False
@@ -231,30 +228,27 @@ def bounds_within(
     return makespan, span
 
 
-def search_orders(task: Task, families: Iterable[Family], on_better: Callable[[Candidate], object]) -> Candidate | None:
-    """The best of these families and their parameters, or None; ``on_better`` is called with each that beats all before it."""
-    return _Search(task, on_better).run(families)
-
-
 def cheap_first(families: Iterable[Family]) -> list[Family]:
     """Fixed orders before those that search, those that search under a limit last."""
     return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
 
 
-def best_of_family(family: Family, task: Task) -> Candidate:
-    """The best setting of one family.
+def best_of_family(
+    family: Family, task: Task, on_better: Callable[[Candidate], object] = lambda candidate: None
+) -> Candidate:
+    """The best setting of one family; ``on_better`` is called with each that beats all before it.
 
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
-    search = _Search(task)
-    best = search.run([family])
-    if best is not None:
+    search = _Search(task, on_better)
+    if (best := search.run([family])) is not None:
         return best
     why = f"{family.name} has no placement with as many stages as the costs"
     if task.max_chunks is not None and family.default_chunks > task.max_chunks:
         why = f"{family.name} has {family.default_chunks} chunks per rank, more than the {task.max_chunks} allowed"
-    raise ScheduleError((search.reasons or [why])[0], search.reasons or [why])
+    why, *_ = reasons = search.reasons or [why]
+    raise ScheduleError(why, reasons)
 
 
 def best_schedule(

@@ -11,13 +11,14 @@ or more of every group (shorter groups bring the first backwards forward; up to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
-from jaxpipe.schedule.problem import BW, F, Problem
+from jaxpipe.schedule.problem import BW, CodeRows, F, Problem
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
@@ -46,15 +47,16 @@ def interleaved_one_f_one_b(
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    orders = [
-        [list(_row(problem, r, chunks, places)) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)
-    ]
-    if len(orders) == 1:
-        return problem.schedule("interleaved-1f1b", orders[0])
-    retimer = Retimer(problem)
-    best = best_of(map(retimer.draft, orders[1:]), anchor=retimer.draft(orders[0]))
+    orders = [[_row(problem, r, chunks, places) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)]
+    return problem.schedule("interleaved-1f1b", best_order(problem, orders))
+
+
+def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
+    """The first order, or the best of those that are no worse in makespan, span and peak."""
+    first, *others = map(Retimer(problem).draft, orders)
+    best = best_of(others, anchor=first)
     assert best is not None
-    return problem.schedule("interleaved-1f1b", best.rows)
+    return best.rows
 
 
 def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
@@ -74,23 +76,13 @@ def _numbered(places: int, empty: range | list[int]) -> list[int]:
     return [-1 if place in empty else next(numbers) for place in range(places)]
 
 
-def _row(problem: Problem, rank: int, v: int, places: list[int]) -> Iterator[int]:
+def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:
+    """Forwards group by group, chunk by chunk; backwards in the same order over mirrored chunks."""
     p = problem.num_ranks
-    total = len(places) * v
-    warm_up = min(2 * (p - rank - 1) + (v - 1) * p, total)
-    for k in range(total + warm_up):
-        if k < total:
-            chunk, place = _unit(k, p, v)
-            if places[place] >= 0:
-                yield problem.code(F, chunk * p + rank, places[place])
-        if k >= warm_up:
-            chunk, place = _unit(k - warm_up, p, v)
-            if places[place] >= 0:
-                yield problem.code(BW, (v - 1 - chunk) * p + rank, places[place])
-
-
-def _unit(k: int, p: int, v: int) -> tuple[int, int]:
-    """(chunk, place) of the k-th forward of a rank; backwards follow the same order over mirrored chunks."""
-    group, within = divmod(k, p * v)
-    chunk, position = divmod(within, p)
-    return chunk, group * p + position
+    units = [(chunk, i) for k in range(0, len(places), p) for chunk in range(v) for i in places[k : k + p]]
+    lead = min(2 * (p - rank - 1) + (v - 1) * p, len(units))
+    turns = [(F, *unit) for unit in units[:lead]]
+    for forward, backward in zip_longest(units[lead:], units):
+        turns += [(F, *forward)] if forward else []
+        turns.append((BW, v - 1 - backward[0], backward[1]))
+    return [problem.code(op, chunk * p + rank, i) for op, chunk, i in turns if i >= 0]

@@ -26,7 +26,7 @@ from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.plugins import import_module
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
-from jaxpipe.schedule.search_orders import Candidate, cheap_first, search_orders
+from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
 from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, WindowSearch, cycles, mirrored_cycles
@@ -112,7 +112,7 @@ def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Sche
 
     for name in names:
         with contextlib.suppress(JaxpipeError):
-            search_orders(asked, [FAMILIES[name]], keep)
+            best_of_family(FAMILIES[name], asked, keep)
 
 
 def _families(task: SolveTask, job: Job, tell: Tell) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
@@ -61,13 +62,9 @@ def order_key(objective: Objective, makespan: float, span: float, peak: float) -
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
-    moved = total = 0.0
-    for rank in range(schedule.num_ranks):
-        for action in schedule.actions(rank):
-            if op_spec(action.op).lane == "d2h":
-                moved += costs.offloadable_bytes[action.stage]
-            elif action.op == "F":
-                total += costs.residual_bytes[action.stage]
+    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    moved = sum(costs.offloadable_bytes[a.stage] for a in actions if op_spec(a.op).lane == "d2h")
+    total = sum(costs.residual_bytes[a.stage] for a in actions if a.op == "F")
     return moved / total if total > 0 else 0.0
 
 
@@ -78,15 +75,8 @@ def make(setting: Setting, task: Task) -> Candidate:
         ScheduleError: the sizes or costs don't suit the family.
     """
     costs = task.costs_for(FAMILIES[setting.family].placement(task.ranks, setting.chunks))
-    schedule = generate(
-        setting.family,
-        task.ranks,
-        task.microbatches,
-        chunks=setting.chunks,
-        costs=costs,
-        memory_limit=setting.memory_limit,
-        group=setting.group,
-    )
+    sizes = task.ranks, task.microbatches, setting.chunks
+    schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
     return Candidate(setting, schedule, costs, simulate(schedule, costs))
@@ -247,8 +237,8 @@ def best_of_family(
     why = f"{family.name} has no placement with as many stages as the costs"
     if task.max_chunks is not None and family.default_chunks > task.max_chunks:
         why = f"{family.name} has {family.default_chunks} chunks per rank, more than the {task.max_chunks} allowed"
-    why, *_ = reasons = search.reasons or [why]
-    raise ScheduleError(why, reasons)
+    reasons = search.reasons or [why]
+    raise ScheduleError(reasons[0], reasons)
 
 
 def best_schedule(
@@ -288,10 +278,11 @@ def best_for(
 def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
     made = []
-    for setting in (setting for family in families for setting in settings_of(family, replace(task, memory_limit=1.0))):
+    for setting in chain.from_iterable(settings_of(family, replace(task, memory_limit=1.0)) for family in families):
         with contextlib.suppress(ScheduleError):
-            made.append(make(setting, task))
-    made = [c for c in made if task.may_offload(c.costs) or not offloaded_share(c.schedule, c.costs)]
+            candidate = make(setting, task)
+            if task.may_offload(candidate.costs) or not offloaded_share(candidate.schedule, candidate.costs):
+                made.append(candidate)
     if not made:
         return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
     peaks = [c.peak for c in made]

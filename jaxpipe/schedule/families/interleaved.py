@@ -11,8 +11,8 @@ or more of every group (shorter groups bring the first backwards forward; up to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, zip_longest
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
@@ -62,18 +62,16 @@ def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
 def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
     """Ways to number the places of whole groups of p with m microbatches; −1 where there is none. One chunk: one way."""
     groups, missing = -(-m // p), -m % p
-    yield _numbered(groups * p, range(missing))
+    ways: list[Sequence[int]] = [range(missing)]
     if missing and groups > 1 and v > 1:
-        yield _numbered(groups * p, range(m, groups * p))
         turns = [divmod(k, groups) for k in range(missing)]
-        yield _numbered(groups * p, [group * p + p - 1 - turn for turn, group in turns])
-        yield _numbered(groups * p, [(groups - 1 - group) * p + p - 1 - turn for turn, group in turns])
-        yield _numbered(groups * p, [(groups - 1 - group) * p + turn for turn, group in turns])
-
-
-def _numbered(places: int, empty: range | list[int]) -> list[int]:
-    numbers = iter(range(places))
-    return [-1 if place in empty else next(numbers) for place in range(places)]
+        ways.append(range(m, groups * p))
+        ways.append([group * p + p - 1 - turn for turn, group in turns])
+        ways.append([(groups - 1 - group) * p + p - 1 - turn for turn, group in turns])
+        ways.append([(groups - 1 - group) * p + turn for turn, group in turns])
+    for empty in ways:
+        numbers = count()
+        yield [-1 if place in empty else next(numbers) for place in range(groups * p)]
 
 
 def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:

@@ -37,11 +37,12 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import replay, simulate
-from jaxpipe.schedule.text import format_schedule, parse_schedule
+from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
-    from jaxpipe.schedule.families import FAMILIES, Family, family, generate, register_family
+    from jaxpipe.schedule.families import FAMILIES, Family, generate, register_family
+    from jaxpipe.schedule.families.family import family
     from jaxpipe.schedule.families.gpipe import gpipe
     from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
     from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
@@ -63,7 +64,7 @@ __all__ += [
     "with_shared",
 ]
 __all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "build_graph"]
-__all__ += ["check_schedule", "find_problems", "format_schedule", "parse_schedule"]
+__all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
 __all__ += ["Event", "MemoryCurve", "Timeline", "replay", "simulate"]
 __all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]

@@ -18,6 +18,7 @@ from functools import cached_property
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.list_schedule.clock import Feed, Tables
 from jaxpipe.schedule.placement import Placement
 
@@ -58,7 +59,7 @@ class Problem:
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
-        costs = costs.with_collectives_exposed()
+        costs = collectives_exposed(costs)
         n = placement.num_stages
         if costs.num_stages != n:
             raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")

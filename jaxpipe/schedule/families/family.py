@@ -20,10 +20,10 @@ from types import MappingProxyType
 from typing import Any, ParamSpec
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import plugins
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.placement import Placement, one_to_one
-from jaxpipe.schedule.plugins import load_installed
 
 OPTIONS = ("chunks", "memory_limit", "group", "costs", "objective")
 """What a family's function may take beyond ``ranks`` and ``microbatches``; :func:`~.registry.generate` hands it on."""
@@ -63,20 +63,24 @@ TABLE: dict[str, Family] = {}
 """What :data:`FAMILIES` shows."""
 
 
+def _load_installed() -> None:
+    plugins.load_installed("jaxpipe.families", Family, register_family)
+
+
 class _Families(Mapping[str, Family]):
     """The table, read only, by name. Listing it, or looking for a name it lacks, first loads what installed packages add."""
 
     def __getitem__(self, name: str) -> Family:
         if name not in TABLE and _NAME.fullmatch(name):  # not the name of a file
-            load_installed()
+            _load_installed()
         return TABLE[name]
 
     def __iter__(self) -> Iterator[str]:
-        load_installed()
+        _load_installed()
         return iter(sorted(TABLE))
 
     def __len__(self) -> int:
-        load_installed()
+        _load_installed()
         return len(TABLE)
 
 

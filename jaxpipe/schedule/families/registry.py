@@ -7,7 +7,6 @@ To add a family to jaxpipe: write its file beside this one, a function under :fu
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -27,6 +26,8 @@ from jaxpipe.schedule.families.family import (
     require_stages,
 )
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.lanes import collectives_exposed
+from jaxpipe.wording import closest
 
 
 def _ours() -> frozenset[str]:
@@ -50,9 +51,9 @@ def family_named(name: str) -> Family:
     """
     family = FAMILIES.get(name)
     if family is None:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ScheduleError(f"unknown schedule family {name!r}{hint} Known: {' '.join(FAMILIES)}")
+        raise ScheduleError(
+            f"unknown schedule family {name!r}{closest(str(name), FAMILIES, '.')} Known: {' '.join(FAMILIES)}"
+        )
     return family
 
 
@@ -90,7 +91,7 @@ def generate(
     if costs is not None:
         require_stages(family, ranks, chunks, costs)
         if "costs" in family.options:
-            options["costs"] = costs if family.sees_collectives else costs.with_collectives_exposed()
+            options["costs"] = costs if family.sees_collectives else collectives_exposed(costs)
     if name in _OURS:
         return family.function(ranks, microbatches, **options)
     return _made_outside(family, ranks, microbatches, chunks, options)

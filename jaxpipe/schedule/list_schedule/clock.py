@@ -66,7 +66,7 @@ class Clock:
     """
 
     __slots__ = (
-        "_arrived", "_left", "_link_free", "_promised", "first", "free", "idle", "idlest", "memory", "now", "peak",
+        "_arrived", "_events", "_left", "_link_free", "_promised", "first", "free", "idle", "idlest", "memory", "now", "peak",
         "ready", "rows", "tables", "tiny",
     )  # fmt: skip
 
@@ -82,23 +82,23 @@ class Clock:
         self.memory, self.peak = [0.0] * p, 0.0
         self.idle, self.idlest = [0.0] * p, 0.0
         self.now = 0.0
+        self._events = [(0.0, r) for r in range(p)]
         self._link_free = [0.0] * tables.num_links
         self._promised: list[deque[int]] = [deque() for _ in range(p)]
 
-    def run(self, choose: Choose, *, ask_all: bool = False) -> None:
-        """Until nothing happens any more. ``ask_all``: whenever something ends or arrives, idle ranks are asked again, too."""
-        p, m, tiny, free, promised = (
-            self.tables.num_ranks,
-            self.tables.num_microbatches,
-            self.tiny,
-            self.free,
-            self._promised,
-        )
+    def run(self, choose: Choose, *, ask_all: bool = False, until: float = NEVER) -> None:
+        """Until nothing happens any more, or nothing up to the time ``until``.
+
+        ``ask_all``: whenever something ends or arrives, idle ranks are asked again, too.
+        """
+        p, m = self.tables.num_ranks, self.tables.num_microbatches
+        tiny, free, promised, events = self.tiny, self.free, self._promised, self._events
         ranks, together = self.tables.ranks, any(len(x) > 1 for x in self.tables.ranks)
-        events = [(0.0, r) for r in range(p)]
         pop = heapq.heappop
         while events:
             now, first = pop(events)
+            if now > until:
+                return
             if ask_all:
                 while events and events[0][0] <= now + tiny:
                     pop(events)
@@ -109,7 +109,7 @@ class Clock:
                     now = free[rank]
                 self.now = now
                 if together and promised[rank]:
-                    self._start_together(promised[rank][0], now, events)
+                    self._start_together(promised[rank][0], now)
                     continue
                 code = choose(rank, now)
                 if code < 0:
@@ -117,11 +117,11 @@ class Clock:
                 if together and len(ranks[code // m]) > 1:
                     for member in ranks[code // m]:
                         promised[member].append(code)
-                    self._start_together(promised[rank][0], now, events)
+                    self._start_together(promised[rank][0], now)
                 else:
-                    self._start(rank, code, now, events)
+                    self.start(rank, code, now)
 
-    def _start_together(self, code: int, now: float, events: list[tuple[float, int]]) -> None:
+    def _start_together(self, code: int, now: float) -> None:
         """Start ``code`` if it is what every rank of its group has promised next, and all of them are free."""
         members = self.tables.ranks[code // self.tables.num_microbatches]
         if any(self._promised[r][0] != code or self.free[r] > now + self.tiny for r in members):
@@ -129,11 +129,12 @@ class Clock:
         for r in members:
             self._promised[r].popleft()
         for r in members[1:]:
-            self._start(r, code, now, events, sends=False)
-        self._start(members[0], code, now, events)
+            self.start(r, code, now, sends=False)
+        self.start(members[0], code, now)
 
-    def _start(self, rank: int, code: int, now: float, events: list[tuple[float, int]], sends: bool = True) -> None:
-        tables = self.tables
+    def start(self, rank: int, code: int, now: float, sends: bool = True) -> None:
+        """Start ``code`` on a free rank; for choosers that start something on another rank than the one that is asked."""
+        tables, events = self.tables, self._events
         kind = code // tables.num_microbatches
         row, push = self.rows[rank], heapq.heappush
         if row:

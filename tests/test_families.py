@@ -24,11 +24,15 @@ from jaxpipe.schedule import (
     Timeline,
     check_schedule,
     families,
+    family,
     generate,
     lower_bound,
     parse_schedule,
     simulate,
+    v_shape,
 )
+from jaxpipe.schedule.families import registry
+from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.picture import draw
 
 Options = dict[str, float]
@@ -86,9 +90,9 @@ def run(name: str, p: int, m: int, chunks: int | None = None, limit: float | Non
 
 def each_case() -> Iterator[object]:
     """Every family with a few values of each option that it takes."""
-    values = {"chunks": (1, 2, 3), "memory_limit": (1, 2.5, 1e9)}
-    for name, family in FAMILIES.items():
-        tried = [{option: value} for option in family.options for value in values.get(option, ())]
+    values = {"chunks": (1, 2, 3), "memory_limit": (1, 2.5)}
+    for name in FAMILIES:
+        tried = [{option: value} for option in FAMILIES[name].options for value in values.get(option, ())]
         for options in tried or [{}]:
             yield pytest.param(name, options, id=f"{name}-{options}" if options else name)
 
@@ -123,6 +127,12 @@ def test_closed_forms(name: str, fbw: tuple[float, float, float]) -> None:
                 assert max(timeline.peak_activations) == pytest.approx(peak)
             if family.makespan and (makespan := family.makespan(p, m, chunks, f, b, w)) is not None:
                 assert timeline.makespan == pytest.approx(makespan)
+
+
+def test_a_limit_that_is_no_limit() -> None:
+    for name in FAMILIES:
+        if "memory_limit" in FAMILIES[name].options:
+            check_schedule(generate(name, 3, 4, memory_limit=1e9))
 
 
 def test_1f1b_peaks_rank_by_rank() -> None:
@@ -286,20 +296,68 @@ def test_rows_hold_actions_only() -> None:
         assert all(isinstance(slot, Action) for row in generate(name, 3, 4).rows for slot in row)
 
 
-def test_readme_example_is_a_family() -> None:
+@pytest.fixture
+def table() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = TABLE.copy()
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+def test_readme_example_is_a_family(table: None) -> None:
     """The worked example of schedule/README.md runs as printed; the page keeps to its 60 lines."""
     page = (Path(families.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 60
-    scope: dict[str, object] = {}
-    exec(page.split("```python\n")[1].split("```")[0], scope)
-    family = scope["LOCKSTEP"]
-    assert isinstance(family, families.Family)
+    exec(page.split("```python\n")[1].split("```")[0], {"__name__": "lockstep"})
+    family = FAMILIES["lockstep"]
     schedule = family.function(3, 5)
     check_schedule(schedule)
     timeline = simulate(schedule, uniform(schedule, f=1, b=2, w=3))
     assert family.makespan is not None
     assert timeline.makespan == family.makespan(3, 5, 1, 1, 2, 3)
     assert set(timeline.peak_activations) == {1}
-    table = (Path(families.__file__).parent / "README.md").read_text(encoding="utf-8")
-    assert len(table.splitlines()) <= 60
-    assert all(f"`{name}`" in table for name in FAMILIES)
+
+
+# --- what a decorated function becomes -------------------------------------------------------------------------------------
+
+
+def test_a_decorated_function_is_a_checked_family(table: None) -> None:
+    """Options and chunks come from the signature; sizes and costs are checked at every call; the rest stays as it was."""
+
+    @family("mine-v", "a V", "a test", placement=v_shape, sees_collectives=True)
+    def mine(ranks: int, microbatches: int, costs: CostProfile | None = None, group: int | None = None) -> Schedule:
+        """Doc."""
+        return families.v_zb(ranks, microbatches, costs)  # type: ignore[attr-defined, no-any-return]
+
+    made = FAMILIES["mine-v"]
+    assert (made.function, made.options, made.default_chunks) == (mine, ("costs", "group"), 2)
+    assert (made.placement(3, 2), made.sees_collectives) == (v_shape(3), True)
+    assert (mine.__doc__, mine.__name__, list(inspect.signature(mine).parameters)[:2]) == (
+        "Doc.",
+        "mine",
+        ["ranks", "microbatches"],
+    )
+    assert mine(2, microbatches=3).rows == generate("v-zb", 2, 3).rows
+    for call, message in [
+        (lambda: mine(0, True), "mine-v: ranks is 0; want .*; mine-v: microbatches is True"),
+        (lambda: mine(2, 3, group=1.5), "mine-v: group is 1.5"),  # type: ignore[arg-type]
+        (lambda: mine(2, 3, CostProfile.uniform(2)), "mine-v: the costs are for 2 stages; 2 ranks need 4, 2 per rank"),
+    ]:
+        with pytest.raises(ScheduleError, match=message):
+            call()
+
+
+def test_a_file_of_the_folder_is_found(table: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decorated functions and plain values, with no list that names them."""
+    (tmp_path / "found_here.py").write_text(
+        "from jaxpipe.schedule.families.family import Family, family, in_order\n"
+        "@family('found-1', 'one', 'a test')\n"
+        "def found(ranks, microbatches):\n    return in_order('found-1', microbatches, [['F', 'BW'] * microbatches] * ranks)\n"
+        "FOUND = Family('found-2', found, 'two', 'a test')\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    assert registry.found_here() >= {"found-1", "found-2", "gpipe"}
+    del sys.modules["jaxpipe.schedule.families.found_here"]
+    assert list(FAMILIES) == sorted(FAMILIES)
+    assert generate("found-2", 2, 3).rows == generate("found-1", 2, 3).rows

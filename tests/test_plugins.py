@@ -20,6 +20,7 @@ from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
     Schedule,
+    best_schedule,
     families,
     generate,
     ir,
@@ -28,6 +29,7 @@ from jaxpipe.schedule import (
     op_spec,
     plugins,
     register_family,
+    simulate,
 )
 from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.solve import SolveTask
@@ -35,8 +37,9 @@ from jaxpipe.schedule.solve.messages import line, task_out
 from jaxpipe.schedule.solve.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = (
-    (Path(families.__file__).parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+PATIENT, TEST_OF_PATIENT, RECOMPUTED = (
+    block.split("```")[0]
+    for block in (Path(families.__file__).parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
 )
 
 
@@ -60,9 +63,9 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The worked example of families/README.md as a module in the working directory."""
+    """The op of families/README.md as a module in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outside_example.py").write_text(EXAMPLE)
+    (tmp_path / "outside_example.py").write_text(RECOMPUTED)
     return "outside_example"
 
 
@@ -148,6 +151,35 @@ def test_every_verb_takes_import(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in VERBS:
         assert main([verb.name, "--help"]) == 0
         assert "--import MODULE" in capsys.readouterr().out, verb.name
+
+
+def test_the_searching_family_of_the_page_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb takes it with costs and a limit; its own test is the page's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outside_patient.py").write_text(PATIENT)
+    sizes = ["--import", "outside_patient", "--ranks", "3", "--microbatches", "6", "--comm", "0.5", "--json"]
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "2"]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "6"]) == 0
+    roomy = json.loads(capsys.readouterr().out)
+    assert max(tight["peak_activations"]) == 2 < max(roomy["peak_activations"])
+    assert roomy["makespan"] < tight["makespan"]
+    assert main(["compare", *sizes, "--memory-limit", "2"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["schedules"]}
+    assert rows["patient"]["makespan"] == tight["makespan"]
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "0.5"]) == 2
+    assert capsys.readouterr().err == "jaxpipe: patient: a memory limit of 0.5 holds no microbatch; use 1 or more\n"
+    best = best_schedule(3, 6, memory_limit=4, families=["patient"])
+    assert best.setting.family == "patient"
+    scope: dict[str, object] = {"CostProfile": CostProfile, "generate": generate, "simulate": simulate}
+    exec(TEST_OF_PATIENT, scope)
+    tests = [test for name, test in scope.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        assert callable(test)
+        test()
 
 
 def test_the_worked_example_runs_draws_and_compares(module: str, capsys: pytest.CaptureFixture[str]) -> None:

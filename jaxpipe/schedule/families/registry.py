@@ -30,8 +30,8 @@ from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.wording import closest
 
 
-def _ours() -> frozenset[str]:
-    """The names of the families of this folder, all of whose modules are imported."""
+def found_here() -> frozenset[str]:
+    """The names of all families, once every module of this folder is imported, which registers those that it holds."""
     assert __package__
     for found in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
         for value in vars(import_module(found.name)).values():
@@ -40,7 +40,7 @@ def _ours() -> frozenset[str]:
     return frozenset(TABLE)
 
 
-_OURS = _ours()
+_OURS = found_here()
 
 
 def family_named(name: str) -> Family:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
-    from jaxpipe.schedule.explore import Candidate
     from jaxpipe.schedule.retime import Objective
+    from jaxpipe.schedule.search_orders import Candidate
     from jaxpipe.schedule.settings import Setting, Task
 
 _PLOTS = (".svg", ".png", ".html")
@@ -179,7 +179,7 @@ def _shortened(message: str, name: str) -> str:
 
 def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
     """The family with the parameters that suit it best."""
-    from jaxpipe.schedule.explore import best_of_family
+    from jaxpipe.schedule.search_orders import best_of_family
 
     try:
         return _record(best_of_family(family, _task(arguments, costs, most)), arguments.memory_limit)
@@ -283,7 +283,7 @@ def run_best(arguments: argparse.Namespace) -> None:
 
 def _best_family(arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> _Choice:
     """Raises ScheduleError if no family keeps the limit."""
-    from jaxpipe.schedule.explore import best_for
+    from jaxpipe.schedule.search_orders import best_for
 
     found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
     record = _record(found, arguments.memory_limit)
@@ -307,7 +307,7 @@ class _Progress:
 
     def __init__(self) -> None:
         from jaxpipe.schedule import FAMILIES
-        from jaxpipe.schedule.explore import cheap_first
+        from jaxpipe.schedule.search_orders import cheap_first
 
         self.order = {family.name: k for k, family in enumerate(cheap_first(FAMILIES.values()), start=1)}
         self.at = self.tried = 0

@@ -321,7 +321,7 @@ def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) ->
     """
     if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
         return
-    from jaxpipe.schedule.explore import UNPRICED, offloaded_share
+    from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
 
     if offloaded_share(schedule, profile) > 0:
         raise ConfigError(f"{schedule.name} {UNPRICED}")

@@ -201,7 +201,7 @@ def test_by_span_the_longest_span_is_no_longer(name: str) -> None:
     for _ in range(12):
         p, m = rng.choice((2, 3, 4)), rng.choice((2, 5, 8, 12))
         costs = random_costs(p * FAMILIES[name].default_chunks, rng)
-        seen = costs if FAMILIES[name].sees_collectives else costs.with_collectives_exposed()
+        seen = costs if FAMILIES[name].sees_collectives else collectives_exposed(costs)
         first = generate(name, p, m, costs=costs)
         other = generate(name, p, m, costs=costs, objective="span")
         if "objective" not in FAMILIES[name].options:

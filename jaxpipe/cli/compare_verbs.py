@@ -33,6 +33,7 @@ from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, load_schedule, make, show, simulated, write_outputs
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ def _entry(
     record = None
     try:
         schedule, profile, timeline = made()
-        within = limit if max(timeline.peak_activations) <= (limit or 0) * (1 + 1e-9) else None
+        within = limit if at_most(max(timeline.peak_activations), limit or 0) else None
         record = Record.of(schedule, timeline, profile, within, **facts)
         check_limit(timeline, limit)
     except JaxpipeError as error:

@@ -29,6 +29,7 @@ from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, pri
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
     if found is None:
         return
     time = time_scale(timeline.makespan, costs.units)
-    shorter = found.timeline.makespan < timeline.makespan * (1 - 1e-9)
+    shorter = not at_most(timeline.makespan, found.timeline.makespan)
     more = f" (and {found.others} more likewise)" if found.others else ""
     peaks = [number(max(t.peak_activations)) for t in (found.timeline, timeline)]
     gain = (

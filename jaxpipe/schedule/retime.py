@@ -15,6 +15,7 @@ from typing import Literal
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.clock import Feed
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
+from jaxpipe.schedule.tolerance import nine_digits as nine_digits
 
 Objective = Literal["makespan", "span"]
 _NEVER = float("inf")
@@ -184,11 +185,6 @@ def order_key(objective: Objective, makespan: float, span: float, peak: float) -
     """What is minimised: the objective, the other of makespan and span, the peak."""
     first, second = (makespan, span) if objective == "makespan" else (span, makespan)
     return nine_digits(first), nine_digits(second), nine_digits(peak)
-
-
-def nine_digits(x: float) -> float:
-    """``x`` as it is compared: equal but for rounding is equal."""
-    return float(f"{x:.9g}")
 
 
 def retime(problem: Problem, rows: CodeRows) -> Times:

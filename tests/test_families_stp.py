@@ -24,6 +24,7 @@ from jaxpipe.schedule import (
     v_shape,
 )
 from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
+from jaxpipe.schedule.lanes import collectives_exposed
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (2, 8), (3, 2), (3, 11), (4, 4), (4, 12), (5, 9), (8, 24)]
 

@@ -147,7 +147,17 @@ def add_braid_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--braid",
         action="store_true",
-        help="run F and a backward that stand side by side as one slot, where that hides TP collectives and saves time",
+        help="run two actions that stand side by side as one slot, where that hides TP collectives and saves time",
+    )
+
+
+def add_objective_flag(parser: argparse.ArgumentParser) -> None:
+    """``--objective``."""
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what to minimise: the makespan (default), or the longest span of a rank",
     )
 
 
@@ -312,7 +322,7 @@ def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) ->
     """
     if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
         return
-    from jaxpipe.schedule.explore import UNPRICED, offloaded_share
+    from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
 
     if offloaded_share(schedule, profile) > 0:
         raise ConfigError(f"{schedule.name} {UNPRICED}")

@@ -68,8 +68,8 @@ class Record:
         family_limit: float | None = None,
         file: str | None = None,
     ) -> Record:
-        from jaxpipe.schedule.explore import bounds_within, offloaded_share
         from jaxpipe.schedule.memory import rank_share
+        from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
 
         offloaded = offloaded_share(schedule, costs)
         makespan, span = bounds_within(
@@ -155,7 +155,7 @@ class Failure:
 
 def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
     """Whether the schedule copies to the host, and that takes no time under these costs."""
-    from jaxpipe.schedule.explore import offloaded_share
+    from jaxpipe.schedule.search_orders import offloaded_share
 
     return not any(costs.offload_s) and not any(costs.load_s) and offloaded_share(schedule, costs) > 0
 

@@ -147,8 +147,9 @@ class _Builder:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         graph = self.graph = DependencyGraph(schedule)
-        self.slots, self.rank_of, self.transfers = graph.slots, graph.rank_of, graph.transfers
-        self.problems, self.ops = graph.problems, graph._ops
+        self.slots, self.rank_of, self.row_start, self.lanes = graph.slots, graph.rank_of, graph.row_start, graph.lanes
+        self.waits, self.sends, self.transfers = graph.waits, graph.sends, graph.transfers
+        self.problems, self.unmet, self.ops = graph.problems, graph.unmet, graph._ops
         self.unknown: set[str] = set()
         self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
         self.outside: set[Action] = set()
@@ -180,9 +181,9 @@ class _Builder:
         s = self.schedule
         num_stages, m, flows, num_flows = s.num_stages, s.num_microbatches, s.placement.flows, s.placement.num_flows
         lanes: dict[str, list[int]] = {"compute": [], "d2h": [], "h2d": []}
-        self.graph.lanes.append(lanes)
+        self.lanes.append(lanes)
         number = len(self.slots)
-        self.graph.row_start.append(number)
+        self.row_start.append(number)
         self.slots.extend(row)
         self.rank_of.extend([rank] * len(row))
         ops = self.ops
@@ -249,16 +250,16 @@ class _Builder:
         )
 
     def _duplicate(self, action: Action, rank: int, first: int, second: int) -> None:
-        start = self.graph.row_start[rank]
+        start = self.row_start[rank]
         self.problems.append(f"{action} appears twice on rank {rank} (slots {first - start} and {second - start})")
 
     # Step 2: resolve the waits.
 
     def link(self) -> None:
         for rank, row in enumerate(self.schedule.rows):
-            host = {n for lane in HOST_LANES for n in self.graph.lanes[rank][lane]}
+            host = {n for lane in HOST_LANES for n in self.lanes[rank][lane]}
             last_compute = -1
-            for number, slot in enumerate(row, start=self.graph.row_start[rank]):
+            for number, slot in enumerate(row, start=self.row_start[rank]):
                 if type(slot) is Action:
                     found = self._resolve(slot, number, rank)
                 else:
@@ -267,7 +268,7 @@ class _Builder:
                     last_compute = number
                 elif last_compute >= 0:
                     found.append(last_compute)
-                self.graph.waits.append(tuple(found))
+                self.waits.append(tuple(found))
         self._order_sends()
 
     def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
@@ -288,7 +289,7 @@ class _Builder:
                     break
             else:
                 if not rule.wait.optional:
-                    self.graph.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
+                    self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
         return found
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
@@ -332,16 +333,16 @@ class _Builder:
             slot = self.slots[producer]
             if type(slot) is not Action:
                 slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
-            self.graph.sends[producer] = (*self.graph.sends.get(producer, ()), len(self.transfers))
+            self.sends[producer] = (*self.sends.get(producer, ()), len(self.transfers))
             self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, source.boundary))
         return number
 
     def _order_sends(self) -> None:
         """Transfers of one slot go out in the order of its actions, then by boundary and destination."""
-        for producer, sent in self.graph.sends.items():
+        for producer, sent in self.sends.items():
             if len(sent) > 1:
                 actions, moved = self.slots[producer].actions, self.transfers
-                self.graph.sends[producer] = tuple(
+                self.sends[producer] = tuple(
                     sorted(sent, key=lambda k: (actions.index(moved[k].action), moved[k].stage, moved[k].dst, k))
                 )
 

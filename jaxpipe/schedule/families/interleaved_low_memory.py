@@ -19,8 +19,8 @@ from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.interleaved import slots
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer, best_of
@@ -64,7 +64,7 @@ def interleaved_low_memory(
     retimer = Retimer(problem)
     best = best_of(map(retimer.draft, orders[1:]), anchor=retimer.draft(orders[0]))
     assert best is not None
-    return problem.schedule("interleaved-low-memory", improved(problem, best.rows).rows)
+    return problem.schedule("interleaved-low-memory", improved(problem, [best.rows]).rows)
 
 
 def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> list[list[int]]:

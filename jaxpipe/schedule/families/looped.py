@@ -11,8 +11,8 @@ from __future__ import annotations
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 
@@ -55,7 +55,7 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
     require_sizes("looped-dfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
-    return problem.schedule("looped-dfs", improved(problem, known).rows)
+    return problem.schedule("looped-dfs", improved(problem, [known]).rows)
 
 
 def _bfs_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float:

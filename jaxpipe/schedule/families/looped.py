@@ -46,8 +46,8 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
         rank 1 |    F0- F1- F0b BW0b--- F2- F1b BW0---- BW1b--- F2b BW2b--- BW1---- BW2----
 
     It differs from ``interleaved-1f1b`` in that no groups of p are fixed: with the real ``costs`` (one entry per stage, p·v), a
-    free rank runs the backward that has arrived, else the furthest forward that its memory allows (or keeps to the order of
-    interleaved 1F1B), and the best such order that is no worse than interleaved 1F1B in makespan, span and peak is taken.
+    rank fills its waits with what is ready later in its row, as far as the memory of interleaved 1F1B goes; the best such order
+    that is no worse than interleaved 1F1B in makespan, span and peak is taken.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.

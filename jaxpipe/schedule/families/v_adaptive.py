@@ -7,7 +7,7 @@ is wider than the authors' search (δ¹ is not fixed to 1). Thousands fit a limi
    blocks it is made of, so a few hundred serve all of them; a longer lifespan within the limit shortens warm-up and cool-down;
 2. the best by score get warm-up and cool-down by rule (:mod:`~jaxpipe.schedule.blocks.v_ends`), those within the authors' own
    space in any case: the best of these is what the result may not be behind, neither in makespan nor in span;
-3. others are repeated, squeezed with the real costs and reordered by a few recipes;
+3. others are repeated, squeezed with the real costs and their waits filled by a few recipes;
 4. the best of both get all recipes, W laid anew, and the best of all is kept.
 
 All of this is done with the microbatches of warm-up and cool-down only; the steady phase is then repeated up to the number

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word most like ``word``; empty if none is like it."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), "")
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
 
 def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:

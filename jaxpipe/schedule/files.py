@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import no_constant, read_text, unique_keys, write_atomically
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
@@ -35,7 +35,7 @@ def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) ->
         ScheduleParseError: the file can't be read, is damaged, or has another suffix.
     """
     suffix = _suffix(path := Path(path), ScheduleParseError)
-    text = _read(path)
+    text = read_text(path)
     if suffix == ".sched":
         return parse_schedule(text, str(path))
     if suffix == ".csv":
@@ -63,7 +63,7 @@ def read_costs(path: StrPath) -> CostProfile:
     Raises:
         ScheduleParseError: the file can't be read or is not a cost profile.
     """
-    return _from_json(Path(path), _read(Path(path)), json_form.from_costs)
+    return _from_json(Path(path), read_text(Path(path)), json_form.from_costs)
 
 
 def write_costs(costs: CostProfile, path: StrPath) -> None:
@@ -77,7 +77,7 @@ def read_timeline(path: StrPath) -> Timeline:
     Raises:
         ScheduleParseError: the file can't be read or is not a timeline.
     """
-    return _from_json(Path(path), _read(Path(path)), json_form.from_timeline)
+    return _from_json(Path(path), read_text(Path(path)), json_form.from_timeline)
 
 
 def write_timeline(timeline: Timeline, path: StrPath) -> None:
@@ -85,53 +85,10 @@ def write_timeline(timeline: Timeline, path: StrPath) -> None:
     write_atomically(Path(path), _to_json(json_form.to_timeline(timeline)))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside ``path``, then move into place: a reader sees the old file or the new one.
-
-    Raises:
-        ScheduleError: the folder is missing or can't be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
-        try:
-            # a name's half of a surrogate pair is written as JSON writes it, backslash and all
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            temporary.chmod(0o666 & ~mask)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise ScheduleError(
-            f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
-        ) from None
-
-
 def _suffix(path: Path, error: type[ScheduleError]) -> str:
     if path.suffix not in SUFFIXES:
         raise error(f"{path}: a schedule file ends in {', '.join(SUFFIXES)}, not {path.suffix!r}")
     return path.suffix
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ScheduleParseError(f"can't read {path}: not a regular file; give the path of one")
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ScheduleParseError(f"can't read {path}: {error.strerror or error}; check the path") from None
-    except UnicodeDecodeError as error:
-        line = 1 + error.object[: error.start].count(b"\n")
-        raise ScheduleParseError(
-            f"{path}: line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
-            "is this the right file? Save it as UTF-8"
-        ) from None
-    except ValueError as error:  # a null byte in the path
-        raise ScheduleParseError(f"can't read {str(path)!r}: {error}; check the path") from None
 
 
 def _to_json(data: json_form.Json) -> str:
@@ -150,7 +107,7 @@ def _compact(value: Any) -> str:
 
 def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
     try:
-        data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ScheduleParseError(
@@ -162,16 +119,3 @@ def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
         return make(data)
     except ScheduleError as error:
         raise ScheduleParseError(f"{path}: {error}", error.problems) from None
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f'{constant} is not JSON; write "inf" for no limit')
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is given twice")
-    return data

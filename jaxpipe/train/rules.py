@@ -18,7 +18,7 @@ from jaxpipe.stage.policies import POLICIES
 from jaxpipe.train import settings
 from jaxpipe.train.sections import Sections
 from jaxpipe.train.settings import Problem
-from jaxpipe.wording import closest
+from jaxpipe.wording import nearest
 
 
 def broken_rules(config: Sections, bad_keys: set[str]) -> list[Problem]:
@@ -93,9 +93,10 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
     schedule = values.get("pipeline.schedule", "1f1b")
     if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
-        known = f"; known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
-        advice = closest(schedule, FAMILIES, known)
-        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule{advice}"
+        near = nearest(schedule, FAMILIES)
+        known = f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
+        advice = f"did you mean {near!r}?" if near else known
+        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
     yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
     layers = [layer for layer in cut if isinstance(layer, int)]
@@ -107,8 +108,9 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in [recompute] if isinstance(recompute, str) else recompute:
         for part in name.split("+"):
             if part.strip() not in POLICIES:
-                advice = closest(part, POLICIES, f"; known: {', '.join(POLICIES)}, or several joined by +")
-                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy{advice}"
+                near = nearest(part, POLICIES)
+                advice = f"did you mean {near!r}?" if near else f"known: {', '.join(POLICIES)}, or several joined by +"
+                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
 
 
 def _batch_rule(config: Sections) -> str:

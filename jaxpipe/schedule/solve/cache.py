@@ -25,8 +25,8 @@ from itertools import islice
 from pathlib import Path
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import write_atomically
 from jaxpipe.schedule.check import check_schedule
-from jaxpipe.schedule.files import write_atomically
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.cache_entry import CacheEntry, format_entry, merit, parse_entry

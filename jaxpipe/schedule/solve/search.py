@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxpipe.schedule.blocks.finish import Finisher
+from jaxpipe.schedule.list_schedule.fillers import Finisher
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle

@@ -6,8 +6,10 @@ Numbers only fall, except where a feature is added on purpose.
 from __future__ import annotations
 
 import ast
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -17,23 +19,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (7, 594, 14),
-    "cli": (16, 2060, 6),
-    "planning": (9, 1213, 14),
+    "(top)": (8, 631, 14),
+    "cli": (17, 2144, 6),
+    "planning": (10, 1234, 14),
     "plot": (8, 801, 5),
-    "profile": (7, 457, 4),
-    "program": (7, 870, 12),
-    "runtime": (16, 1922, 19),
-    "schedule": (24, 3250, 26),
+    "profile": (7, 442, 4),
+    "program": (7, 857, 12),
+    "runtime": (16, 1917, 19),
+    "schedule": (24, 3097, 26),
     "schedule/blocks": (8, 950, 7),
-    "schedule/bounds": (8, 617, 6),
+    "schedule/bounds": (8, 616, 6),
     "schedule/families": (36, 3045, 12),
-    "schedule/passes": (9, 818, 8),
-    "schedule/solve": (34, 4167, 38),
-    "stage": (34, 5588, 47),
-    "train": (49, 6460, 74),
+    "schedule/list_schedule": (5, 527, 7),
+    "schedule/passes": (8, 782, 8),
+    "schedule/solve": (34, 4078, 38),
+    "stage": (34, 5535, 47),
+    "train": (49, 6431, 74),
 }
-MOST_OF_SCHEDULE = 8680
+MOST_OF_SCHEDULE = 9017
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 
@@ -53,6 +56,7 @@ def public_classes(source: str) -> int:
     return sum(isinstance(node, ast.ClassDef) and node.name[0] != "_" for node in ast.parse(source).body)
 
 
+@cache
 def sizes() -> dict[str, tuple[int, int, int]]:
     """As :data:`MOST`, of what is there."""
     found: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
@@ -65,17 +69,13 @@ def sizes() -> dict[str, tuple[int, int, int]]:
 
 
 def test_no_room_outgrows_its_size() -> None:
-    assert {
-        room: size for room, size in sizes().items() if any(x > y for x, y in zip(size, MOST[room], strict=True))
-    } == {}
     assert MOST.keys() == sizes().keys()
+    assert {room: size for room, size in sizes().items() if any(map(operator.gt, size, MOST[room]))} == {}
 
 
 def test_schedule_without_solve() -> None:
-    rooms = {
-        room: size for room, size in sizes().items() if room.split("/")[0] == "schedule" and room != "schedule/solve"
-    }
-    assert sum(lines for _, lines, _ in rooms.values()) <= MOST_OF_SCHEDULE
+    lines = [size[1] for room, size in sizes().items() if room.startswith("schedule") and room != "schedule/solve"]
+    assert sum(lines) <= MOST_OF_SCHEDULE
 
 
 # Circles.

@@ -6,11 +6,11 @@ taken for a chain; a stage runs where its actions stand, for one flow of microba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Row, Schedule
-from jaxpipe.schedule.placement import Placement, bidirectional, chain, circular, one_to_one, v_shape, wave
+from jaxpipe.schedule.placement import CONSTRUCTORS, Placement, chain
 
 MAX_STAGES = 1_000_000
 
@@ -57,11 +57,12 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
             f"stage {stage} runs on ranks {', '.join(map(str, ranks))}, changing from microbatch to microbatch: "
             "no placement fits; is an action in the wrong row?"
         )
-    edges = chain(num_stages)
-    for known in _candidates(num_ranks, num_stages):
-        if known.flows == flows and known.edges == edges:
+    chunks, rest = divmod(num_stages, num_ranks)
+    for names, make in CONSTRUCTORS.values() if not rest and num_stages <= MAX_STAGES else ():
+        known = make(num_ranks, chunks) if "chunks" in names else make(num_ranks)
+        if known.flows == flows:
             return known
-    return Placement("explicit", num_ranks, flows, edges)
+    return Placement("explicit", num_ranks, flows, chain(num_stages))
 
 
 def _flows(homes: Homes, num_flows: int) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
@@ -76,17 +77,3 @@ def _flows(homes: Homes, num_flows: int) -> tuple[tuple[tuple[int, ...], ...], .
             flow.append(groups.pop())
         flows.append(tuple(flow))
     return tuple(flows)
-
-
-def _candidates(num_ranks: int, num_stages: int) -> list[Placement]:
-    chunks, rest = divmod(num_stages, num_ranks)
-    if rest or num_stages > MAX_STAGES:
-        return []
-    makers: list[Callable[[], Placement]] = []
-    if chunks == 1:
-        makers += [lambda: one_to_one(num_ranks), lambda: bidirectional(num_ranks)]
-    makers.append(lambda: circular(num_ranks, chunks))
-    if chunks == 2:
-        makers.append(lambda: v_shape(num_ranks))
-    makers.append(lambda: wave(num_ranks, chunks))
-    return [make() for make in makers]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpipe.schedule.families import FAMILIES
@@ -18,7 +18,7 @@ from jaxpipe.stage.policies import POLICIES
 from jaxpipe.train import settings
 from jaxpipe.train.sections import Sections
 from jaxpipe.train.settings import Problem
-from jaxpipe.wording import closest
+from jaxpipe.wording import nearest
 
 
 def broken_rules(config: Sections, bad_keys: set[str]) -> list[Problem]:
@@ -93,9 +93,11 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
     schedule = values.get("pipeline.schedule", "1f1b")
     if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
-        known = f"; known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
-        advice = closest(schedule, FAMILIES, known)
-        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule{advice}"
+        known = f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
+        yield (
+            "pipeline.schedule",
+            f"pipeline.schedule is {schedule!r}, which is no schedule: {_advice(schedule, FAMILIES, known)}",
+        )
     yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
     layers = [layer for layer in cut if isinstance(layer, int)]
@@ -107,8 +109,13 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in [recompute] if isinstance(recompute, str) else recompute:
         for part in name.split("+"):
             if part.strip() not in POLICIES:
-                advice = closest(part, POLICIES, f"; known: {', '.join(POLICIES)}, or several joined by +")
-                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy{advice}"
+                advice = _advice(part, POLICIES, f"known: {', '.join(POLICIES)}, or several joined by +")
+                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
+
+
+def _advice(word: str, known: Iterable[str], otherwise: str) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near else otherwise
 
 
 def _batch_rule(config: Sections) -> str:

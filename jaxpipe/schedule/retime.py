@@ -1,7 +1,7 @@
 """When the actions of an order happen, and how much memory it holds: the simulator's answer, fast, for generators.
 
-:func:`retime` starts every action as early as its row, its producer and the links allow (DESIGN.md section 4), so it is also
-the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
+A :class:`Retimer` starts every action as early as its row, its producer and the links allow (DESIGN.md section 4), so it is
+also the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
 action. It equals :func:`~jaxpipe.schedule.simulate.simulate` without O and L (a test). Memory of an order does not depend
 on times, since a rank takes and gives back only where its own actions start and end.
 """
@@ -167,23 +167,18 @@ def best_of(drafts: Iterable[Draft | None], anchor: Draft | None = None) -> Draf
     for draft in drafts:
         if draft is None or (anchor is not None and not draft.no_worse_than(anchor)):
             continue
-        if best is None or _key(draft) < _key(best):
+        if best is None or order_key(draft) < order_key(best):
             best = draft
     return best
 
 
-def _key(draft: Draft) -> tuple[float, float, float]:
+def order_key(draft: Draft) -> tuple[float, float, float]:
     return nine_digits(draft.makespan), nine_digits(draft.span), nine_digits(draft.peak)
 
 
 def nine_digits(x: float) -> float:
     """``x`` as it is compared: equal but for rounding is equal."""
     return float(f"{x:.9g}")
-
-
-def retime(problem: Problem, rows: CodeRows) -> Times:
-    """Times of one order. For many orders of one problem make one :class:`Retimer`."""
-    return Retimer(problem).times(rows)
 
 
 def drafted(problem: Problem, schedule: Schedule) -> Draft | None:

@@ -37,9 +37,9 @@ from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_blocks import v_min_block
 from jaxpipe.schedule.families.v_heuristic import best_v_draft, improved
-from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, order_of
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
+from jaxpipe.schedule.list_schedule.weights import Rule, WeightFilling, order_of
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import B, CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, nine_digits

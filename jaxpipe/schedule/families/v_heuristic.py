@@ -4,8 +4,8 @@ Source: `controllable-memory.txt` section 3.2 and Table 4. The paper's V-ZB bloc
 another: a heuristic, which is far better than any block at few microbatches. Here it is made of parts:
 
 1. orders of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`) and the (4, 2) block of figure 3d; for limits below
-   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.families.chunk_list_scheduler`);
-2. W filled in with real costs (:mod:`~jaxpipe.schedule.families.weight_filling`). The rounds with the *even* rule are the
+   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.list_schedule.policies`);
+2. W filled in with real costs (:mod:`~jaxpipe.schedule.list_schedule.weights`). The rounds with the *even* rule are the
    *anchor*, equal to what the authors' heuristic finds up to ties; from p on, every later draft must be at least as good in
    makespan *and* in longest span;
 3. passes of the *profile* rule toward targets a little below the best so far;
@@ -22,10 +22,10 @@ from dataclasses import replace
 
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.blocks.v_shape import VOffsets
-from jaxpipe.schedule.families.chunk_list_scheduler import chunk_drafts
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_rounds import rounds_order
-from jaxpipe.schedule.families.weight_filling import Filled, Rule, WeightFilling, balanced, order_of
+from jaxpipe.schedule.list_schedule.policies import chunk_drafts
+from jaxpipe.schedule.list_schedule.weights import Filled, Rule, WeightFilling, balanced, order_of
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, best_of
 

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.schedule.blocks.repeat import repeat
-from jaxpipe.schedule.blocks.v_shape import VOffsets
 from jaxpipe.schedule.families.chunk_list_scheduler import chunk_drafts
 from jaxpipe.schedule.families.steady_phase import repeated
+from jaxpipe.schedule.families.v_blocks import v_zb_block
 from jaxpipe.schedule.families.v_rounds import rounds_order
 from jaxpipe.schedule.families.weight_filling import Filled, Rule, WeightFilling, balanced, order_of
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, best_of
+from jaxpipe.schedule.retime import Draft, best_of, nine_digits
 
 _NEVER = float("inf")
 _ROUNDING = 1e-9
@@ -36,7 +36,12 @@ _ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
 
 
-def best_v_draft(problem: Problem, limit: float) -> Draft | None:
+def by_span(draft: Draft) -> tuple[float, float, float]:
+    """Smaller is better: the longest span, then the makespan, then the peak."""
+    return nine_digits(draft.span), nine_digits(draft.makespan), nine_digits(draft.peak)
+
+
+def best_v_draft(problem: Problem, limit: float, objective: str = "makespan") -> Draft | None:
     """The best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
 
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
@@ -104,7 +109,7 @@ def _improved_orders(filling: WeightFilling, best: Filled, anchor: Filled | None
 def _block_order(filling: WeightFilling) -> list[int] | None:
     """F and B of the paper's V-ZB block, repeated and squeezed; W are laid anew."""
     problem = filling.problem
-    block = VOffsets((0, 1, 2, 3), ((4, 2),) * (problem.num_ranks - 1)).block()
+    block = v_zb_block(problem.num_ranks)
     return order_of(problem, repeat(block, problem), filling.retimer)
 
 

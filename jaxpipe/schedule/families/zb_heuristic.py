@@ -19,20 +19,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import nsmallest
-from math import inf, isnan
+from math import isnan
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
 from jaxpipe.schedule.families.two_thirds_block import block_drafts
-from jaxpipe.schedule.families.v_heuristic import improved
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.list_schedule.policies import chain_drafts
-from jaxpipe.schedule.list_schedule.weights import Rule, WeightFilling, order_of
+from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
@@ -136,19 +135,12 @@ def best_draft(
             if anchor is None or draft.no_worse_than(anchor, goal):
                 kept[goal] = nsmallest(_REFILLED, [*found, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, peak, retimer)
-    bests = (best_of([*found, *(refilled(filling, d) for d in found)], anchor, goal) for goal, found in kept.items())
+    bests = (
+        best_of([*found, *(refilled(filling, d, _PASSES) for d in found)], anchor, goal) for goal, found in kept.items()
+    )
     chosen = best_of((fuse_backwards(retimer, best, peak) for best in bests if best), objective=objective)
     assert chosen is not None
     return chosen
-
-
-def refilled(filling: WeightFilling, draft: Draft) -> Draft | None:
-    """The same order of F and B, W laid anew by passes of the profile rule; None for fused backwards."""
-    order = order_of(filling.problem, draft.rows, filling.retimer)
-    if len(order) < 2 * filling.problem.num_ranks * filling.problem.num_microbatches:
-        return None
-    start = filling.fill(order, Rule((-inf,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    return filling.draft(improved(filling, order, start, _PASSES, start).rows) if start else None
 
 
 def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:

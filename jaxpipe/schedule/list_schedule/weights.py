@@ -27,6 +27,7 @@ from jaxpipe.schedule.retime import Draft, Retimer
 Ties = Literal["idle", "run", "as computed"]
 _NEVER = float("inf")
 _ROUNDING = 1e-9
+_STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +199,49 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
         return start[code], kind if kind < n else 3 * n - kind, position[code]
 
     return sorted(codes, key=key)
+
+
+def improved(
+    filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
+) -> Filled:
+    """``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
+
+    ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
+    """
+    least_span, least_makespan = least(filling.problem)
+    now = start or filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    step = 0
+    for _ in range(passes):
+        if now is None:
+            break
+        if now.dominates(best):
+            best = now
+        share = _STEPS[step % len(_STEPS)]
+        span = best.span - share * (best.span - least_span)
+        makespan = best.makespan - share * (best.makespan - least_makespan)
+        filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
+        if filled is not None and filled.rows == now.rows:
+            step += 1
+        now = filled
+    return best
+
+
+def least(problem: Problem) -> tuple[float, float]:
+    """(span, makespan) that no order can beat: every rank does its work, none starts before the first microbatch reaches it."""
+    m, reach = problem.num_microbatches, 0.0
+    starts: dict[int, float] = {}
+    work = [0.0] * problem.num_ranks
+    for q, r in enumerate(problem.rank):
+        starts.setdefault(r, reach)
+        work[r] += m * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
+        reach += problem.f_s[q] + problem.down_s[q]
+    return max(work), max(starts[r] + w for r, w in enumerate(work))
+
+
+def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
+    """The same order of F and B, W laid anew by passes of the profile rule, within the limit; None for fused backwards."""
+    order = order_of(filling.problem, draft.rows, filling.retimer)
+    if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
+        return None
+    start = filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    return filling.draft(improved(filling, order, start, passes, start).rows) if start else None

@@ -84,8 +84,14 @@ class _Search:
 
     def __init__(self, schedule: Schedule, costs: CostProfile, memory_limit: float) -> None:
         slots = [(r, slot) for r, row in enumerate(schedule.rows) for slot in row]
-        braided = {(a.stage, a.microbatch) for _, slot in slots if type(slot) is not Action for a in slot.actions}
-        self.costs, self.memory_limit, self.keep = costs, memory_limit, fused_backwards(schedule) & braided
+        self.keep = frozenset(
+            (a.stage, a.microbatch)
+            for _, slot in slots
+            if type(slot) is not Action
+            for a in slot.actions
+            if a.op == BW.name
+        )
+        self.costs, self.memory_limit = costs, memory_limit
         self.split = with_fused(schedule, self.keep)
         self.filled: dict[float, _Candidate] = {}
 
@@ -98,16 +104,24 @@ class _Search:
                 self.filled[limit] = self._fused(_filled(self.split, self.costs, limit))
             found = [self.filled[limit]]
             if limit == low and start.key[2]:
-                found.append(self._fused(with_fused(start.schedule, self.keep), fused_backwards(start.schedule) - self.keep))
+                found.append(
+                    self._fused(with_fused(start.schedule, self.keep), fused_backwards(start.schedule) - self.keep)
+                )
             for x in found:
                 shorter = x.key[:2] < best.key[:2] or best.peak > limit * _SLACK
-                if x.peak <= limit * _SLACK and x.no_longer_than(start) and (shorter or limit == low and x.key < best.key):
+                if (
+                    x.peak <= limit * _SLACK
+                    and x.no_longer_than(start)
+                    and (shorter or limit == low and x.key < best.key)
+                ):
                     best = x
         return best
 
     def _fused(self, split: Schedule, fused: frozenset[_Backward] = frozenset()) -> _Candidate:
         fusing = _Fusing(split, self.costs, fused)
-        while fusing.take([x for x in fusing.pairs if x not in fusing.fused]):
+        while fusing.take(
+            [x for x in fusing.pairs if x not in fusing.fused and fusing._try(fusing.fused | {x}, keep=False)]
+        ):
             pass
         return _Candidate(with_fused(split, self.keep | fusing.fused), self.costs)
 
@@ -125,7 +139,17 @@ class _Net:
         self.duration = [self.seconds(slot) for slot in graph.slots]
         self.duration += [costs.transfer_s(t.src, t.dst, t.stage) for t in graph.transfers]
         self.waits = [list(waits) for waits in graph.waits] + [[t.producer] for t in graph.transfers]
-        self.queues = [[lanes["compute"], *([sorted(lanes["d2h"] + lanes["h2d"])] if costs.host.mode == "shared" else (lanes["d2h"], lanes["h2d"]))] for lanes in graph.lanes]
+        self.queues = [
+            [
+                lanes["compute"],
+                *(
+                    [sorted(lanes["d2h"] + lanes["h2d"])]
+                    if costs.host.mode == "shared"
+                    else (lanes["d2h"], lanes["h2d"])
+                ),
+            ]
+            for lanes in graph.lanes
+        ]
         links: dict[tuple[int, int], list[int]] = {}
         for k in (k for n in sorted(graph.sends) for k in graph.sends[n]):
             links.setdefault((graph.transfers[k].src, graph.transfers[k].dst), []).append(len(graph.slots) + k)
@@ -150,7 +174,9 @@ class _Net:
 
 def _filled(split: Schedule, costs: CostProfile, limit: float) -> Schedule:
     """``split`` with every W that is a slot of its own in the bubble where the rule puts it, within the limit if that works."""
-    loose = {(r, slot) for r, row in enumerate(split.rows) for slot in row if type(slot) is Action and slot.op == W.name}
+    loose = {
+        (r, slot) for r, row in enumerate(split.rows) for slot in row if type(slot) is Action and slot.op == W.name
+    }
     rest = (tuple(slot for slot in row if (r, slot) not in loose) for r, row in enumerate(split.rows))
     filling = _Filling(_Net(replace(split, rows=tuple(rest)), costs), sorted(loose), limit)
     rows, idle = filling.run([0.0] * split.num_ranks)
@@ -168,7 +194,10 @@ class _Filling:
     def __init__(self, net: _Net, loose: Sequence[tuple[int, Slot]], limit: float) -> None:
         self.net, self.limit, graph = net, limit * _SLACK, net.graph
         self.known: dict[tuple[int, str, int, int], list[float]] = {}
-        self.changes = [[sum(x) for x in zip(*(self._change(r, a) for a in slot.actions), strict=True)] for r, slot in zip(graph.rank_of, graph.slots, strict=True)]
+        self.changes = [
+            [sum(x) for x in zip(*(self._change(r, a) for a in slot.actions), strict=True)]
+            for r, slot in zip(graph.rank_of, graph.slots, strict=True)
+        ]
         stashed = {(r, w.actions[0].stage, w.actions[0].microbatch): w for r, w in loose}
         self.makes = [
             [w for a in slot.actions if a.op == B.name and (w := stashed.get((r, a.stage, a.microbatch)))]
@@ -243,7 +272,10 @@ class _Filling:
                 missing[x] -= 1
                 if not missing[x]:
                     heappush(heap, (ready[x], x))
-        rows = ([x for n, slot in enumerate(row, graph.row_start[r]) for x in (*before[n], slot)] for r, row in enumerate(graph.schedule.rows))
+        rows = (
+            [x for n, slot in enumerate(row, graph.row_start[r]) for x in (*before[n], slot)]
+            for r, row in enumerate(graph.schedule.rows)
+        )
         return tuple((*row, *left) for row, left in zip(rows, stash, strict=True)), idle
 
 
@@ -288,7 +320,7 @@ class _Fusing:
         middle = len(pairs) // 2
         return len(pairs) > 1 and any([self.take(pairs[:middle]), self.take(pairs[middle:])])
 
-    def _try(self, fused: frozenset[_Backward], changed: Sequence[int] = ()) -> bool:
+    def _try(self, fused: frozenset[_Backward], changed: Sequence[int] = (), keep: bool = True) -> bool:
         """Fuse these if nothing then ends too late. Only what moves is looked at."""
         duration, end, until = self.duration.copy(), self.end.copy(), -1
         pairs = [(k, self.pairs[k]) for k in fused - self.fused]
@@ -301,7 +333,11 @@ class _Fusing:
         while heap:
             at = heappop(heap)
             n = self.order[at]
-            now = max((end[x] for x in self.net.waits[n]), default=0.0) + duration[n]
+            now = 0.0
+            for x in self.net.waits[n]:
+                if end[x] > now:
+                    now = end[x]
+            now += duration[n]
             if now == end[n]:
                 continue
             if at > until and now > self.latest[n]:
@@ -314,6 +350,8 @@ class _Fusing:
         lasts = [n for queues in self.net.queues for queue in queues for n in queue[-1:]]
         if any(end[n] > self.latest[n] for n in lasts):
             return False
+        if not keep:
+            return True
         self.fused, self.duration, self.end = fused, duration, end
         first = [end[q[0]] - duration[q[0]] if q else _NEVER for q, *_ in self.net.queues]
         ends = [max((end[n] for queue in queues for n in queue[-1:]), default=-_NEVER) for queues in self.net.queues]

@@ -278,6 +278,6 @@ def test_solve_names_the_bound_of_all_placements_and_of_the_one_found(run: Run) 
 
 def test_a_search_whose_time_is_up_starts_no_worker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What thousands of ranks need before the search begins may take longer than the limit; it is not overrun further."""
-    monkeypatch.setattr("jaxpipe.schedule.solve.solver.Crew", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("jaxpipe.schedule.solve.solver.WorkerPool", lambda *_: pytest.fail("a worker was started"))
     code, out, _ = run("solve", "--ranks", 64, "--microbatches", 1, "--time-limit", 1e-9, "--no-cache", "--json")
     assert (code, json.loads(out)["status"]) == (0, "feasible")

@@ -18,15 +18,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.train.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    RunConfig,
-    TrainConfig,
-    load_config,
-)
+from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.sections import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig
 from jaxpipe.train.settings import leaf_hints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,7 +233,7 @@ MISTAKES = {
         "pipeline.chunks=2",
         "got pipeline.chunks=2: set pipeline.chunks=1 or a schedule that takes chunks",
     ),
-    "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean zb-h1?"),
+    "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean 'zb-h1'?"),
     "unknown schedule": ("pipeline.schedule=qqq", "known: gpipe, 1f1b"),
     "memory limit where none is taken": (
         "pipeline.memory_limit=4",

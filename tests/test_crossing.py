@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxpipe._jax_compat import Var, aval_bytes
 from jaxpipe.stage.crossing import VALUE_BYTES, cheapest_moves, is_movable
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.split import Graph
+from jaxpipe.stage.graph import Graph
 from jaxpipe.stage.trace import StageTrace
 
 

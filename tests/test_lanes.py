@@ -20,7 +20,7 @@ from jaxpipe.schedule import (
     span_lower_bound,
 )
 from jaxpipe.schedule.json_form import from_costs, from_timeline, to_costs, to_timeline
-from jaxpipe.schedule.lanes import Strand, slot_lanes, weave
+from jaxpipe.schedule.lanes import Strand, collectives_exposed, slot_lanes, weave
 from jaxpipe.schedule.passes import braid
 
 COSTS = CostProfile.uniform(2, f=4, b=4.8, w=3.2, tp_comm=2, tp_collectives=4)
@@ -54,7 +54,7 @@ def test_braided() -> None:
 def test_without_collectives_a_braid_is_the_sum_exactly() -> None:
     costs = CostProfile.uniform(2, f=0.1, b=0.2, w=0.3)
     assert seconds("F", "B", costs=costs) == 0.1 + 0.2
-    assert costs.with_collectives_exposed() is costs
+    assert collectives_exposed(costs) is costs
 
 
 def optimum(strands: Sequence[Strand]) -> float:
@@ -122,7 +122,7 @@ def test_generators_without_braids_see_collectives_as_part_of_the_actions() -> N
         assert len(timeline.tp_exposed_s) == 3
         assert timeline.makespan >= lower_bound(schedule.placement, 5, costs) * (1 - 1e-9)
         if not FAMILIES[name].sees_collectives:
-            folded = simulate(schedule, costs.with_collectives_exposed())
+            folded = simulate(schedule, collectives_exposed(costs))
             assert folded.makespan == pytest.approx(timeline.makespan)
             assert not folded.tp_exposed_s
             exposed = [a + b for a, b in zip(timeline.compute_s, timeline.tp_exposed_s, strict=True)]

@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
-from jaxpipe.train.metrics import MetricsLog, format_bytes, format_count, format_seconds, read_metrics
+from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.progress import LiveLine, ProgressStream
+from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
@@ -331,6 +332,11 @@ def test_a_loss_that_is_not_finite_is_shown() -> None:
     ],
 )
 def test_bytes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes, binary=True) == text
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (999_500, "1 MB"), (80e9, "80 GB")])
+def test_decimal_bytes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 

@@ -248,7 +248,7 @@ def test_installed_families_and_ops_are_found_when_asked_for(tmp_path: Path, mon
     [
         ("outside_absent:MINE", "", "ModuleNotFoundError: No module named 'outside_absent'"),
         ("outside_bad:OTHER", "", "AttributeError: "),
-        ("outside_bad:MINE", "MINE = 3", "it is of type int; want a Family"),
+        ("outside_bad:MINE", "MINE = 3", "it is of type int; want Family"),
         (
             "outside_bad:MINE",
             "from jaxpipe.schedule import Family, gpipe\nMINE = Family('gpipe', gpipe, 'another', 'me')",

@@ -159,8 +159,7 @@ def test_a_pipeline_measures_the_host_link_if_it_offloads(monkeypatch: pytest.Mo
 def test_jaxpipe_profile_stays_the_way_in() -> None:
     for name in (
         "analytic_profile",
-        "measured_profile",
-        "median_seconds",
+        "measure_stages",
         "measured_layer_costs",
         "with_measured_times",
     ):

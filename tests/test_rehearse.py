@@ -18,8 +18,8 @@ from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.program.ir import Free, Offload, Recv, Reload, Run, Send, Sync
 from jaxpipe.runtime.executor import Executor, message_numbers
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.rehearsal_report import RankReport, copy_reports, rehearsed_costs, slowdown
 from jaxpipe.runtime.rehearse import Rehearsal
-from jaxpipe.runtime.rehearsed import RankReport, copy_reports, rehearsed_costs, slowdown
 from jaxpipe.runtime.stand_ins import StandIns, maker
 from jaxpipe.schedule import (
     Action,

@@ -22,7 +22,6 @@ from jaxpipe.schedule import (
     check_schedule,
     circular,
     explicit,
-    format_schedule,
     one_to_one,
     parse_schedule,
     register_op,
@@ -281,8 +280,3 @@ def test_import_is_light() -> None:
     )
     seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
     assert seconds < 0.2
-
-
-def test_format_schedule_is_str() -> None:
-    schedule = one_f_one_b_rows(2, 3)
-    assert format_schedule(schedule) == str(schedule)

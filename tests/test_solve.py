@@ -27,7 +27,7 @@ from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
-from jaxpipe.schedule.solve.search import Budget, Target, WindowSearch
+from jaxpipe.schedule.solve.search import Budget, NeighbourhoodSearch, Target
 from jaxpipe.schedule.solve.solver import solve_any
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
@@ -285,10 +285,10 @@ def test_windows_only_ever_improve_and_stay_valid(data: st.DataObject) -> None:
     by_span = data.draw(st.booleans())
     target = Target(limits, by_span, 0.0)
     last = target.key(start)[:2]
-    for draft in WindowSearch(problem, target, 0).run(start, Budget(1.0, reproducible=True)):
+    for draft in NeighbourhoodSearch(problem, target, 0).run(start, Budget(1.0, reproducible=True)):
         assert target.key(draft)[:2] < last
         last = target.key(draft)[:2]
-        schedule = problem.schedule("window", draft.rows)
+        schedule = problem.schedule("neighbourhood", draft.rows)
         check_schedule(schedule)
         timeline = simulate(schedule, costs)
         assert max(timeline.peak_activations) <= limit * (1 + 1e-9)

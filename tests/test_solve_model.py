@@ -26,16 +26,12 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.formulation import Cuts
 from jaxpipe.schedule.solve.model import ExactResult, solve_exact
-from jaxpipe.schedule.solve.model_memory import Form
 from jaxpipe.schedule.solve.task import Objective, SolveTask
 from jaxpipe.schedule.solve.ticks import common_step, memory_units, time_grid
 from jaxpipe.schedule.text import parse_schedule
 from tests.exhaustive_search import Case, optimum
 from tests.schedule_strategies import one_f_one_b_rows
-
-FORMS = get_args(Form)
 
 
 def solved(task: SolveTask, **options: Any) -> ExactResult:
@@ -166,11 +162,10 @@ DUPLEX = {
 GROUPED = {name: replace(OFFLOADED[name], group=True) for name in ("one", "slow", "half leaves")}
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PLAIN)
-def test_optimum_is_that_of_exhaustive_search(name: str, form: Form) -> None:
+def test_optimum_is_that_of_exhaustive_search(name: str) -> None:
     case = PLAIN[name]
-    result = solved(problem_of(case), form=form)
+    result = solved(problem_of(case))
     best = best_of(case)
     if best is None:
         assert result.status == "infeasible"
@@ -179,11 +174,10 @@ def test_optimum_is_that_of_exhaustive_search(name: str, form: Form) -> None:
         assert result.value == best
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_optimum_with_offload_is_that_of_exhaustive_search(name: str, form: Form) -> None:
+def test_optimum_with_offload_is_that_of_exhaustive_search(name: str) -> None:
     case = OFFLOADED[name]
-    result = solved(problem_of(case), form=form)
+    result = solved(problem_of(case))
     agrees(result)
     assert result.value == best_of(case)
 
@@ -192,7 +186,7 @@ def test_optimum_with_offload_is_that_of_exhaustive_search(name: str, form: Form
 def test_two_lanes_and_groups_are_bounded_by_exhaustive_search(name: str) -> None:
     """What rows can't say (an L that waits for another's O while a slot runs; who goes first in a group) may cost time."""
     for case in (cases[name] for cases in (DUPLEX, GROUPED) if name in cases):
-        result = solved(problem_of(case), form="cumulative")
+        result = solved(problem_of(case))
         best = best_of(case)
         assert best is not None
         assert result.lower_bound <= best <= result.value
@@ -201,7 +195,7 @@ def test_two_lanes_and_groups_are_bounded_by_exhaustive_search(name: str) -> Non
 
 def test_offload_saves_time_and_waits_for_room() -> None:
     """Only offload is that fast, and a forward waits for an offload to end."""
-    result = solved(problem_of(WAITING), form="cumulative")
+    result = solved(problem_of(WAITING))
     assert result.schedule is not None
     assert result.value == best_of(WAITING)
     alone = best_of(replace(WAITING, leaves=()))
@@ -249,7 +243,7 @@ FIGURE_4 = SolveTask(
 
 
 def test_toy_of_figure_4_is_solved() -> None:
-    result = solved(FIGURE_4, form="cumulative", workers=2)
+    result = solved(FIGURE_4, workers=2)
     agrees(result)
     assert result.value == 28.0
 
@@ -282,8 +276,8 @@ def test_hint_alone_when_there_is_no_time() -> None:
 
 
 def test_hint_with_offload_is_a_solution_of_the_model() -> None:
-    found = solved(FIGURE_4, form="cumulative", workers=2)
-    again = solved(FIGURE_4, form="cumulative", hint=found.schedule, lower_bound=found.value)
+    found = solved(FIGURE_4, workers=2)
+    again = solved(FIGURE_4, hint=found.schedule, lower_bound=found.value)
     agrees(again)
     assert again.value == found.value
 
@@ -359,42 +353,19 @@ def test_same_seed_same_schedule() -> None:
         assert len(found) == 1
 
 
-def test_improvements_are_told_and_cancelling_ends_the_search() -> None:
-    task = SolveTask(one_to_one(4), 16, CostProfile.uniform(4), 1.0)
-    told: list[tuple[float, float]] = []
-
-    def improved(schedule: Schedule, value: float, bound: float) -> None:
-        check_schedule(schedule)
-        assert simulate(schedule, task.costs).makespan == value
-        told.append((value, bound))
-
-    result = solved(task, on_improvement=improved, cancel=lambda: bool(told), time_limit_s=30.0, workers=2)
-    assert told
-    assert result.wall_s < 25
-    assert [value for value, _ in told] == sorted({value for value, _ in told}, reverse=True)
-    assert all(bound <= value for value, bound in told)
-    assert result.value <= told[-1][0]
-
-
-@pytest.mark.parametrize("left_out", ["order", "round_trips", "domains", "tails", "triangles"])
-def test_cuts_change_no_optimum(left_out: str) -> None:
-    cuts = Cuts(**{left_out: left_out == "triangles"})  # type: ignore[arg-type]
+def test_order_of_microbatches_changes_no_optimum_here() -> None:
     for case in (PLAIN["room for two"], PLAIN["v, span"], OFFLOADED["one"], OFFLOADED["half leaves"]):
-        result = solved(problem_of(case), cuts=cuts, form="cumulative")
+        result = solved(problem_of(case), every_order=True)
         assert result.value == best_of(case)
         assert result.status == "optimal"
 
 
 def test_parallel_search_keeps_reservoirs() -> None:
     """OR-Tools' violation search does not see reservoirs that are kept whole; it is switched off."""
-    costs = replace(CostProfile.uniform(4, offload_time=1.0), host=HostLink(mode="shared"))
-    task = SolveTask(one_to_one(4), 8, costs, 1.0, offload=True)
-    told: list[float] = []
-    result = solved(
-        task, form="reservoir", workers=2, time_limit_s=3.0, on_improvement=lambda _s, value, _b: told.append(value)
+    assert (
+        solved(SolveTask(one_to_one(4), 16, CostProfile.uniform(4), 1.0), workers=2, time_limit_s=3.0).schedule
+        is not None
     )
-    assert result.schedule is not None
-    assert told
 
 
 # Whole numbers.

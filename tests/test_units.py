@@ -17,9 +17,14 @@ from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.reference import resolve_model
-from jaxpipe.stage.units import UnitCosts, collectives, cut_threshold, cut_units, is_heavy
+from jaxpipe.stage.units import PartGraph, Unit, UnitCosts, collectives, cut_threshold, is_heavy, units_of
 
 MODELS = ("models.gpt:GPT", "models.llama:Llama")
+
+
+def cut_units(closed: ClosedJaxpr, least_bytes: float | None = None) -> tuple[Unit, ...]:
+    """The units of one function alone."""
+    return units_of(PartGraph(closed, cut_threshold([closed]) if least_bytes is None else least_bytes))
 
 
 @cache

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.parser import closest
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import print_json
 from jaxpipe.cli.schedule_verbs import add_json_flag
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
+from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.solve.cache import ScheduleCache

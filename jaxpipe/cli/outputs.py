@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpipe.cli.parser import closest
 from jaxpipe.errors import ConfigError
+from jaxpipe.wording import closest
 
 SCHEDULE_SUFFIXES = (".sched", ".json", ".csv")
 PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")

@@ -6,13 +6,13 @@ argparse prints usage and exits on an error; here it raises :class:`~jaxpipe.err
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.wording import closest
 
 _NUMBER_LIKE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
@@ -59,12 +59,6 @@ class Parser(argparse.ArgumentParser):
             else:
                 joined.append(argument)
         return joined
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the known word most like ``word``, or nothing."""
-    best = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {best[0]!r}?" if best else ""
 
 
 def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:

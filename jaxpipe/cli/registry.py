@@ -11,8 +11,9 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpipe.cli.parser import Parser, closest
+from jaxpipe.cli.parser import Parser
 from jaxpipe.errors import ConfigError
+from jaxpipe.wording import closest
 
 
 @dataclass(frozen=True, slots=True)

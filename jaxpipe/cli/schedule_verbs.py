@@ -22,11 +22,12 @@ from jaxpipe.cli.cost_flags import (
     require_file,
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import amount, closest
+from jaxpipe.cli.parser import amount
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, print_json, print_summary, sketch
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
+from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +165,7 @@ def simulated(
 
 
 def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
-    from jaxpipe.schedule.passes.prompt_offloads import late_offload
+    from jaxpipe.schedule.passes.prompt import late_offload
 
     found = late_offload(schedule, profile, timeline)
     if found is None:

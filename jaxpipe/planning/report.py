@@ -10,6 +10,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import Sharding
 from jaxpipe.planning.suggest import Suggestion, Suggestions
 from jaxpipe.planning.targets import Target
+from jaxpipe.wording import format_bytes, format_seconds
 
 _KINDS = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8
@@ -52,12 +53,13 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"{config.model.target}, {_count(p.num_params)} parameters, {p.schedule.name} on {pipe.ranks} ranks "
         f"({p.devices} devices), {pipe.microbatches} microbatches of {config.run.batch // pipe.microbatches} × "
         f"{config.data.seq_len} tokens",
-        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {_bytes(worst.total)} of {_bytes(p.limit_bytes)}; "
-        f"activations {_bytes(max(p.activation_bytes))} at most",
-        f"step {_seconds(p.step_s)} (update {_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, MFU {100 * p.mfu:.1f}%, "
-        f"bubble {100 * p.timeline.bubble_rate:.1f}% (by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
-        f"offload: {100 * p.offloaded:.0f}% of the residuals, {_bytes(max(p.offload_bytes))} a rank and step each way, "
-        f"{_bytes(max(p.host_bytes))} of host memory; "
+        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.total)} of "
+        f"{format_bytes(p.limit_bytes)}; activations {format_bytes(max(p.activation_bytes))} at most",
+        f"step {format_seconds(p.step_s)} (update {format_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}% "
+        f"(by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
+        f"offload: {100 * p.offloaded:.0f}% of the residuals, {format_bytes(max(p.offload_bytes))} a rank and step each way, "
+        f"{format_bytes(max(p.host_bytes))} of host memory; "
         f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
     ]
     return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
@@ -84,14 +86,14 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
         least = s.smallest
         return (
             f"none of {s.tried} changes fits; the least memory needed is "
-            f"{_bytes(least.prediction.worst.total)} ({least.change})"
+            f"{format_bytes(least.prediction.worst.total)} ({least.change})"
         )
     rows = [("change that fits", "peak", "step", "tokens/s", "per device", "override")]
     for one in s.fitting[:_SHOWN]:
         q = one.prediction
         override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
         speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
-        rows.append((one.change, _bytes(q.worst.total), _seconds(q.step_s), *speeds, override))
+        rows.append((one.change, format_bytes(q.worst.total), format_seconds(q.step_s), *speeds, override))
     more = len(s.fitting) - _SHOWN
     left = f"; no time for {s.left_out} more" if s.left_out else ""
     return _table(rows) + f"\n{s.tried} changes tried{left}" + (f"; {more} more that fit not shown" if more > 0 else "")
@@ -154,17 +156,8 @@ def _unit(num_bytes: float) -> tuple[str, float]:
     return ("GB", 1e9) if num_bytes >= 1e9 else ("MB", 1e6)
 
 
-def _bytes(num_bytes: float) -> str:
-    unit, scale = _unit(num_bytes)
-    return f"{num_bytes / scale:.1f} {unit}" if num_bytes else "0"
-
-
 def _count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
-
-
-def _seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{1e3 * s:.3g} ms"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

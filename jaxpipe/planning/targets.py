@@ -18,15 +18,15 @@ Not modelled: clocks that fall under load, and contention of links beyond what `
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.train.settings import read_mapping
+from jaxpipe.wording import closest
 
 _GB = 1e9
 _TFLOP = 1e12
@@ -187,10 +187,9 @@ def find_target(name_or_path: str) -> Target:
     if name_or_path in TARGETS:
         return TARGETS[name_or_path]
     if not name_or_path.endswith(".json"):
-        near = difflib.get_close_matches(name_or_path, TARGETS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"unknown target {name_or_path!r}{hint}; known: {', '.join(TARGETS)}, or the path of a .json file"
+            f"unknown target {name_or_path!r}{closest(name_or_path, TARGETS)}; known: {', '.join(TARGETS)}, or the path of a "
+            ".json file"
         )
     data = read_mapping(Path(name_or_path), "target file")
     problems: list[str] = []
@@ -264,9 +263,3 @@ def _is_count(value: Any) -> bool:
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """The fields as plain values; a file of them is read back by :func:`find_target`."""
-    plain = asdict(replace(target, flops_per_s=dict(target.flops_per_s)))
-    return {key: value for key, value in plain.items() if value is not None}

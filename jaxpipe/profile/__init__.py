@@ -7,8 +7,6 @@ from jaxpipe.profile.measured import (
     StageMeasurements,
     measure_stages,
     measured_layer_costs,
-    measured_profile,
-    median_seconds,
     time_function,
     with_measured_times,
 )
@@ -24,8 +22,6 @@ __all__ = [
     "measure_host_link",
     "measure_stages",
     "measured_layer_costs",
-    "measured_profile",
-    "median_seconds",
     "time_collectives",
     "time_function",
     "with_measured_times",

@@ -113,18 +113,6 @@ def measure_stages(
     return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
 
 
-def measured_profile(
-    stages: Sequence[StageFunctions],
-    *,
-    repeats: int = 5,
-    warm_up: int = 1,
-    link: Link | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> CostProfile:
-    """:func:`measure_stages` as a profile."""
-    return measure_stages(stages, repeats=repeats, warm_up=warm_up, progress=progress).costs(link)
-
-
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
     """Seconds of one call on arrays of ones. Accumulators go round and round, as in a run.
 
@@ -151,11 +139,6 @@ def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, ca
         once = min(warm) if warm else sample(1)
         calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
     return Timing.of([sample(calls) for _ in range(repeats)])
-
-
-def median_seconds(function: StageFunction, repeats: int) -> float:
-    """Median seconds of one call: :func:`time_function`."""
-    return time_function(function, repeats).median_s
 
 
 def _on_cpu(function: StageFunction) -> bool:

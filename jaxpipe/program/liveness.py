@@ -1,8 +1,7 @@
 """Values → slots: who is live when, where each array sits, and how many bytes that takes.
 
 Slots are reused as soon as their value is dropped, so a program needs about as many slots as values are live at once.
-:func:`live_bytes` is the prediction of memory: parameters and accumulators plus everything a program holds between two
-instructions. It does not model XLA's workspace inside a function.
+Device memory is predicted by :mod:`~jaxpipe.program.accounting`, from what a program writes and drops.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, writes
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value
 from jaxpipe.schedule.ir import Action, Slot
 
 BOUND_KINDS = ("param", "acc", "data", "key")
@@ -109,25 +108,6 @@ def _instruction(slots: _Slots, step: Step) -> Instruction:
             return Reload(action, tuple(slots.drop(v, "host") for v in step.inputs), device)
         case "sync":
             return Sync(action, tuple(slots.at(v, "host") for v in step.inputs))
-
-
-def live_bytes(program: Program) -> tuple[int, ...]:
-    """Device bytes held once each instruction has its results allocated and has dropped nothing yet.
-
-    Includes parameters, accumulators, data and keys that the caller bound. The predicted peak of a run is the maximum.
-    """
-    size = {slot: n for (_, slot), n in zip(program.bound, program.bound_bytes, strict=True)}
-    live = sum(size.values())
-    held = []
-    for instruction, written in zip(program.instructions, program.written_bytes, strict=True):
-        on_device = not isinstance(instruction, Offload)
-        for slot, n in zip(writes(instruction), written, strict=True):
-            live += (n if on_device else 0) - size.get(slot, 0)
-            size[slot] = n if on_device else 0
-        held.append(live)
-        for slot in drops(instruction):
-            live -= size.pop(slot)
-    return tuple(held)
 
 
 def live_host_bytes(program: Program) -> tuple[int, ...]:

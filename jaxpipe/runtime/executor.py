@@ -74,11 +74,6 @@ class StepOutputs:
     reduced: Mapping[tuple[int, int], Sequence[jax.Array]] = field(default_factory=dict)
 
     @property
-    def dispatch_s(self) -> float:
-        """Host seconds of the dispatch loop."""
-        return self.stamps[-1] - self.stamps[0]
-
-    @property
     def instruction_s(self) -> tuple[float, ...]:
         """Host seconds of each instruction, in order of dispatch."""
         return tuple(b - a for a, b in pairwise(self.stamps))

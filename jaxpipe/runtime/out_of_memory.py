@@ -15,6 +15,7 @@ from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload
 from jaxpipe.schedule import Action
 from jaxpipe.stage.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import Braids, StageFunctions, function_of
+from jaxpipe.wording import format_bytes
 
 ADVICE = "use a smaller microbatch, more ranks, recomputation, offload, or a schedule with a lower peak"
 
@@ -102,19 +103,19 @@ def out_of_memory(
         return None
     wanted = _bytes_in(str(error))
     at = _blamed(program, watch.at, error.action if isinstance(error, RunError) else "")
-    of = "" if limit is None else f" of {_size(limit)}"
+    of = "" if limit is None else f" of {format_bytes(limit)}"
     if at is None:
-        more = f"; an allocation of {_size(wanted)} failed" if wanted else ""
+        more = f"; an allocation of {format_bytes(wanted)} failed" if wanted else ""
         return RunError(
             f"rank {program.rank}: out of memory before the first instruction: parameters, accumulators, optimizer state and "
-            f"data take {_size(placed_bytes)}{of}{more}; {ADVICE}"
+            f"data take {format_bytes(placed_bytes)}{of}{more}; {ADVICE}"
         )
     instruction = program.instructions[at]
     results, workspace = watch.needs(at)
     return RunError(
         f"rank {program.rank}: out of memory at instruction {at} of {len(program.instructions)}, {_name(instruction)}, which "
-        f"wanted {_size(wanted or results + workspace)} (its results take {_size(results)}, its workspace {_size(workspace)}) "
-        f"with {_size(watch.held)} held{of}; {ADVICE}",
+        f"wanted {format_bytes(wanted or results + workspace)} (its results take {format_bytes(results)}, its workspace "
+        f"{format_bytes(workspace)}) with {format_bytes(watch.held)} held{of}; {ADVICE}",
         _action(instruction),
     )
 
@@ -154,9 +155,3 @@ def _bytes_in(text: str) -> int:
     """The bytes that XLA says it could not allocate; 0 if it does not say."""
     found = re.search(r"allocat\w*(?: request)?(?: for)?:? ([0-9.]+) ?(bytes|[KMGT]iB|B)?\b", text)
     return int(float(found[1].rstrip(".")) * _UNITS[found[2] or ""]) if found else 0
-
-
-def _size(num_bytes: float) -> str:
-    """``1.07 GB``; three significant digits, decimal units as device sizes are given in."""
-    power = next((k for k in range(4) if num_bytes < 999.5 * 1000**k), 4)
-    return f"{num_bytes / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"

@@ -40,7 +40,7 @@ from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.rehearsed import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
+from jaxpipe.runtime.rehearsal_report import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.schedule import Event, HostLink, Timeline, simulate
 from jaxpipe.stage.footprint import device_bytes, footprint

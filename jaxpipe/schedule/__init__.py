@@ -43,7 +43,7 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import replay, simulate
-from jaxpipe.schedule.text import format_schedule, parse_schedule
+from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ __all__ = [
     "eager_one_f_one_b",
     "explicit",
     "find_problems",
-    "format_schedule",
     "generate",
     "gpipe",
     "interleaved_one_f_one_b",

@@ -8,7 +8,7 @@ rank's share of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpipe.errors import ScheduleError
@@ -158,23 +158,6 @@ class CostProfile:
     @property
     def num_stages(self) -> int:
         return len(self.f_s)
-
-    def with_collectives_exposed(self) -> CostProfile:
-        """These costs with every TP collective as part of the action that waits for it: F = f + T_AR, B = b + T_AR, and BW what
-        it takes alone, where W hides B's collectives as far as it is long enough (:mod:`~jaxpipe.schedule.lanes`).
-
-        A schedule without braids takes as long under both; generators and the solver, which make no braids, work on this form.
-        """
-        if not any(self.tp_comm_s):
-            return self
-        from jaxpipe.schedule.lanes import slot_lanes
-
-        def alone(op: str) -> tuple[float, ...]:
-            return tuple(slot_lanes(self, [(op, s)]).seconds for s in range(self.num_stages))
-
-        return replace(
-            self, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=()
-        )
 
     def values(self, name: str) -> Sequence[float]:
         """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.

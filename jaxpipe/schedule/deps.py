@@ -167,7 +167,7 @@ class _Builder:
             self.joint_of, self.joints, tuple(self.problems), tuple(self.unmet), self.ops,
         )  # fmt: skip
 
-    # Pass 1: number the slots, find every action.
+    # Step 1: number the slots, find every action.
 
     def index(self) -> bool:
         """Fill ``slots`` and ``ops``; False when the schedule's shape is too wrong to go on."""
@@ -265,7 +265,7 @@ class _Builder:
         start = self.row_start[rank]
         self.problems.append(f"{action} appears twice on rank {rank} (slots {first - start} and {second - start})")
 
-    # Pass 2: resolve the waits.
+    # Step 2: resolve the waits.
 
     def link(self) -> None:
         for rank, row in enumerate(self.schedule.rows):
@@ -364,7 +364,7 @@ class _Builder:
                 ]
                 self.sends[producer] = tuple(k for *_, k in sorted(by_action))
 
-    # Pass 3: slots that start together.
+    # Step 3: slots that start together.
 
     def join(self) -> None:
         parent: dict[int, int] = {}

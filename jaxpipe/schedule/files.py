@@ -18,7 +18,7 @@ from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.text import format_schedule, parse_schedule
+from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Timeline
 
 StrPath = str | os.PathLike[str]
@@ -53,7 +53,7 @@ def write_schedule(schedule: Schedule, path: StrPath) -> None:
     path = Path(path)
     suffix = _suffix(path, ScheduleError)
     if suffix == ".sched":
-        text = format_schedule(schedule)
+        text = str(schedule)
     elif suffix == ".csv":
         text = format_csv(schedule)
     else:

@@ -8,15 +8,16 @@ holds no times. Words are those of DESIGN.md section 7.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.placement import Placement, format_edges, format_placement
 from jaxpipe.schedule.plugins import load_installed
 
-if TYPE_CHECKING:
-    from jaxpipe.schedule.placement import Placement
+FIRST_LINE = "# jaxpipe schedule 1"
 
 Lane = Literal["compute", "d2h", "h2d"]
 Where = Literal["self", "pred", "succ"]
@@ -127,8 +128,14 @@ def op_spec(name: str) -> OpSpec:
 def is_op(name: str) -> bool:
     """Whether an op called ``name`` is registered, here or by an installed package."""
     if name not in _REGISTRY:
-        load_installed()
+        load_installed("jaxpipe.ops", OpSpec, _register_installed)
     return name in _REGISTRY
+
+
+def _register_installed(spec: OpSpec) -> None:
+    if spec.required:
+        raise ScheduleError("an op that every schedule must have can't come from an entry point; register it yourself")
+    register_op(spec)
 
 
 def registered_ops() -> tuple[OpSpec, ...]:
@@ -298,6 +305,14 @@ class Schedule:
             yield from slot.actions
 
     def __str__(self) -> str:
-        from jaxpipe.schedule.text import format_schedule
-
-        return format_schedule(self)
+        """The text form (:mod:`~jaxpipe.schedule.text`), ending in a newline."""
+        plain = self.name.isprintable() and self.name == self.name.strip() != "" and not self.name.startswith('"')
+        lines = [
+            FIRST_LINE,
+            f"name: {self.name if plain else json.dumps(self.name)}",
+            f"microbatches: {self.num_microbatches}",
+            f"placement: {format_placement(self.placement)}",
+            f"edges: {format_edges(self.placement)}",
+        ]
+        lines += [" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(self.rows)]
+        return "\n".join(lines) + "\n"

@@ -15,8 +15,9 @@ from jaxpipe.schedule.costs import CostProfile, HostLink, Link
 from jaxpipe.schedule.infer import infer_microbatches, infer_placement
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.text import closest, parse_slot
+from jaxpipe.schedule.text import parse_slot
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
+from jaxpipe.wording import closest
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -272,7 +273,8 @@ def _object(
         raise ScheduleParseError(f'the {what} has format {value.get("format")!r}; want "format": "{form}"')
     required = tuple(required)
     known = (*required, *optional, *(["format"] if form else []))
-    problems = [f"unknown key {key!r}{closest(key, known)}" for key in value if key not in known]
+    listed = f"; known: {' '.join(known)}"
+    problems = [f"unknown key {key!r}{closest(key, known, listed)}" for key in value if key not in known]
     problems += [f"key {key!r} is missing" for key in required if key not in value]
     if problems:
         raise ScheduleParseError(f"{what}: " + "; ".join(problems), problems)

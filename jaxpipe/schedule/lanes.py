@@ -18,14 +18,11 @@ Not modelled: that compute slows down while a collective runs beside it (`stp.tx
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
+from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import OpSpec, op_spec
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.costs import CostProfile
 
 _RULES = tuple(product(("longest", "first", "last"), (0.0, 0.5, 1.0)))
 _ROUND = 1e-9
@@ -101,6 +98,23 @@ def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
     return weave([strand(costs, op, stage) for op, stage in actions], seconds)
 
 
+def collectives_exposed(costs: CostProfile) -> CostProfile:
+    """``costs`` with every TP collective as part of the action that waits for it: F = f + T_AR, B = b + T_AR, and BW what it
+    takes alone, where W hides B's collectives as far as it is long enough.
+
+    A schedule without braids takes as long under both; generators and the solver, which make no braids, work on this form.
+    """
+    if not any(costs.tp_comm_s):
+        return costs
+
+    def alone(op: str) -> tuple[float, ...]:
+        return tuple(slot_lanes(costs, [(op, s)]).seconds for s in range(costs.num_stages))
+
+    return replace(
+        costs, f_s=alone("F"), b_s=alone("B"), w_s=alone("W"), bw_s=alone("BW"), tp_comm_s=(), tp_collectives=()
+    )
+
+
 def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> Woven:
     """The strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, if known exactly."""
     compute_s = sum(seconds if seconds is not None else (x.compute_s for x in strands))
@@ -134,7 +148,7 @@ def _in_turn(strands: Sequence[Strand], compute_s: float) -> Woven:
 
 
 class _Lanes:
-    """One pass of list scheduling over the units of all strands."""
+    """List scheduling over the units of all strands."""
 
     def __init__(self, strands: Sequence[Strand], first: str, reach: float) -> None:
         self.strands, self.first, self.reach = strands, first, reach

@@ -26,6 +26,8 @@ from jaxpipe.schedule.timeline import MemoryCurve
 
 ACTIVATION_FIELDS = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
 _BITS = 50
+UNIT = 2.0**_BITS
+"""One unit of activation on the grid."""
 
 
 class _Delta(NamedTuple):
@@ -72,6 +74,15 @@ def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -
     return sum(costs.residual_bytes[s] for s in placement.stages_of(rank) if rank in groups[s])
 
 
+def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> tuple[int, int]:
+    """Activations that an action takes when it starts and when it ends, in units of ``share`` bytes, times ``2**50``."""
+    change = {"start": 0, "end": 0}
+    for effect in op_spec(op).memory if share > 0 else ():
+        if effect.field in ACTIVATION_FIELDS:
+            change[effect.at] += effect.sign * round(costs.values(effect.field)[stage] / share * UNIT)
+    return change["start"], change["end"]
+
+
 class _Grid:
     """Deltas of every op and stage as integers: ``round(bytes * scale)``, with one power of two for all."""
 
@@ -86,22 +97,15 @@ class _Grid:
             largest = max([largest, *costs.boundary_bytes])
         exponent = min(_BITS - math.frexp(largest)[1], sys.float_info.max_exp - 1)
         self.scale = 2.0**exponent if largest > 0 else 1.0
-        self.unit_scale = 2.0**_BITS
 
     def delta(self, op: str, stage: int, share: float) -> _Delta:
         """``share``: the unit of activations, in bytes."""
-        changes = {"start": [0, 0], "end": [0, 0]}
+        change = {"start": 0, "end": 0}
         for effect in op_spec(op).memory:
-            amount = self.costs.values(effect.field)[stage]
-            change = changes[effect.at]
-            change[0] += effect.sign * round(amount * self.scale)
-            if share > 0 and effect.field in ACTIVATION_FIELDS:
-                change[1] += effect.sign * round(amount / share * self.unit_scale)
-        if op in self.temp:
-            workspace = round(self.temp[op][stage] * self.scale)
-            changes["start"][0] += workspace
-            changes["end"][0] -= workspace
-        return _Delta(*changes["start"], *changes["end"])
+            change[effect.at] += effect.sign * round(self.costs.values(effect.field)[stage] * self.scale)
+        workspace = round(self.temp[op][stage] * self.scale) if op in self.temp else 0
+        start_units, end_units = activation_units(self.costs, op, stage, share)
+        return _Delta(change["start"] + workspace, start_units, change["end"] - workspace, end_units)
 
 
 def _changes(
@@ -164,7 +168,7 @@ def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple
         levels.append(live / grid.scale)
         if units > peak_units:
             peak_units = units
-    return MemoryCurve(tuple(times), tuple(levels)), peak_units / grid.unit_scale
+    return MemoryCurve(tuple(times), tuple(levels)), peak_units / UNIT
 
 
 def _levels(changes: Sequence[tuple[float, int, int]]) -> Iterator[tuple[float, int, int]]:

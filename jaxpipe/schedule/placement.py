@@ -10,8 +10,10 @@ Constructors: :func:`one_to_one`, :func:`circular`, :func:`v_shape`, :func:`wave
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpipe.errors import ScheduleError
@@ -213,3 +215,35 @@ def explicit(
     """Any one-flow placement: ``groups[s]`` is the rank, or ranks, of stage s; ``edges`` a DAG (default: a chain)."""
     flow = tuple((g,) if isinstance(g, int) else tuple(g) for g in groups)
     return Placement("explicit", num_ranks, (flow,), chain(len(flow)) if edges is None else tuple(edges))
+
+
+CONSTRUCTORS: dict[str, tuple[tuple[str, ...], Callable[..., Placement]]] = {
+    "one-to-one": (("ranks",), one_to_one),
+    "circular": (("ranks", "chunks"), circular),
+    "v": (("ranks",), v_shape),
+    "wave": (("ranks", "chunks"), wave),
+    "bidirectional": (("ranks",), bidirectional),
+}
+"""Kinds that sizes alone say, with the names of these sizes and the constructor."""
+_BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
+
+
+def format_placement(placement: Placement) -> str:
+    """Kind and arguments of ``placement``, without its edges, as the text form of a schedule writes them."""
+    known = CONSTRUCTORS.get(placement.kind)
+    if known is not None:
+        arguments, make = known
+        sizes = {"ranks": placement.num_ranks, "chunks": max(1, placement.num_stages // placement.num_ranks)}
+        sizes = {name: sizes[name] for name in arguments}
+        if make(**sizes).flows == placement.flows:
+            return " ".join([placement.kind, *(f"{name}={size}" for name, size in sizes.items())])
+    kind = placement.kind if _BARE_WORD.fullmatch(placement.kind) else json.dumps(placement.kind)
+    flows = (",".join("+".join(map(str, group)) for group in flow) for flow in placement.flows)
+    return " ".join([kind, f"ranks={placement.num_ranks}", *(f"flow={flow}" for flow in flows)])
+
+
+def format_edges(placement: Placement) -> str:
+    """``chain``, ``none`` or a list such as ``0->2 1->2``."""
+    if placement.edges == chain(placement.num_stages):
+        return "chain"
+    return " ".join(f"{a}->{b}" for a, b in placement.edges) or "none"

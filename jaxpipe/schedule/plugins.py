@@ -1,7 +1,8 @@
 """Families and ops that are not jaxpipe's: those of installed packages, and modules that register their own.
 
 A package names them as entry points, each a :class:`~jaxpipe.schedule.families.Family` or an
-:class:`~jaxpipe.schedule.ir.OpSpec`; they are looked for once, when the families are listed or a name is not known::
+:class:`~jaxpipe.schedule.ir.OpSpec`; families are looked for once, when they are listed or a name is not known, ops when one
+is not known::
 
     [project.entry-points."jaxpipe.families"]
     lockstep = "mypackage.schedules:LOCKSTEP"
@@ -15,54 +16,36 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-FAMILY_GROUP, OP_GROUP = "jaxpipe.families", "jaxpipe.ops"
+_Kind = TypeVar("_Kind")
 
 
 @cache
-def load_installed() -> None:
-    """Register the families and ops of installed packages; the second call does nothing.
+def load_installed(group: str, kind: type[_Kind], register: Callable[[_Kind], object]) -> None:
+    """Hand ``register`` what installed packages name as entry points of ``group``; the second call does nothing.
 
     Raises:
-        ScheduleError: an entry point can't be loaded, is no family or op, or its name is taken; names the distribution.
+        ScheduleError: an entry point can't be loaded, is not of the ``kind``, or its name is taken; names the distribution.
     """
     from importlib.metadata import entry_points
 
-    for group in (OP_GROUP, FAMILY_GROUP):
-        for entry in entry_points(group=group):
-            try:
-                _register(entry)
-            except Exception as error:
-                package = entry.dist.name if entry.dist is not None else "an installed package"
-                raise ScheduleError(
-                    f"{package}: {group} {entry.name!r} ({entry.value}) can't be used: {_said(error)}; mend or uninstall it"
-                ) from error
-
-
-def _register(entry: EntryPoint) -> None:
-    from jaxpipe.schedule.families import Family, register_family
-    from jaxpipe.schedule.ir import OpSpec, register_op
-
-    found = entry.load()
-    if isinstance(found, OpSpec) and entry.group == OP_GROUP:
-        if found.required:
+    for entry in entry_points(group=group):
+        try:
+            found = entry.load()
+            if not isinstance(found, kind):
+                raise ScheduleError(f"it is of type {type(found).__name__}; want {kind.__name__}")
+            register(found)
+        except Exception as error:
+            package = entry.dist.name if entry.dist is not None else "an installed package"
             raise ScheduleError(
-                "an op that every schedule must have can't come from an entry point; register it yourself"
-            )
-        register_op(found)
-    elif isinstance(found, Family) and entry.group == FAMILY_GROUP:
-        register_family(found)
-    else:
-        wanted = "an OpSpec" if entry.group == OP_GROUP else "a Family"
-        raise ScheduleError(f"it is of type {type(found).__name__}; want {wanted}")
+                f"{package}: {group} {entry.name!r} ({entry.value}) can't be used: {_said(error)}; mend or uninstall it"
+            ) from error
 
 
 _imported: dict[str, None] = {}

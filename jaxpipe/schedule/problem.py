@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.lanes import collectives_exposed
+from jaxpipe.schedule.list_schedule.clock import Feed, Tables
 from jaxpipe.schedule.placement import Placement
 
 OPS = ("F", "B", "W", "BW")
@@ -24,7 +27,7 @@ F, B, W, BW = range(4)
 CodeRows = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """A placement, a number of microbatches and real costs; one tuple entry a replica.
 
@@ -56,7 +59,7 @@ class Problem:
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
-        costs = costs.with_collectives_exposed()
+        costs = collectives_exposed(costs)
         n = placement.num_stages
         if costs.num_stages != n:
             raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")
@@ -92,6 +95,44 @@ class Problem:
             up_s=tuple(transfer(k, -1) for k in range(len(rank))),
             held=units(costs.residual_bytes),
             kept=units(costs.w_residual_bytes),
+        )
+
+    @cached_property
+    def reserved(self) -> tuple[float, ...]:
+        """Per replica, what an F takes so that no B ever has to wait for memory: the larger of ``held`` and ``kept``."""
+        return tuple(map(max, self.held, self.kept))
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What the clock looks up, in the order of codes; F takes ``reserved``. B and BW are ready under the code of the B,
+        and W under none: a W may run once its B has."""
+        n, m, stages = self.num_replicas, self.num_microbatches, self.placement.num_stages
+        feeds: list[tuple[Feed, ...]] = [()] * (4 * n)
+        links: dict[tuple[int, int], int] = {}
+
+        def feed(kind: int, made: int, seconds: float) -> None:
+            here, there = self.rank[kind % n], self.rank[made % n]
+            link = -1 if here == there else links.setdefault((here, there), len(links))
+            feeds[kind] = (Feed(there, link, seconds if link >= 0 else 0.0, ((made - kind) * m,)),)
+
+        for k in range(n):
+            if k % stages < stages - 1:
+                feed(F * n + k, F * n + k + 1, self.down_s[k])
+            else:
+                feed(F * n + k, B * n + k, 0.0)
+            if k % stages:
+                for op in (B, BW):
+                    feed(op * n + k, B * n + k - 1, self.up_s[k])
+        back = (k - r for k, r in zip(self.kept, self.reserved, strict=True))
+        return Tables(
+            num_ranks=self.num_ranks,
+            num_microbatches=m,
+            ranks=[(r,) for r in self.rank] * 4,
+            seconds=[*self.f_s, *self.b_s, *self.w_s, *self.bw_s],
+            change=[*self.reserved, *back, *(-k for k in self.kept), *(-r for r in self.reserved)],
+            feeds=feeds,
+            needs=[*(int(k % stages > 0) for k in range(n)), *([1] * n), *([0] * n), *([0] * n)],
+            num_links=len(links),
         )
 
     @property

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
+from jaxpipe.schedule.list_schedule.clock import Feed
+from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
 
 _NEVER = float("inf")
 
@@ -66,37 +67,16 @@ class Retimer:
     __slots__ = ("_after", "_link", "_link_s", "_num_links", "_ready", "_seconds", "_slot", "_to", "problem")
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        n, m, stages = problem.num_replicas, problem.num_microbatches, problem.placement.num_stages
-        kinds = 4 * n
+        self.problem, tables = problem, problem.tables
+        n, m = problem.num_replicas, problem.num_microbatches
         # per (op, replica): seconds; where its readiness stands; the code it makes ready, on which rank, over which link
-        self._seconds = [*problem.f_s, *problem.b_s, *problem.w_s, *problem.bw_s]
+        self._seconds, self._num_links = tables.seconds, tables.num_links
         self._slot = [0] * (3 * n) + [(B - BW) * n * m] * n
-        self._after, self._to, self._link, self._link_s = [0] * kinds, [-1] * kinds, [-1] * kinds, [0.0] * kinds
-        links: dict[tuple[int, int], int] = {}
-
-        def feeds(kind: int, slot: int, consumer: int, seconds: float) -> None:
-            here, there = problem.rank[kind % n], problem.rank[consumer % n]
-            self._after[kind] = (consumer - slot) * m
-            if here != there:
-                self._to[kind] = there
-                self._link[kind] = links.setdefault((here, there), len(links))
-                self._link_s[kind] = seconds
-
-        for k in range(n):
-            if k % stages < stages - 1:
-                feeds(F * n + k, F * n + k, F * n + k + 1, problem.down_s[k])
-            else:
-                feeds(F * n + k, F * n + k, B * n + k, 0.0)
-            if k % stages > 0:
-                for op in (B, BW):
-                    feeds(op * n + k, B * n + k, B * n + k - 1, problem.up_s[k])
-        self._num_links = len(links)
-        ready = [_NEVER] * (3 * n * m)
-        for first in range(0, n, stages):
-            ready[first * m : (first + 1) * m] = [0.0] * m
-        ready[W * n * m :] = [0.0] * (n * m)
-        self._ready = ready
+        feeds = [fed[0] if fed else Feed(-1, -1, 0.0, (0,)) for fed in tables.feeds]
+        self._after = [x.gaps[0] - slot if x.gaps[0] else 0 for x, slot in zip(feeds, self._slot, strict=True)]
+        self._to = [x.rank if x.link >= 0 else -1 for x in feeds]
+        self._link, self._link_s = [x.link for x in feeds], [x.seconds for x in feeds]
+        self._ready = [_NEVER if needs else 0.0 for needs in tables.needs[: 3 * n] for _ in range(m)]
 
     def times(self, rows: CodeRows) -> Times:
         """Every action of ``rows`` at its earliest.

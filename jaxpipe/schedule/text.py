@@ -1,4 +1,4 @@
-"""The text form of a schedule: what ``str(schedule)`` prints, and its strict parser.
+"""The text form of a schedule, which ``str(schedule)`` prints, and its strict parser.
 
 ::
 
@@ -20,7 +20,6 @@ Written by hand, the ``rank`` lines alone will do: the name is then the file's, 
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -29,42 +28,20 @@ from typing import NoReturn, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
-from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot, is_op, registered_ops
-from jaxpipe.schedule.placement import Edges, Placement, bidirectional, chain, circular, one_to_one, v_shape, wave
+from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
+from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
+from jaxpipe.wording import closest
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
 
-FIRST_LINE = "# jaxpipe schedule 1"
 _FEW_STAGES = 10_000  # up to which a placement may have more stages than the rows have actions
 
 _ACTION = re.compile(r"([^\W\d]+)(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank (0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-_BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
 _HEADERS = ("name", "microbatches", "placement", "edges")
 _EXCERPT = 60
-
-_CONSTRUCTORS: dict[str, tuple[tuple[str, ...], Callable[..., Placement]]] = {
-    "one-to-one": (("ranks",), one_to_one),
-    "circular": (("ranks", "chunks"), circular),
-    "v": (("ranks",), v_shape),
-    "wave": (("ranks", "chunks"), wave),
-    "bidirectional": (("ranks",), bidirectional),
-}
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """The text form, ending in a newline."""
-    lines = [
-        FIRST_LINE,
-        f"name: {_quote(schedule.name)}",
-        f"microbatches: {schedule.num_microbatches}",
-        f"placement: {format_placement(schedule.placement)}",
-        f"edges: {format_edges(schedule.placement)}",
-    ]
-    lines += [" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(schedule.rows)]
-    return "\n".join(lines) + "\n"
 
 
 def parse_schedule(text: str, path: str = "<text>") -> Schedule:
@@ -93,27 +70,19 @@ def parse_slot(token: str) -> Slot:
         if not is_op(op):
             known = sorted(spec.name for spec in registered_ops())
             raise ScheduleParseError(
-                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{closest(op, known)} "
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_known(op, known)} "
                 "(register_op makes new ones, --import loads them)"
             )
         actions.append(Action(op, int(stage), int(microbatch)))
     return actions[0] if len(actions) == 1 else Braid(tuple(actions))
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for a near miss, else the list of what is known."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {' '.join(known)}"
+def _known(word: str, known: Iterable[str]) -> str:
+    return closest(word, known, f"; known: {' '.join(known)}")
 
 
 def _clip(text: str) -> str:
     return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
-
-
-def _quote(name: str) -> str:
-    plain = name.isprintable() and name == name.strip() and name != "" and not name.startswith('"')
-    return name if plain else json.dumps(name)
 
 
 def _unquote(text: str) -> str:
@@ -128,26 +97,6 @@ def _unquote(text: str) -> str:
 # Placements.
 
 
-def format_placement(placement: Placement) -> str:
-    """Kind and arguments of ``placement``, without its edges."""
-    known = _CONSTRUCTORS.get(placement.kind)
-    if known is not None:
-        arguments, make = known
-        sizes = {"ranks": placement.num_ranks, "chunks": max(1, placement.num_stages // placement.num_ranks)}
-        sizes = {name: sizes[name] for name in arguments}
-        if make(**sizes).flows == placement.flows:
-            return " ".join([placement.kind, *(f"{name}={size}" for name, size in sizes.items())])
-    kind = placement.kind if _BARE_WORD.fullmatch(placement.kind) else json.dumps(placement.kind)
-    flows = (",".join("+".join(map(str, group)) for group in flow) for flow in placement.flows)
-    return " ".join([kind, f"ranks={placement.num_ranks}", *(f"flow={flow}" for flow in flows)])
-
-
-def format_edges(placement: Placement) -> str:
-    if placement.edges == chain(placement.num_stages):
-        return "chain"
-    return " ".join(f"{a}->{b}" for a, b in placement.edges) or "none"
-
-
 def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Placement:
     """Raises ScheduleError, or ValueError for a malformed ``edges``."""
     kind, arguments = _split_kind(text)
@@ -159,7 +108,7 @@ def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Pl
             flows.append(tuple(tuple(_number(r, argument) for r in group.split("+")) for group in value.split(",")))
         elif key not in ("ranks", "chunks") or not equals:
             raise ScheduleError(
-                f"unknown placement argument {_clip(argument)!r}{closest(key, ('ranks', 'chunks', 'flow'))}"
+                f"unknown placement argument {_clip(argument)!r}{_known(key, ('ranks', 'chunks', 'flow'))}"
             )
         elif key in sizes:
             raise ScheduleError(f"placement argument {key!r} is given twice")
@@ -190,10 +139,10 @@ def _split_kind(text: str) -> tuple[str, list[str]]:
 
 
 def _construct(kind: str, sizes: dict[str, int]) -> Placement:
-    known = _CONSTRUCTORS.get(kind)
+    known = CONSTRUCTORS.get(kind)
     if known is None:
         raise ScheduleError(
-            f"unknown placement {_clip(kind)!r}{closest(kind, _CONSTRUCTORS)}; a placement of another kind lists its ranks "
+            f"unknown placement {_clip(kind)!r}{_known(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
             "stage by stage: flow=0,1,2"
         )
     wanted, make = known
@@ -283,7 +232,7 @@ class _Parser:
         elif key in _HEADERS:
             self._once(self.headers, key, number, line, value)
         else:
-            self._fail(number, line, f"unknown key {_clip(key)!r}{closest(key, (*_HEADERS, 'rank N'))}")
+            self._fail(number, line, f"unknown key {_clip(key)!r}{_known(key, (*_HEADERS, 'rank N'))}")
 
     def _once(self, where: dict[_K, tuple[int, str]], key: _K, number: int, line: str, value: str) -> None:
         if key in where:

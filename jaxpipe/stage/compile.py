@@ -32,13 +32,14 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
+from jaxpipe.stage.graph import Part
 from jaxpipe.stage.identity import Same, function_key, value_key
 from jaxpipe.stage.layer import Layer, Params
 from jaxpipe.stage.offloadable import with_offload
 from jaxpipe.stage.params import ParamLayout, stage_params
 from jaxpipe.stage.policies import ingredients, per_stage
 from jaxpipe.stage.recompute import policy
-from jaxpipe.stage.split import Part, Split, split
+from jaxpipe.stage.split import Split, split
 from jaxpipe.stage.trace import (
     StageTrace,
     TraceSpec,

@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, sub_jaxprs
-
-if TYPE_CHECKING:
-    from jaxpipe.stage.split import Graph
+from jaxpipe.stage.graph import Graph
 
 _UNMOVABLE = frozenset(
     {

@@ -16,7 +16,6 @@ recompute policies.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from jaxpipe.stage.outline import Outline
 from jaxpipe.stage.params import get_leaf, nested
 from jaxpipe.stage.trace import array_leaves, fill, is_array
 from jaxpipe.stage.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
+from jaxpipe.wording import closest
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -102,8 +102,7 @@ def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.S
 
 def nearest(path: Path, known: Iterable[Path]) -> str:
     """``; did you mean x?`` for the known path most like ``path``, or nothing."""
-    best = difflib.get_close_matches("/".join(path), ["/".join(p) for p in known], n=1, cutoff=0.5)
-    return f"; did you mean {best[0]!r}?" if best else ""
+    return closest("/".join(path), ["/".join(p) for p in known])
 
 
 def cut_module(

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
-
-if TYPE_CHECKING:
-    from jaxpipe.stage.split import Part
+from jaxpipe.stage.graph import Part
 
 _NEVER = -1
 """Group of what nothing needs yet; any layer comes before it."""

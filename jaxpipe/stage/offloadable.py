@@ -11,8 +11,6 @@ Not modelled: that W alone may read a residual, so that it could come back later
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -26,21 +24,12 @@ TINY = 256
 """A leaf stays if the largest is more than this many times larger."""
 
 
-def with_offload(
-    stage: StageFunctions,
-    fraction: float = 1.0,
-    *,
-    recompute_s: Mapping[int, float] | None = None,
-    link_bytes_per_s: float = math.inf,
-) -> StageFunctions:
+def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions:
     """``stage`` whose O and L move about ``fraction`` of the bytes that may leave: at least that, and no leaf more than needed.
 
     Args:
         stage: any; an earlier choice is replaced.
         fraction: 0 (nothing moves) to 1 (all that may leave).
-        recompute_s: by ``res`` index, seconds that computing the leaf again would take, where known. Leaves for which this is
-            less than moving them out and back at ``link_bytes_per_s`` stay.
-        link_bytes_per_s: of the host link, one direction.
 
     Raises:
         StageError: ``fraction`` is outside 0..1.
@@ -48,9 +37,6 @@ def with_offload(
     if not 0 <= fraction <= 1:
         raise StageError(f"offload: fraction is {fraction}; want a number between 0 and 1")
     sizes = leaves_that_may_leave(stage)
-    for index, seconds in (recompute_s or {}).items():
-        if index in sizes and seconds < 2 * sizes[index] / link_bytes_per_s:
-            del sizes[index]
     read_by_w = {p.index for p in stage.functions["W"].inputs if p.kind == "res"}
     target = fraction * sum(sizes.values())
     chosen: dict[int, int] = {}

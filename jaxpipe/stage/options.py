@@ -7,7 +7,6 @@ tables belong to :mod:`jaxpipe.train.config`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
@@ -16,6 +15,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.wording import closest
 
 T = TypeVar("T")
 
@@ -44,9 +44,7 @@ def build_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the nearest known one, then all of them."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return f"{hint} Known: {', '.join(known)}" if known else ""
+    return f"{closest(name, known, ';')} Known: {', '.join(known)}" if known else ""
 
 
 def divisors(n: int) -> str:

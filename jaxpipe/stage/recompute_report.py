@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
 from jaxpipe.stage.compile import BuildCache, build_all
 from jaxpipe.stage.flops import jaxpr_flops
@@ -108,27 +107,6 @@ def _cost(name: str, stage: StageFunctions, base: StageFunctions) -> PolicyCost:
         MappingProxyType(flops),
         total - before,
         (total - before) / max(1, before),
-    )
-
-
-def cheapest_policy(
-    costs: Sequence[PolicyCost], residual_bytes: float, w_residual_bytes: float = float("inf")
-) -> PolicyCost:
-    """The policy that adds the fewest FLOPs among those of one stage that hold at most ``residual_bytes`` from F to B, and
-    ``w_residual_bytes`` from B to W, per microbatch; of equal ones the one that holds least.
-
-    Raises:
-        StageError: none fits; says what the least is.
-    """
-    fitting = [c for c in costs if c.residual_bytes <= residual_bytes and c.w_residual_bytes <= w_residual_bytes]
-    if fitting:
-        return min(fitting, key=lambda c: (c.added_flops, c.residual_bytes, c.w_residual_bytes))
-    least = min(costs, key=lambda c: (c.residual_bytes, c.w_residual_bytes))
-    least_w = min(costs, key=lambda c: (c.w_residual_bytes, c.residual_bytes))
-    w_limit = f" and {w_residual_bytes:.0f} for W" if w_residual_bytes != float("inf") else ""
-    raise StageError(
-        f"no recompute policy holds a microbatch in {residual_bytes:.0f} bytes{w_limit}: {least.policy} needs "
-        f"{least.residual_bytes} ({least_w.policy} {least_w.w_residual_bytes} for W); use a smaller microbatch or more stages"
     )
 
 

@@ -122,9 +122,13 @@ class Unit:
 
 
 class PartGraph:
-    """Dataflow of one jaxpr: who makes and who reads each value, and what each collective needs. Built once, not changed."""
+    """Dataflow of one jaxpr: who makes and who reads each value, and what each collective needs. Built once, not changed.
 
-    def __init__(self, closed: ClosedJaxpr, least_bytes: float = 0, axis: str = TP) -> None:
+    ``closed``: flat (no calls left in it, see :mod:`jaxpipe.stage.inline`). ``least_bytes``: collectives that move less are
+    ordinary equations (:func:`cut_threshold`).
+    """
+
+    def __init__(self, closed: ClosedJaxpr, least_bytes: float = 0) -> None:
         self.jaxpr = closed.jaxpr
         self.eqns: Sequence[JaxprEqn] = closed.jaxpr.eqns
         self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -133,7 +137,7 @@ class PartGraph:
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
                 self.readers.setdefault(v, []).append(i)
-        self.collectives = [c for c in collectives(closed, axis) if c.whole_bytes >= least_bytes]
+        self.collectives = [c for c in collectives(closed) if c.whole_bytes >= least_bytes]
         self.need = self._needs()
 
     def inputs(self, i: int) -> Iterable[int]:
@@ -168,34 +172,23 @@ class PartGraph:
         )
 
 
-def collectives(closed: ClosedJaxpr, axis: str = TP) -> tuple[Collective, ...]:
-    """All collectives over ``axis`` that move activations or statistics in bulk, in program order."""
+def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
+    """All collectives over ``tp`` that move activations or statistics in bulk, in program order."""
     found = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        if eqn.primitive.name in COLLECTIVES and axis in _axes(eqn):
+        if eqn.primitive.name in COLLECTIVES and TP in _axes(eqn):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
             found.append(Collective(i, eqn.primitive.name, max(ends)))
     return tuple(found)
 
 
-def cut_threshold(parts: Sequence[ClosedJaxpr], axis: str = TP) -> float:
+def cut_threshold(parts: Sequence[ClosedJaxpr]) -> float:
     """The bytes from which a collective of these functions is worth a cut."""
-    return LEAST_SHARE * max((c.whole_bytes for part in parts for c in collectives(part, axis)), default=0)
-
-
-def cut_units(closed: ClosedJaxpr, least_bytes: float | None = None, axis: str = TP) -> tuple[Unit, ...]:
-    """The units of a stage function in program order, those of filler last.
-
-    Args:
-        closed: a flat per-shard jaxpr (no calls left in it, see :mod:`jaxpipe.stage.inline`).
-        least_bytes: collectives that move less are not cut at; by default :data:`LEAST_SHARE` of the largest.
-        axis: the mesh axis.
-    """
-    return units_of(PartGraph(closed, cut_threshold([closed], axis) if least_bytes is None else least_bytes, axis))
+    return LEAST_SHARE * max((c.whole_bytes for part in parts for c in collectives(part)), default=0)
 
 
 def units_of(graph: PartGraph) -> tuple[Unit, ...]:
-    """As :func:`cut_units`, of a graph."""
+    """The units of a stage function in program order, those of filler last."""
     members: Mapping[int | None, list[int]] = {k: [] for k in (*range(len(graph.collectives)), None)}
     ends = {c.eqn for c in graph.collectives}
     for i in range(len(graph.eqns)):

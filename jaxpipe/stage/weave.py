@@ -29,12 +29,9 @@ from jaxpipe._jax_compat import (
     aval_bytes,
     barrier,
     close_jaxpr,
-    dtype_of,
     fresh_var,
-    shape_of,
     variables,
 )
-from jaxpipe.mesh import TP
 from jaxpipe.stage.lanes import Node, Order, best_order, covers
 from jaxpipe.stage.units import Chunk, Collective, PartGraph, Unit, UnitCosts, cut_threshold, units_of
 
@@ -54,9 +51,6 @@ and made no difference: ``xla_gpu_experimental_collective_start_as_early_as_poss
 ``xla_gpu_enable_analytical_sol_latency_estimator`` and optimization levels. Harmful: the attributes ``_scheduling_group_id``
 (0 of 8 covered) and ``latency_metadata`` (collectives start later).
 """
-
-Input = tuple[int, int]
-"""An input of a part: number of the part, position among its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +88,11 @@ class CoveredCollective:
 class Woven:
     """Several functions in one jaxpr: inputs and outputs of the parts one after another.
 
-    ``inputs``: which input of which part each input is (those declared shared appear once). ``collectives``: by part, in
-    program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which compute waits for a collective.
+    ``collectives``: by part, in program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which
+    compute waits for a collective.
     """
 
     jaxpr: ClosedJaxpr
-    inputs: tuple[Input, ...]
     collectives: tuple[CoveredCollective, ...]
     makespan_s: float
     exposed_s: float
@@ -113,65 +106,46 @@ class Woven:
         return "\n".join([head, *(f"  {c}" for c in self.collectives)])
 
 
-def weave(
-    parts: Sequence[ClosedJaxpr],
-    *,
-    shards: int = 8,
-    costs: UnitCosts | None = None,
-    shared: Mapping[Input, Input] | None = None,
-    axis: str = TP,
-) -> Woven:
+def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8) -> Woven:
     """One jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
 
     Args:
         parts: flat per-shard jaxprs; none reads what another one makes. They may hold the same variables.
-        shards: size of ``axis``, for the cost of collectives.
-        costs: rates that decide what is put under what; an H100's by default.
-        shared: inputs that are the same array as an input of an earlier part (of the same type); they are left out.
-        axis: the mesh axis whose collectives are hidden.
+        shards: size of the mesh axis ``tp``, for the cost of collectives. The rates that decide what is put under what are an
+            H100's.
     """
     assert parts, "nothing to weave"
-    rates = costs if costs is not None else UnitCosts()
-    least = cut_threshold(parts, axis)
-    renamed = _Renamed.of(parts, shared or {})
-    graphs = [PartGraph(part, least, axis) for part in renamed.parts]
-    nodes = _nodes(graphs, rates, shards)
+    least = cut_threshold(parts)
+    renamed = _Renamed.of(parts)
+    graphs = [PartGraph(part, least) for part in renamed.parts]
+    nodes = _nodes(graphs, UnitCosts(), shards)
     order = best_order(nodes)
     eqns, names = _Emission(graphs, nodes).run(order)
     outvars = [names.get(a, a) if isinstance(a, Var) else a for g in graphs for a in g.jaxpr.outvars]
     closed = close_jaxpr(renamed.consts, renamed.invars, eqns, outvars)
-    return Woven(closed, renamed.inputs, _report(nodes, order), order.makespan_s, order.exposed_s)
+    return Woven(closed, _report(nodes, order), order.makespan_s, order.exposed_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _Renamed:
-    """The parts on variables of their own, constants bound. ``invars`` of the whole, with what each is."""
+    """The parts on variables of their own, constants bound. ``invars`` of the whole."""
 
     parts: tuple[ClosedJaxpr, ...]
     invars: tuple[Var, ...]
-    inputs: tuple[Input, ...]
     consts: tuple[tuple[Var, Any], ...]
 
     @classmethod
-    def of(cls, parts: Sequence[ClosedJaxpr], shared: Mapping[Input, Input]) -> _Renamed:
-        invars: dict[Input, Var] = {}
+    def of(cls, parts: Sequence[ClosedJaxpr]) -> _Renamed:
+        invars: list[Var] = []
         consts: dict[int, tuple[Var, Any]] = {}
         new: list[ClosedJaxpr] = []
-        for p, part in enumerate(parts):
-            env: dict[Var, Var] = {}
-            for k, v in enumerate(part.jaxpr.invars):
-                if (p, k) in shared:
-                    twin = invars[shared[p, k]]
-                    assert shape_of(twin) == shape_of(v) and dtype_of(twin) == dtype_of(v), (
-                        "a shared input is one array"
-                    )
-                    env[v] = twin
-                else:
-                    env[v] = invars[p, k] = fresh_var(v.aval)
+        for part in parts:
+            env = {v: fresh_var(v.aval) for v in part.jaxpr.invars}
+            invars += env.values()
             for v, c in zip(part.jaxpr.constvars, part.consts, strict=True):
                 env[v] = consts.setdefault(id(c), (fresh_var(v.aval), c))[0]
             new.append(_on_new_variables(part, env))
-        return cls(tuple(new), tuple(invars.values()), tuple(invars), tuple(consts.values()))
+        return cls(tuple(new), tuple(invars), tuple(consts.values()))
 
 
 def _on_new_variables(part: ClosedJaxpr, env: dict[Var, Var]) -> ClosedJaxpr:

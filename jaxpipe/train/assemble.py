@@ -25,7 +25,7 @@ from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
-from jaxpipe.train.config import PipelineConfig
+from jaxpipe.train.sections import PipelineConfig
 
 Progress = Callable[[str], None]
 

@@ -33,6 +33,7 @@ from jaxpipe.train.checkpoint_directory import Intact
 from jaxpipe.train.checkpoint_load import find, load_group, load_params, pick, read_manifest, reading
 from jaxpipe.train.checkpoint_manifest import GROUPS, strict_json
 from jaxpipe.train.checkpoint_tree import Placement, PyTree, Snapshot
+from jaxpipe.wording import format_bytes
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 
@@ -256,7 +257,7 @@ class CheckpointStore:
         needed = sum(content.nbytes for content in groups.values())
         free = shutil.disk_usage(self.directory).free
         if free < needed:
-            raise OSError(f"it needs {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB free; make room")
+            raise OSError(f"it needs {format_bytes(needed)} and the disk has {format_bytes(free)} free; make room")
 
     def _prune(self, spare: frozenset[int]) -> None:
         """Delete the checkpoints that are not to be kept, nor in ``spare``. What is damaged, or can't be read now, is

@@ -102,10 +102,6 @@ class Batches:
     origin: tuple[int, int] = (0, 0)  # (step, position) from which steps are counted
 
     @property
-    def steps_per_epoch(self) -> float:
-        return len(self.windows) / self.batch
-
-    @property
     def tokens_per_step(self) -> int:
         return self.batch * self.windows.seq_len
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.errors import ConfigError, JaxpipeError, RunError, gist
-from jaxpipe.train.metrics import format_bytes
+from jaxpipe.wording import format_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -128,7 +128,9 @@ def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None) -
     if fullest is None:
         return f"; out of memory: use {_LESS_WORK}"
     state = sum(fullest.by_kind.get(k, 0) for k in ("parameters", "gradients", "masters", "optimizer"))
-    of = f"of {format_bytes(fullest.peak_bytes)} predicted on rank {fullest.rank}"
+    of = f"of {format_bytes(fullest.peak_bytes, binary=True)} predicted on rank {fullest.rank}"
     if 2 * state > fullest.peak_bytes:
-        return f"; out of memory: parameters, gradients and optimizer state take {format_bytes(state)} {of}: use {_LESS_STATE}"
-    return f"; out of memory: activations and workspace take {format_bytes(fullest.peak_bytes - state)} {of}: use {_LESS_WORK}"
+        what, use = "parameters, gradients and optimizer state", _LESS_STATE
+    else:
+        what, state, use = "activations and workspace", fullest.peak_bytes - state, _LESS_WORK
+    return f"; out of memory: {what} take {format_bytes(state, binary=True)} {of}: use {use}"

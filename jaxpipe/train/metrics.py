@@ -20,42 +20,6 @@ from typing import Any, NoReturn
 from jaxpipe.errors import ConfigError, DataError
 
 
-def format_bytes(num_bytes: float) -> str:
-    """``1.5 MiB``; three significant digits, binary units."""
-    value, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(value) < 999.5 or unit == "PiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """``850 µs``, ``12.5 ms``, ``3.2 s``, ``4m05s``, ``2h03m``, ``3d04h``; ``?`` if not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 59.95:
-        for scale, unit in ((1e-6, "µs"), (1e-3, "ms")):
-            if 0 < seconds < 999.5 * scale:
-                return f"{seconds / scale:.3g} {unit}"
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    for big, small, units in ((60, 1, "ms"), (3600, 60, "hm"), (86400, 3600, "dh")):
-        if whole < big * (24 if units == "hm" else 60) or units == "dh":
-            return f"{whole // big}{units[0]}{whole % big // small:02d}{units[1]}"
-    raise AssertionError
-
-
-def format_count(count: float) -> str:
-    """``950``, ``12.3k``, ``4.56M``; three significant digits."""
-    value = float(count)
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(value) < 999.5 or unit == "T":
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    raise AssertionError
-
-
 def format_gain(fraction: float) -> str:
     """``12.5% less``; ``3.0% more`` for a loss."""
     return f"{abs(fraction):.1%} {'less' if fraction >= 0 else 'more'}"

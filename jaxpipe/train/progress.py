@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from jaxpipe.train.metrics import format_bytes, format_count, format_seconds
+from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 
 class ProgressStream:
@@ -111,7 +111,7 @@ class LiveLine:
             measured = "" if bubble_measured is None else f" → {bubble_measured:.1%} measured"
             parts.append(f"bubble {bubble_predicted:.1%} predicted{measured}")
         if peak_bytes is not None:
-            parts.append(f"peak {format_bytes(peak_bytes)}")
+            parts.append(f"peak {format_bytes(peak_bytes, binary=True)}")
         parts += [extra] if extra else []
         parts += [f"{format_seconds((self._steps - step) * step_s)} left"] if step < self._steps else []
         self._show("  ".join(parts))

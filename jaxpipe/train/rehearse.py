@@ -17,15 +17,15 @@ from jaxpipe.profile import Timing
 from jaxpipe.program.accounting import Kind
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.rehearsal_report import RankReport, rehearsed_costs
 from jaxpipe.runtime.rehearse import Rehearsal
-from jaxpipe.runtime.rehearsed import RankReport, rehearsed_costs
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.metrics import format_bytes
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, trainer_over
 from jaxpipe.train.step import TrainStep
+from jaxpipe.wording import format_bytes
 
 _NO_LIMIT_GB = 1e9
 
@@ -175,14 +175,14 @@ def _rank_text(r: RankReport) -> str:
     stages = ", ".join(map(str, r.stages))
     m = r.memory
     kinds = ", ".join(
-        f"{kind} {format_bytes(n)}" for kind, n in sorted(m.predicted.by_kind.items(), key=lambda x: -x[1])
+        f"{kind} {format_bytes(n, binary=True)}" for kind, n in sorted(m.predicted.by_kind.items(), key=lambda x: -x[1])
     )
     lines = [
         f"rank {r.rank} of {r.num_ranks} (stage{'s' * (len(r.stages) > 1)} {stages}), schedule {r.schedule}, "
         f"{r.num_instructions} instructions on {'' if '×' in r.device else 'one '}{r.device}",
-        f"  memory  predicted {format_bytes(m.predicted_bytes)}, measured {'' if m.exact else 'at least '}"
-        f"{format_bytes(m.measured_bytes)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
-        f"          with workspace {format_bytes(m.predicted.peak_bytes)}, at {m.predicted.at}: {kinds}",
+        f"  memory  predicted {format_bytes(m.predicted_bytes, binary=True)}, measured {'' if m.exact else 'at least '}"
+        f"{format_bytes(m.measured_bytes, binary=True)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
+        f"          with workspace {format_bytes(m.predicted.peak_bytes, binary=True)}, at {m.predicted.at}: {kinds}",
         f"  step    {r.step} without waiting for other ranks; {r.host_us:.0f} µs of the host per instruction",
         "  op  stage        ms  spread  samples  alone ms",
     ]
@@ -193,7 +193,7 @@ def _rank_text(r: RankReport) -> str:
         )
         lines.append(f"  {op:<2}  {s:>5}  {cells}" + (f"  {alone.median_s * 1e3:>8.3f}" if alone is not None else ""))
     lines += [
-        f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count)}, "
+        f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count, binary=True)}, "
         f"{c.bytes_per_s / 1e9:.2f} GB/s, {c.hidden:.0%} of their time under compute"
         for c in r.copies
     ]

@@ -32,9 +32,10 @@ from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
-from jaxpipe.train.metrics import format_gain, format_seconds
+from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.solve_process import SolveProcess
 from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
+from jaxpipe.wording import format_seconds
 
 Seconds = Mapping[tuple[str, int], float]
 """Mean seconds by (op, stage)."""

@@ -11,8 +11,9 @@ from typing import Any
 from jaxpipe.profile import StageMeasurements
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
-from jaxpipe.train.metrics import format_bytes, format_count, format_gain, format_seconds, plain
+from jaxpipe.train.metrics import format_gain, plain
 from jaxpipe.train.ngram import Score
+from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 _NAN = float("nan")
 
@@ -68,7 +69,7 @@ def result_text(result: TrainResult) -> str:
             lines[1] += (
                 f", {result.bubble_measured:.1%} measured; step ÷ replay of its own durations {result.replay_ratio:.3f}"
             )
-        lines[1] += f"; peak {format_bytes(result.peak_bytes)} a rank"
+        lines[1] += f"; peak {format_bytes(result.peak_bytes, binary=True)} a rank"
     if not math.isnan(result.gain_predicted):
         gains = {"predicted": result.gain_predicted, "measured": result.gain_measured}
         said = [f"{format_gain(gain)} {how}" for how, gain in gains.items() if not math.isnan(gain)]
@@ -103,7 +104,7 @@ def cost_table(costs: CostProfile) -> str:
     for s in range(costs.num_stages):
         times = (costs.f_s[s], costs.b_s[s], costs.w_s[s], costs.bw_s[s])
         sizes = (costs.residual_bytes[s], costs.w_residual_bytes[s], costs.boundary_bytes[s], costs.param_bytes[s])
-        cells = [f"{format_bytes(x):>{w}}" for x, w in zip(sizes, (10, 11, 10, 10), strict=True)]
+        cells = [f"{format_bytes(x, binary=True):>{w}}" for x, w in zip(sizes, (10, 11, 10, 10), strict=True)]
         rows.append(f"{s:>5}" + "".join(f" {1e3 * t:8.2f}" for t in times) + " " + " ".join(cells))
     rows.append(f"({costs.source})")
     return "\n".join(rows)
@@ -118,7 +119,9 @@ def measurement_table(measured: StageMeasurements) -> str:
         if (op, s) in measured.footprints:
             f = measured.footprints[(op, s)]
             sizes = (f.temp_bytes, f.argument_bytes, f.output_bytes)
-            cells += "  " + "".join(f"{format_bytes(x):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True))
+            cells += "  " + "".join(
+                f"{format_bytes(x, binary=True):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True)
+            )
         rows.append(cells)
     for s, alone in sorted(measured.collectives.items()):
         took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"

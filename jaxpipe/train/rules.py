@@ -7,24 +7,25 @@ a family says about sizes in detail, it says when it generates.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.policies import POLICIES
+from jaxpipe.train import settings
+from jaxpipe.train.sections import Sections
 from jaxpipe.train.settings import Problem
-
-if TYPE_CHECKING:
-    from jaxpipe.train.config import TrainConfig
+from jaxpipe.wording import closest
 
 
-def broken_rules(config: TrainConfig, bad_keys: set[str]) -> list[Problem]:
+def broken_rules(config: Sections, bad_keys: set[str]) -> list[Problem]:
     """Problems of values and of their combinations, leaving out what involves a key in ``bad_keys``."""
-    values = {f"{section}.{key}": x for section, leaves in config.to_dict().items() for key, x in leaves.items()}
+    values = {
+        f"{section}.{key}": x for section, leaves in settings.to_mapping(config).items() for key, x in leaves.items()
+    }
     good = {key: value for key, value in values.items() if key not in bad_keys}
     problems = [Problem(message, (key,)) for key, message in _range_rules(good)]
     bad_keys = bad_keys.union(*(problem.keys for problem in problems))
@@ -92,13 +93,9 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
     schedule = values.get("pipeline.schedule", "1f1b")
     if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
-        near = difflib.get_close_matches(schedule, FAMILIES, n=1, cutoff=0.5)
-        advice = (
-            f"did you mean {near[0]}?"
-            if near
-            else f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
-        )
-        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
+        known = f"; known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
+        advice = closest(schedule, FAMILIES, known)
+        yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule{advice}"
     yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
     layers = [layer for layer in cut if isinstance(layer, int)]
@@ -110,14 +107,11 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in [recompute] if isinstance(recompute, str) else recompute:
         for part in name.split("+"):
             if part.strip() not in POLICIES:
-                near = difflib.get_close_matches(part, POLICIES, n=1, cutoff=0.5)
-                advice = (
-                    f"did you mean {near[0]!r}?" if near else f"known: {', '.join(POLICIES)}, or several joined by +"
-                )
-                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
+                advice = closest(part, POLICIES, f"; known: {', '.join(POLICIES)}, or several joined by +")
+                yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy{advice}"
 
 
-def _batch_rule(config: TrainConfig) -> str:
+def _batch_rule(config: Sections) -> str:
     """The batch divides into microbatches, and each of these over dp; otherwise names numbers near by that would."""
     batch, microbatches, dp = config.run.batch, config.pipeline.microbatches, config.pipeline.dp
     step = microbatches * dp
@@ -139,7 +133,7 @@ def _nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
 
 
-def _sequence_rule(config: TrainConfig) -> str:
+def _sequence_rule(config: Sections) -> str:
     """With sequence parallelism each tp shard holds an equal part of the time axis."""
     length, tp = config.data.seq_len, config.pipeline.tp
     if not config.pipeline.sequence_parallel or length % tp == 0:
@@ -152,20 +146,20 @@ def _sequence_rule(config: TrainConfig) -> str:
     )
 
 
-def _warmup_rule(config: TrainConfig) -> str:
+def _warmup_rule(config: Sections) -> str:
     warmup, steps = config.optimizer.warmup_steps, config.run.steps
     advice = f"use at most {steps} (a tenth, {max(1, steps // 10)}, is usual)"
     return f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: {advice}" if warmup > steps else ""
 
 
-def _holdout_rule(config: TrainConfig) -> str:
+def _holdout_rule(config: Sections) -> str:
     if config.data.holdout > 0 or config.run.eval_every == 0:
         return ""
     message = f"data.holdout=0 leaves nothing for run.eval_every={config.run.eval_every}"
     return f"{message}: set data.holdout=0.05 or run.eval_every=0"
 
 
-def _cut_rule(config: TrainConfig) -> str:
+def _cut_rule(config: Sections) -> str:
     pipeline = config.pipeline
     stages = pipeline.ranks * pipeline.chunks
     if isinstance(pipeline.cut, str) or len(pipeline.cut) == stages - 1:
@@ -174,7 +168,7 @@ def _cut_rule(config: TrainConfig) -> str:
     return f"pipeline.cut has {len(pipeline.cut)} layers at which a stage starts, but {made}, which need {stages - 1}"
 
 
-def _recompute_rule(config: TrainConfig) -> str:
+def _recompute_rule(config: Sections) -> str:
     pipeline = config.pipeline
     stages = pipeline.ranks * pipeline.chunks
     if isinstance(pipeline.recompute, str) or len(pipeline.recompute) == stages:
@@ -185,7 +179,7 @@ def _recompute_rule(config: TrainConfig) -> str:
     )
 
 
-def _seq_len_rule(config: TrainConfig) -> str:
+def _seq_len_rule(config: Sections) -> str:
     """Models get their sequence length from the data."""
     given, wanted = config.model.options.get("seq_len"), config.data.seq_len
     if given in (None, wanted):
@@ -193,7 +187,7 @@ def _seq_len_rule(config: TrainConfig) -> str:
     return f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
 
 
-def _chunks_rule(config: TrainConfig) -> str:
+def _chunks_rule(config: Sections) -> str:
     """Chunks against what the family takes; schedule files and the generators' finer rules are checked when they are read."""
     family, chunks = FAMILIES.get(config.pipeline.schedule), config.pipeline.chunks
     if family is None or "chunks" in family.options or chunks == family.default_chunks:
@@ -203,7 +197,7 @@ def _chunks_rule(config: TrainConfig) -> str:
     return f"{shape}: set pipeline.chunks={family.default_chunks} or a schedule that takes chunks ({others})"
 
 
-def _memory_rule(config: TrainConfig) -> str:
+def _memory_rule(config: Sections) -> str:
     family, limit = FAMILIES.get(config.pipeline.schedule), config.pipeline.memory_limit
     if family is None or limit is None or "memory_limit" in family.options:
         return ""
@@ -211,7 +205,7 @@ def _memory_rule(config: TrainConfig) -> str:
     return f"pipeline.schedule={family.name} takes no pipeline.memory_limit: leave it out or use {others}"
 
 
-def _pairs_rule(config: TrainConfig) -> str:
+def _pairs_rule(config: Sections) -> str:
     """A schedule of these sizes can be made in seconds."""
     pipe = config.pipeline
     stages = pipe.ranks * pipe.chunks
@@ -222,7 +216,7 @@ def _pairs_rule(config: TrainConfig) -> str:
     return f"{sizes} is more than {_MOST_PAIRS} stages times microbatches: {most}"
 
 
-def _devices_rule(config: TrainConfig) -> str:
+def _devices_rule(config: Sections) -> str:
     devices, pipe = config.run.devices, config.pipeline
     if devices == 0 or devices >= pipe.num_devices:
         return ""
@@ -237,7 +231,7 @@ def _devices_rule(config: TrainConfig) -> str:
     )
 
 
-def _ids_rule(config: TrainConfig) -> str:
+def _ids_rule(config: Sections) -> str:
     """``ids:N`` has no text to read."""
     data = config.data
     if not data.tokenizer.startswith("ids:") or data.path.endswith((".npy", ".npz")):
@@ -245,7 +239,7 @@ def _ids_rule(config: TrainConfig) -> str:
     return f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
 
 
-def _recorded_rule(config: TrainConfig) -> str:
+def _recorded_rule(config: Sections) -> str:
     """The solver is given what a recorded step measured; the first step compiles."""
     steps, every = config.run.steps, config.run.log_every
     if not config.replan.enabled or max(2, every) < steps:
@@ -256,7 +250,7 @@ def _recorded_rule(config: TrainConfig) -> str:
     )
 
 
-_COMBINATIONS: Mapping[tuple[str, ...], Callable[[TrainConfig], str]] = {
+_COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("run.batch", "pipeline.microbatches", "pipeline.dp"): _batch_rule,
     ("pipeline.sequence_parallel", "data.seq_len", "pipeline.tp"): _sequence_rule,
     ("optimizer.warmup_steps", "run.steps"): _warmup_rule,

@@ -18,8 +18,8 @@ from jaxpipe.plot import plot_timelines
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.schedule.files import write_atomically
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.config import RunConfig
 from jaxpipe.train.metrics import read_metrics
+from jaxpipe.train.sections import RunConfig
 from jaxpipe.train.setup import Setup
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures")

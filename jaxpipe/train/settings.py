@@ -11,13 +11,12 @@ Does not model: environment variables, includes, interpolation, several files.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.train.files import read_file
+from jaxpipe.wording import nearest
 
 Hint = Any  # a type annotation
 _LARGEST = sys.float_info.max
@@ -100,7 +100,8 @@ def fit(value: Any, hint: Hint) -> Any:
     if origin is Literal:
         if value in args and isinstance(value, str):
             return value
-        raise _MisfitError(_nearest(str(value), args))
+        near = nearest(str(value), args)
+        raise _MisfitError(f"did you mean {near!r}?" if near else "")
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or (args[-1] is not Ellipsis and len(value) != len(args)):
             raise _MisfitError
@@ -199,11 +200,6 @@ def _parse_open(text: str) -> Any:
     return document["x"] if len(document) == 1 else text
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else ""
-
-
 @cache
 def leaf_hints(record: type) -> Mapping[str, Hint]:
     """Type hints of a record's leaves by dotted key, in order of declaration."""
@@ -223,10 +219,10 @@ def _unknown(record: type, key: str, place: str) -> Problem:
     hints, sections = leaf_hints(record), _sections(record)
     section, _, leaf = key.partition(".")
     siblings = [k.split(".")[1] for k in hints if k.startswith(section + ".")]
-    near = [f"{section}.{name}" for name in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)]
+    near = [f"{section}.{found}" for found in [nearest(leaf, siblings)] if found]
     near += [k for k in hints if k.split(".")[1] == (leaf or section)]
     if not siblings:
-        near += difflib.get_close_matches(key, hints if leaf else sections, n=1, cutoff=0.6)
+        near += [found for found in [nearest(key, hints if leaf else sections)] if found]
     if near:
         advice = f"did you mean {near[0]}?"
     else:

@@ -21,11 +21,11 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.devices import device_errors
-from jaxpipe.train.metrics import format_bytes
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
+from jaxpipe.wording import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: P
     trainer = trainer_over(config, compile_pipeline(prepared, devices, progress))
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
-            progress(f"offloads at most {format_bytes(moved)} at a time to host memory")
+            progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
         progress("timing each stage alone")
         trainer = trainer.measured(repeats)
         progress(f"{trainer.train_step.memory_report()}")

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from jaxpipe.schedule.solve.crew import child_environment
+from jaxpipe.schedule.solve.worker_pool import child_environment
 
 COMMAND = (sys.executable, "-m", "jaxpipe.train.solve_worker")
 _MAX_LINE = 1 << 26

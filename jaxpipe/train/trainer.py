@@ -38,12 +38,12 @@ from jaxpipe.stage.reference import init_params
 from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
-from jaxpipe.train.config import PipelineConfig
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
-from jaxpipe.train.metrics import format_bytes, format_count
 from jaxpipe.train.optimizer import ema_of, with_ema
+from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
 from jaxpipe.train.stored import load_state, model_digest, same_program
+from jaxpipe.wording import format_bytes, format_count
 
 
 class Trainer:
@@ -262,7 +262,7 @@ class Trainer:
             f"schedule {schedule.name}: {schedule.num_ranks} ranks{sharding} on {devices}, {schedule.num_microbatches} "
             f"microbatches of {pipe.microbatch_size}, bubble {pipe.predicted_timeline().bubble_rate:.1%} predicted\n"
             f"stages: {stages}\n"
-            f"memory: {format_bytes(peak)} on the fullest device, workspace apart"
+            f"memory: {format_bytes(peak, binary=True)} on the fullest device, workspace apart"
         )
 
     def with_schedule(self, schedule: str | Path | Schedule) -> Trainer:

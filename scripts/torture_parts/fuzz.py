@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,10 +252,11 @@ def _costs(trial: Trial) -> None:
 
 
 def _target(trial: Trial) -> None:
-    from jaxpipe.planning.targets import TARGETS, target_json
+    from jaxpipe.planning.targets import TARGETS
 
     path = trial.folder / "target.json"
-    path.write_bytes(mutate.as_json(mutate.value(target_json(TARGETS["h100"]), trial.rng)))
+    h100 = asdict(replace(TARGETS["h100"], flops_per_s=dict(TARGETS["h100"].flops_per_s)))
+    path.write_bytes(mutate.as_json(mutate.value({k: x for k, x in h100.items() if x is not None}, trial.rng)))
     ask(["plan", "--target", str(path), "pipeline.ranks=100", *_LAST["plan"]])  # refused after the target is read
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.bounds.flows import Flows, Visit
 from jaxpipe.schedule.bounds.ranks import confine_ranks
 from jaxpipe.schedule.bounds.resident import Confined
-from jaxpipe.schedule.bounds.ways import Visit, Ways
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
 
@@ -88,14 +88,14 @@ class _Bounds:
         if m < 1:
             raise ScheduleError(f"number of microbatches is {m}; want at least 1")
         self.placement = placement
-        self.ways = Ways(placement, m, costs)
-        self.visits = [self.ways.chunks(rank) for rank in range(placement.num_ranks)]
+        self.flows = Flows(placement, m, costs)
+        self.visits = [self.flows.chunks(rank) for rank in range(placement.num_ranks)]
         self.simple = placement.is_chain and all(len(g) == 1 for flow in placement.flows for g in flow)
         limits = _limits(placement, limit) if self.simple else None
-        self.confined = confine_ranks(self.ways, limits, offload)
+        self.confined = confine_ranks(self.flows, limits, offload)
 
     def makespan(self) -> float:
-        reasons = [self.ways.critical_path(), *self.ways.link_reasons()]
+        reasons = [self.flows.critical_path(), *self.flows.link_reasons()]
         for visits, confined in zip(self.visits, self.confined, strict=True):
             reasons += _rank_reasons(visits, confined)
         return max([*reasons, *self.spans()])
@@ -103,8 +103,8 @@ class _Bounds:
     def spans(self) -> list[float]:
         spans = []
         for visits, confined in zip(self.visits, self.confined, strict=True):
-            trips = (v.flow.round_trip[v.stage] + v.flow.backward[v.stage] for v in visits)
-            spans.append(max([confined.own, *trips], default=0.0))
+            round_trips = (v.flow.round_trip[v.stage] + v.flow.backward[v.stage] for v in visits)
+            spans.append(max([confined.own, *round_trips], default=0.0))
         if self.simple and self.placement.num_flows == 1:
             spans = [max(pair) for pair in zip(spans, self._through_others(), strict=True)]
         return spans
@@ -116,7 +116,7 @@ class _Bounds:
         by at least head(s) − head(a). After the last B on e (its microbatch's B of s is not earlier), that microbatch's B and
         W of every stage of this rank below s still follow.
         """
-        flow = self.ways.flows[0]
+        flow = self.flows.all[0]
         back = flow.way_back()
         through = {visits[0].stage: x.through for visits, x in zip(self.visits, self.confined, strict=True)}
         last = [flow.head[s] + through.get(s, -inf) for s in range(len(back))]

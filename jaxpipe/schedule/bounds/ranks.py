@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, inf
 
+from jaxpipe.schedule.bounds.chunk_turns import chunk_turns
 from jaxpipe.schedule.bounds.crossing import Run, meet
+from jaxpipe.schedule.bounds.flows import Flow, Flows, Visit
 from jaxpipe.schedule.bounds.memory import confine, releases
 from jaxpipe.schedule.bounds.resident import Confined, Resident
-from jaxpipe.schedule.bounds.together import together
-from jaxpipe.schedule.bounds.ways import Flow, Visit, Ways
 
 _TOP_RANKS = 1
 """From how many ranks down the crossing argument is made: those where the limit costs most."""
 
 
-def confine_ranks(ways: Ways, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
+def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
     """Per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
-    p = ways.placement.num_ranks
-    residents = [_residents(ways, rank) for rank in range(p)]
+    p = flows.placement.num_ranks
+    residents = [_residents(flows, rank) for rank in range(p)]
     if limits is None:
         return [confine(stays, inf, offload) for stays in residents]
     bounds = [confine(stays, limit, offload) for stays, limit in zip(residents, limits, strict=True)]
     if not offload:
-        turns = (together(stays, limit) for stays, limit in zip(residents, limits, strict=True))
+        turns = (chunk_turns(stays, limit) for stays, limit in zip(residents, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
-    if ways.placement.num_flows == 1 and ways.placement.num_stages == p > 1 and not offload:
-        stage_of = {group[0]: s for s, group in enumerate(ways.flows[0].groups)}
+    if flows.placement.num_flows == 1 and flows.placement.num_stages == p > 1 and not offload:
+        stage_of = {group[0]: s for s, group in enumerate(flows.all[0].groups)}
         costly = sorted(range(p), key=lambda r: -_slowness(residents[r][0], limits[r]))
         for rank in costly[:_TOP_RANKS]:
             if bounds[rank].own < inf:
                 top = residents[rank][0]
-                run = _run(ways.flows[0], stage_of[rank], top)
+                run = _run(flows.all[0], stage_of[rank], top)
                 bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
     return bounds
 
@@ -52,19 +52,19 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
     )
 
 
-def _residents(ways: Ways, rank: int) -> list[Resident]:
-    visits, found = ways.chunks(rank), []
-    for number, flow in enumerate(ways.flows):
+def _residents(flows: Flows, rank: int) -> list[Resident]:
+    visits, found = flows.chunks(rank), []
+    for number, flow in enumerate(flows.all):
         mine = [v for v in visits if v.flow is flow]
-        share = sum(ways.costs.residual_bytes[v.stage] for v in mine)
+        share = sum(flows.costs.residual_bytes[v.stage] for v in mine)
         start = min((flow.head[v.stage] for v in mine), default=0.0)
-        found += [_resident(ways, v, number, share, start) for v in mine]
+        found += [_resident(flows, v, number, share, start) for v in mine]
     return found
 
 
-def _resident(ways: Ways, v: Visit, number: int, share: float, start: float) -> Resident:
+def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> Resident:
     """``share``: residuals of all visits of the same flow on the same rank; ``start``: the first of them at its earliest."""
-    flow, s, costs = v.flow, v.stage, ways.costs
+    flow, s, costs = v.flow, v.stage, flows.costs
     d2h, h2d = costs.offload_s[s], costs.load_s[s]
     return Resident(
         flow=number,

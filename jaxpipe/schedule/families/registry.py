@@ -6,12 +6,12 @@ From outside: :func:`register_family`, or an entry point (:mod:`~jaxpipe.schedul
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxpipe.errors import JaxpipeError, ScheduleError
+from jaxpipe.schedule import plugins
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.ada_offload import ADA_OFFLOAD
@@ -35,8 +35,9 @@ from jaxpipe.schedule.families.zb_h import ZB_H1, ZB_H2
 from jaxpipe.schedule.families.zb_heuristic import ZB, ZB_1P, ZB_2P
 from jaxpipe.schedule.families.zb_two_thirds import ZB_TWO_THIRDS
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.plugins import load_installed
+from jaxpipe.wording import closest
 
 _TABLE: dict[str, Family] = {
     family.name: family
@@ -77,6 +78,10 @@ _TABLE: dict[str, Family] = {
 _OURS = frozenset(_TABLE)
 _OPTIONS = ("chunks", "memory_limit", "group", "costs")
 _NAME = re.compile(r"[^\W_][\w+-]*")
+
+
+def load_installed() -> None:
+    plugins.load_installed("jaxpipe.families", Family, register_family)
 
 
 class _Families(Mapping[str, Family]):
@@ -125,9 +130,9 @@ def family_named(name: str) -> Family:
     """
     family = FAMILIES.get(name)
     if family is None:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ScheduleError(f"unknown schedule family {name!r}{hint} Known: {' '.join(FAMILIES)}")
+        raise ScheduleError(
+            f"unknown schedule family {name!r}{closest(str(name), FAMILIES, '.')} Known: {' '.join(FAMILIES)}"
+        )
     return family
 
 
@@ -176,7 +181,7 @@ def generate(
     if costs is not None:
         _match(family, ranks, chunks, costs)
         if "costs" in family.options:
-            options["costs"] = costs if family.sees_collectives else costs.with_collectives_exposed()
+            options["costs"] = costs if family.sees_collectives else collectives_exposed(costs)
     if name in _OURS:
         return family.function(ranks, microbatches, **options)
     return _made_outside(family, ranks, microbatches, family.placement(ranks, chunks or family.default_chunks), options)

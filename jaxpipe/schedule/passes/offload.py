@@ -21,7 +21,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.hardware import k_of
 from jaxpipe.schedule.ir import Braid, Schedule, Slot
 from jaxpipe.schedule.passes.plans import Plans, peak_of
-from jaxpipe.schedule.passes.prompt_weights import prompt_weights
+from jaxpipe.schedule.passes.prompt import prompt_weights
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline

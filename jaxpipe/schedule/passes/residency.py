@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import Schedule, op_spec
-from jaxpipe.schedule.memory import ACTIVATION_FIELDS
-from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.memory import UNIT, activation_units, rank_share
 from jaxpipe.schedule.timeline import Timeline
 
-GRID = 2**40
+GRID = int(UNIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,63 +80,27 @@ def rank_lives(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> tu
     for event in timeline.events:
         if event.lane == "compute":
             times[event.rank].append((event.start_s, event.end_s))
-    weights = _Weights(schedule.placement, costs)
-    return tuple(_rank_life(schedule, rank, times[rank], weights, costs) for rank in range(schedule.num_ranks))
+    return tuple(_rank_life(schedule, rank, times[rank], costs) for rank in range(schedule.num_ranks))
 
 
-class _Weights:
-    """Memory that an op takes when it starts and when it ends, on the grid."""
-
-    def __init__(self, placement: Placement, costs: CostProfile) -> None:
-        self._costs = costs
-        self._flows = placement.flows
-        self._share: dict[tuple[int, int], float] = {}
-        self._known: dict[tuple[int, str, int, int], tuple[int, int]] = {}
-
-    def share(self, rank: int, flow: int) -> float:
-        """Bytes that a microbatch of ``flow`` leaves on ``rank``: the unit."""
-        key = (rank, flow)
-        if key not in self._share:
-            held = self._costs.residual_bytes
-            self._share[key] = sum(held[s] for s, group in enumerate(self._flows[flow]) if rank in group)
-        return self._share[key]
-
-    def units(self, num_bytes: float, rank: int, flow: int) -> int:
-        share = self.share(rank, flow)
-        return round(num_bytes / share * GRID) if share > 0 else 0
-
-    def of(self, rank: int, op: str, stage: int, flow: int) -> tuple[int, int]:
-        key = (rank, op, stage, flow)
-        if key not in self._known:
-            change = {"start": 0, "end": 0}
-            for effect in op_spec(op).memory:
-                if effect.field in ACTIVATION_FIELDS:
-                    change[effect.at] += effect.sign * self.units(self._costs.values(effect.field)[stage], rank, flow)
-            self._known[key] = change["start"], change["end"]
-        return self._known[key]
-
-
-def _rank_life(
-    schedule: Schedule,
-    rank: int,
-    times: Sequence[tuple[float, float]],
-    weights: _Weights,
-    costs: CostProfile,
-) -> RankLife:
-    num_flows = schedule.placement.num_flows
+def _rank_life(schedule: Schedule, rank: int, times: Sequence[tuple[float, float]], costs: CostProfile) -> RankLife:
+    flows = range(schedule.placement.num_flows)
+    shares = [rank_share(schedule.placement, costs, rank, flow) for flow in flows]
+    units = cache(lambda op, stage, flow: activation_units(costs, op, stage, shares[flow]))
     made: dict[tuple[int, int], int] = {}
     levels, changes, residents = [], [], []
     live = 0
     for j, (slot, (start, end)) in enumerate(zip(schedule.rows[rank], times, strict=True)):
         taken = given = 0
         for a in slot.actions:
-            first, last = weights.of(rank, a.op, a.stage, a.microbatch % num_flows)
+            flow = a.microbatch % len(flows)
+            first, last = units(a.op, a.stage, flow)
             taken, given = taken + first, given + last
             if a.op == "F":
                 made[a.stage, a.microbatch] = j
             elif a.op in ("B", "BW"):
                 f_slot = made[a.stage, a.microbatch]
-                size = weights.units(costs.offloadable_bytes[a.stage], rank, a.microbatch % num_flows)
+                size = round(costs.offloadable_bytes[a.stage] / shares[flow] * GRID) if shares[flow] > 0 else 0
                 out, back = costs.offload_s[a.stage], costs.load_s[a.stage]
                 residents.append(Resident(a.stage, a.microbatch, f_slot, j, times[f_slot][1], start, size, out, back))
         live += taken

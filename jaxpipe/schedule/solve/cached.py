@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxpipe.schedule.solve.board import Board
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
+from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.solver import bound_of, solve_any
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.solve.worker import family_schedules, quick_families
@@ -47,12 +47,12 @@ def _answer(task: SolveTask, hit: CacheHit, tell: Callable[[str, object], None])
     if hit.lower_bound is None or hit.value > hit.lower_bound * _SLACK or task.objective == "lexicographic":
         return None
     if hit.value > bound_of(task) * _SLACK:
-        board = Board([task], [hit.lower_bound], None)
-        family_schedules(task, quick_families(task), lambda schedule, source: board.offer(0, schedule, source))
-        if board.value * _SLACK < hit.lower_bound:
+        incumbent = Incumbent([task], [hit.lower_bound], None)
+        family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
+        if incumbent.value * _SLACK < hit.lower_bound:
             tell(
                 "ignored a bound",
-                f"it is {hit.lower_bound:g}, and {board.improvements[-1].source} takes {board.value:g}",
+                f"it is {hit.lower_bound:g}, and {incumbent.improvements[-1].source} takes {incumbent.value:g}",
             )
             return None
     offloaded = count_offloads(hit.schedule)

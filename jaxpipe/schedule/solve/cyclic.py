@@ -1,9 +1,9 @@
 """The steady state as a cyclic schedule: offsets of a few microbatches that repeat every ``period``, found by CP-SAT.
 
-A *cycle* of g microbatches is a start for each of their passes; microbatch i runs at the start of ``i % g`` plus ``i // g``
+A *cycle* of g microbatches is a start for each of their actions; microbatch i runs at the start of ``i % g`` plus ``i // g``
 periods. On each rank the residues modulo the period must not overlap, and at every F's start the rank holds at most its limit.
-What is held at a residue follows from how often each pass has wrapped around (its quotient) and one order bit per pair of
-passes, so memory is linear in quotients and bits (equation 1 of `controllable-memory.txt` bounds the same by lifespans).
+What is held at a residue follows from how often each action has wrapped around (its quotient) and one order bit per pair of
+actions, so memory is linear in quotients and bits (equation 1 of `controllable-memory.txt` bounds the same by lifespans).
 
 The search is on a coarse grid of cells; only the order is kept, and re-timing it with real costs is the caller's. g > 1 finds
 steady states that no block of one microbatch has: at half of V-Half's limits two microbatches save up to a quarter.
@@ -23,14 +23,14 @@ from typing import Any
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.solve.cp_sat import LITE, run
 
-_FINEST = 24  # cells that the mean pass takes at most
+_FINEST = 24  # cells that the mean action takes at most
 _ROUNDING = 1e-9
 _UNITS = 60  # units of memory that the largest residual is divided into, where sizes differ
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """``start[(op, replica, j)]``: cell at which the pass of the cycle's microbatch j starts. ``period``: cells."""
+    """``start[(op, replica, j)]``: cell at which the action of the cycle's microbatch j starts. ``period``: cells."""
 
     period: int
     microbatches: int
@@ -38,12 +38,12 @@ class Cycle:
 
     def rows(self, problem: Problem) -> list[list[int]]:
         """Rows of codes of all of ``problem``'s microbatches, each rank in order of start."""
-        passes: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_ranks)]
+        actions: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_ranks)]
         for (op, k, j), cell in self.start.items():
-            row = passes[problem.rank[k]]
+            row = actions[problem.rank[k]]
             for i in range(j, problem.num_microbatches, self.microbatches):
                 row.append((cell + i // self.microbatches * self.period, op, problem.code(op, k, i)))
-        return [[code for _, _, code in sorted(row)] for row in passes]
+        return [[code for _, _, code in sorted(row)] for row in actions]
 
     def peak(self, grid: Grid) -> int:
         """Units of memory that the fullest rank holds in the steady state."""
@@ -63,7 +63,7 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A problem in whole cells: ``cells[op][k]`` of a pass, ``down[k]`` and ``up[k]`` of transfers, memory in whole units.
+    """A problem in whole cells: ``cells[op][k]`` of an action, ``down[k]`` and ``up[k]`` of transfers, memory in whole units.
 
     Only one flow: chains in both directions have no cycle here.
     """
@@ -108,7 +108,7 @@ class Grid:
             busy[rank] += sum(self.cells[op][k] for op in (F, B, W))
         return max(busy)
 
-    def trips(self) -> list[int]:
+    def round_trips(self) -> list[int]:
         """Per replica, least cells from F's start to B's end."""
         trip = [0] * self.problem.num_replicas
         way = 0
@@ -121,7 +121,7 @@ class Grid:
 
     def least_period(self, g: int) -> int:
         """Cells that g microbatches take at least: work, and memory × time on each rank."""
-        p, trip = self.problem.num_ranks, self.trips()
+        p, trip = self.problem.num_ranks, self.round_trips()
         area = [0] * p
         for k, rank in enumerate(self.problem.rank):
             kept = min(self.kept[k], self.held[k])
@@ -131,7 +131,7 @@ class Grid:
 
 
 def _cell(seconds: Sequence[float]) -> float:
-    """The coarsest cell that all passes are multiples of, nearly; or one so small that the mean pass has ``_FINEST``."""
+    """The coarsest cell that all actions are multiples of, nearly; or one so small that the mean action has ``_FINEST``."""
     mean = sum(seconds) / len(seconds)
     shares = [Fraction(x / mean).limit_denominator(48) for x in seconds]
     finest = Fraction(1, _FINEST)
@@ -164,7 +164,7 @@ class CycleModel:
     def _longest(self) -> int:
         """A microbatch's first chunk on a rank lives no longer than the limit × the period allows."""
         grid = self.grid
-        trip, longest = grid.trips(), 0
+        trip, longest = grid.round_trips(), 0
         for rank in range(grid.problem.num_ranks):
             mine = grid.problem.replicas_of(rank)
             if not mine:
@@ -235,7 +235,7 @@ class CycleModel:
     ) -> None:
         """When the F called ``at`` starts, what has been taken less what has been given back is within the limit.
 
-        A pass with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
+        An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
         for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
         """
         model, grid, here = self.model, self.grid, self.residue[at]

@@ -4,14 +4,15 @@ Per replica k and microbatch i there are starts of F, B and W and, where activat
 ``away[k, i]``. ``fused[k, i]`` (only where a full backward is shorter than B and W) gives B the length of BW and W the
 length 0, at B's end. Everything of DESIGN.md section 4 holds; in particular a transfer occupies the directed pair of ranks
 in issue order, which only binds where a transfer can take longer than the action that issues the next one: those pairs of
-ranks get intervals of their own. What :class:`Cuts` adds excludes no best schedule. Microbatches of a replica keep their
-order in every op; without offload that excludes nothing either (see :mod:`.model`).
+ranks get intervals of their own. Redundant constraints are added that exclude no best schedule: B at least a round trip after
+F, starts confined by the ways before and behind, the time after each replica's last B as a bound on the objective. With
+``ordered``, microbatches of a replica keep their order in every op (constraint (1) of `optpipe.txt`); without offload that
+excludes nothing either (see :mod:`.model`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -21,31 +22,14 @@ Key = tuple[str, int, int]
 """(op, replica, microbatch)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Redundancies of the model, each of which may be left out to see what it brings.
-
-    ``order``: microbatches in order per op (constraint (1) of `optpipe.txt`). ``round_trips``: B at least a round trip
-    after F. ``domains``: starts confined by the ways before and behind. ``tails``: the time after each replica's last B as
-    a bound on the objective. ``triangles``: order literals between actions of a rank, with the cuts of section 4.1.2, which
-    for actions in microbatch order are the implications between neighbours.
-    """
-
-    order: bool = True
-    round_trips: bool = True
-    domains: bool = True
-    tails: bool = True
-    triangles: bool = False
-
-
 class Formulation:
     """The model of ``instance`` with times in [0, horizon]; ``cost`` is the makespan or the longest span in ticks."""
 
-    def __init__(self, instance: Instance, cuts: Cuts, lower: int, upper: int | None) -> None:
+    def __init__(self, instance: Instance, ordered: bool, lower: int, upper: int | None) -> None:
         from ortools.sat.python import cp_model
 
         self.cp: Any = cp_model.CpModel()
-        self.instance, self.cuts = instance, cuts
+        self.instance, self.ordered = instance, ordered
         self.starts: dict[Key, Any] = {}
         self.ends: dict[Key, Any] = {}
         self.away: dict[tuple[int, int], Any] = {}
@@ -57,25 +41,22 @@ class Formulation:
         self.upper = upper
         self.replicas = [k for k in range(instance.problem.num_replicas) if len(instance.problem.microbatches(k))]
         self.spans = instance.task.objective == "span"
-        self.first = instance.first_starts() if self.spans and cuts.order else None
+        self.first = instance.first_starts() if self.spans and ordered else None
         self.horizon = instance.horizon() if upper is None or (self.spans and self.first is None) else upper
         if self.spans and self.first is not None and upper is not None:
             self.horizon = upper + max(self.first)
         self.cost = self.cp.new_int_var(lower, self.horizon if upper is None else upper, "cost")
-        self._windows()
+        self._domains()
         for k in self.replicas:
             for i in instance.problem.microbatches(k):
                 self._actions(k, i)
         for k in self.replicas:
             self._dependencies(k)
-            if cuts.order:
+            if ordered:
                 self._order(k)
                 self._host_order(k)
         self._host_lanes()
         self._links()
-        if cuts.triangles:
-            for rank in range(instance.problem.num_ranks):
-                self._triangles(rank)
         self._objective()
 
     def seal(self) -> None:
@@ -83,12 +64,12 @@ class Formulation:
         for lane in self.lanes.values():
             self.cp.add_no_overlap(lane)
 
-    # Windows of time.
+    # When what may start.
 
-    def _windows(self) -> None:
+    def _domains(self) -> None:
         """Per replica: earliest F of the first microbatch, latest end of the last B."""
         instance = self.instance
-        self.heads, self.trips, self.tails = instance.heads(), instance.trips(), instance.tails()
+        self.heads, self.round_trips, self.tails = instance.heads(), instance.round_trips(), instance.tails()
         last: list[int] = []
         for k in range(instance.problem.num_replicas):
             end = self._deadline(k) - instance.rest(k)
@@ -103,9 +84,9 @@ class Formulation:
             return self.horizon
         return self.first[self.instance.problem.rank[k]] + self.upper
 
-    def _window(self, op: str, k: int, i: int) -> tuple[int, int]:
+    def _domain(self, op: str, k: int, i: int) -> tuple[int, int]:
         """Earliest and latest start of F, B or W."""
-        if not (self.cuts.domains and self.cuts.order):
+        if not self.ordered:
             return 0, self.horizon
         instance = self.instance
         all_of = instance.problem.microbatches(k)
@@ -114,8 +95,8 @@ class Formulation:
         early = self.heads[k] + before * f
         late = self.last_back[k] - behind * back - back
         if op == "F":
-            return early, max(early, late - self.trips[k])
-        early = max(early + self.trips[k], self.heads[k] + self.trips[k] + before * back)
+            return early, max(early, late - self.round_trips[k])
+        early = max(early + self.round_trips[k], self.heads[k] + self.round_trips[k] + before * back)
         if op == "B":
             return early, max(early, late)
         early += back
@@ -131,7 +112,7 @@ class Formulation:
             length["B"] += (duration["BW"][k] - duration["B"][k]) * fused
             length["W"] *= 1 - fused
         for op in ("F", "B", "W"):
-            start = self.starts[op, k, i] = cp.new_int_var(*self._window(op, k, i), f"{op}{k}.{i}")
+            start = self.starts[op, k, i] = cp.new_int_var(*self._domain(op, k, i), f"{op}{k}.{i}")
             end: Any = start + length[op]
             if not isinstance(length[op], int):
                 self.derived.append((cp.new_int_var(0, self.horizon, f"end{op}{k}.{i}"), end))
@@ -152,8 +133,7 @@ class Formulation:
             else:
                 cp.add(start["F", k + 1, i] >= self._arrival("F", k, i))
                 cp.add(start["B", k, i] >= self._arrival("B", k + 1, i))
-                if self.cuts.round_trips:
-                    cp.add(start["B", k, i] >= start["F", k, i] + self.trips[k])
+                cp.add(start["B", k, i] >= start["F", k, i] + self.round_trips[k])
             cp.add(start["W", k, i] >= end["B", k, i])
             if (k, i) in self.fused:
                 cp.add(start["W", k, i] == end["B", k, i]).only_enforce_if(self.fused[k, i])
@@ -234,7 +214,7 @@ class Formulation:
         for users in kinds.values():
             keys = [(op, k, i) for op, k in users for i in self.instance.problem.microbatches(k)]
             for a, b in combinations(keys, 2):
-                if self.cuts.order and a[:2] == b[:2]:
+                if self.ordered and a[:2] == b[:2]:
                     if a[2] + self.instance.problem.placement.num_flows == b[2]:
                         self.cp.add(self.sends[b] >= self.sends[a] + self._transfer_ticks(*a[:2]))
                 else:
@@ -250,36 +230,17 @@ class Formulation:
         self.cp.add(self.ends[b] <= self.starts[a]).only_enforce_if(~before)
         return before
 
-    # Cuts and the objective.
-
-    def _triangles(self, rank: int) -> None:
-        """Order literals of a rank's actions of different kinds; those of neighbours imply each other."""
-        mine = self.instance.problem.replicas_of(rank)
-        kinds = [(op, k) for k in mine for op in ("F", "B", "W")]
-        for (op, k), (other, q) in combinations(kinds, 2):
-            if self.instance.may_fuse[k] or self.instance.may_fuse[q]:
-                continue
-            rows: list[list[Any]] = []
-            for i in self.instance.problem.microbatches(k):
-                row: list[Any] = []
-                for j in self.instance.problem.microbatches(q):
-                    literal = self._precedes((op, k, i), (other, q, j))
-                    if row:
-                        self.cp.add_implication(row[-1], literal)
-                    if rows:
-                        self.cp.add_implication(literal, rows[-1][len(row)])
-                    row.append(literal)
-                rows.append(row)
+    # The objective.
 
     def _objective(self) -> None:
         cp, instance = self.cp, self.instance
         every = [(k, i) for k in self.replicas for i in instance.problem.microbatches(k)]
-        ordered = self.cuts.order and not any(instance.may_fuse)
+        ordered = self.ordered and not any(instance.may_fuse)
         latest = [(k, instance.problem.microbatches(k)[-1]) for k in self.replicas]
         begins = self._first_starts() if self.spans else [0] * instance.problem.num_ranks
         for k, i in latest if ordered else every:
             cp.add(self.cost >= self.ends["W", k, i] - begins[instance.problem.rank[k]])
-        if self.cuts.tails and self.cuts.order:
+        if self.ordered:
             for k, i in latest:
                 if self.spans:
                     self._span_tails(k, i, begins)
@@ -304,7 +265,7 @@ class Formulation:
             for k in instance.problem.replicas_of(rank):
                 firsts.setdefault(k // instance.num_stages, k)
             mine = [k for k in firsts.values() if k in self.replicas]
-            some = slice(0, 1 if self.cuts.order else None)
+            some = slice(0, 1 if self.ordered else None)
             starts = [self.starts["F", k, i] for k in mine for i in instance.problem.microbatches(k)[some]]
             if self.first is not None:
                 cp.add(starts[0] == self.first[rank])

@@ -2,7 +2,7 @@
 actions.
 
 Replicas are those of :class:`~jaxpipe.schedule.problem.Problem`: flow k's copy of stage s is ``k * num_stages + s``; with
-one flow a replica is a stage. Two limits may hold on a rank, each a :class:`Ledger`: activations (``memory_limit``) and
+one flow a replica is a stage. Two limits may hold on a rank, each a :class:`MemoryLimit`: activations (``memory_limit``) and
 bytes (``memory_limit_bytes``, where cotangents and workspace count too).
 """
 
@@ -24,7 +24,7 @@ OPS = ("F", "B", "W", "BW", "O", "L")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one microbatch of a replica holds, in units of a ledger, each part rounded up by itself.
+    """What one microbatch of a replica holds, in units of a limit, each part rounded up by itself.
 
     ``stays``: residuals that can't leave, from F's start to B's end. ``leaves``: those that O may take away. ``kept``: from B's
     end to W's end. ``cotangent``: from B's start to B's end. ``workspace``: op and units while it runs.
@@ -42,7 +42,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class MemoryLimit:
     """One limit on one rank: ``capacity`` in units, what each replica's microbatches hold, and the grid."""
 
     rank: int
@@ -54,7 +54,8 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Ticks per replica: ``seconds[op][k]``, ``down[k]`` to the next replica, ``up[k]`` to the one before.
+    """A task in whole numbers. Ticks per replica k: ``duration[op][k]``, ``down[k]`` to the next replica, ``up[k]`` to the one
+    before.
 
     ``may_fuse[k]``: a full backward is shorter than B and W. ``may_leave[k]``: the replica's activations may be offloaded.
     """
@@ -67,7 +68,7 @@ class Instance:
     up: tuple[int, ...]
     may_fuse: tuple[bool, ...]
     may_leave: tuple[bool, ...]
-    ledgers: tuple[Ledger, ...]
+    memory_limits: tuple[MemoryLimit, ...]
 
     @classmethod
     def of(cls, task: SolveTask, parts: int = FINE) -> Instance:
@@ -94,8 +95,8 @@ class Instance:
         used = [op for op in OPS if (op != "BW" or any(fuse)) and (op not in "OL" or task.offload)]
         times = [*(x for op in used for x in seconds[op]), *problem.down_s, *problem.up_s]
         ticks = time_grid(times, 2 * sum(times) * task.num_microbatches, parts)
-        ledgers = tuple(_ledgers(task, problem, stages))
-        bound = {ledger.rank for ledger in ledgers}
+        memory_limits = tuple(_memory_limits(task, problem, stages))
+        bound = {limit.rank for limit in memory_limits}
         leave = tuple(
             task.offload and costs.offloadable_bytes[s] > 0 and problem.rank[k] in bound for k, s in enumerate(stages)
         )
@@ -108,7 +109,7 @@ class Instance:
             tuple(ticks.of(x) for x in problem.up_s),
             fuse,
             leave,
-            ledgers,
+            memory_limits,
         )
 
     # Shape.
@@ -149,7 +150,7 @@ class Instance:
                 at[k] = at[k - 1] + self.duration["F"][k - 1] + self.down[k - 1]
         return at
 
-    def trips(self) -> list[int]:
+    def round_trips(self) -> list[int]:
         """Per replica, from F's start to B's."""
         trip = list(self.duration["F"])
         for k in reversed(range(len(trip))):
@@ -190,7 +191,7 @@ class Instance:
         return total * self.task.num_microbatches + 1
 
 
-def _ledgers(task: SolveTask, problem: Problem, stages: list[int]) -> Iterator[Ledger]:
+def _memory_limits(task: SolveTask, problem: Problem, stages: list[int]) -> Iterator[MemoryLimit]:
     """The limits that could be felt; with the lexicographic objective all, since peaks are minimised."""
     everyone = range(problem.num_ranks)
     if task.memory_limit < inf or task.objective == "lexicographic":
@@ -205,7 +206,7 @@ def _ledgers(task: SolveTask, problem: Problem, stages: list[int]) -> Iterator[L
 
 def _of_kind(
     task: SolveTask, problem: Problem, stages: list[int], limits: Mapping[int, float], *, activations: bool
-) -> Iterator[Ledger]:
+) -> Iterator[MemoryLimit]:
     """Ledgers of these ranks, on one grid."""
     amounts = {
         rank: {k: _amounts(task, problem, stages, k, activations) for k in problem.replicas_of(rank)} for rank in limits
@@ -223,7 +224,7 @@ def _of_kind(
         most = sum(h.most() * len(problem.microbatches(k)) for k, h in holdings.items())
         capacity = most if limit == inf else units.limit(limit) if limit >= 0 else -1
         if capacity < most or task.objective == "lexicographic":
-            yield Ledger(rank, min(capacity, most), holdings, units, activations)
+            yield MemoryLimit(rank, min(capacity, most), holdings, units, activations)
 
 
 def _amounts(task: SolveTask, problem: Problem, stages: list[int], k: int, activations: bool) -> list[float]:

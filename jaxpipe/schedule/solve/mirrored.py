@@ -1,7 +1,7 @@
 """Steady states of a V that repeat every few ranks, with a backward half that mirrors the forward half.
 
-A cycle of g microbatches over p ranks (:mod:`~jaxpipe.schedule.solve.cyclic`) has 6 g p passes to place, too many for CP-SAT
-where passes have no common step. Two symmetries leave a model whose size does not depend on p:
+A cycle of g microbatches over p ranks (:mod:`~jaxpipe.schedule.solve.cyclic`) has 6 g p actions to place, too many for CP-SAT
+where actions have no common step. Two symmetries leave a model whose size does not depend on p:
 
 * *Repeating.* Ranks r and r + q do the same, half of n periods later on the way down and earlier on the way back (half, so
   that mirrored they fit too). So the offsets of q ranks are enough, and a forward takes n periods over q ranks and back.
@@ -80,7 +80,7 @@ def _hop(grid: Grid) -> int:
 
 
 def _step(grid: Grid) -> int:
-    """Cells from a pass's start to its successor's on the next rank."""
+    """Cells from an action's start to its successor's on the next rank."""
     return max(grid.cells[F][0], grid.cells[B][0]) + _hop(grid)
 
 

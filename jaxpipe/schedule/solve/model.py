@@ -26,7 +26,8 @@ is what the simulator says. How the two correspond, and what was chosen where th
   microbatch after the other. Read: (1). "Without affecting optimality" holds without offload: the k-th start of every
   (stage, op) can be given to microbatch k, since the first k consumers follow the first k producers. With offload it does
   not: what is away may come back last (a test has 3 ranks and 4 microbatches, 36 in order, 35 out of order). The order is
-  kept, for it makes large problems solvable, and ``every_order`` says whom the bound is for; ``Cuts(order=False)`` drops it.
+  kept, for it makes large problems solvable, and the result's ``every_order`` says whom the bound is for; the argument of that
+  name drops it.
 
 Not modelled: braided slots, user ops, stages on several ranks, DAGs.
 """
@@ -34,18 +35,15 @@ Not modelled: braided slots, user ops, stages on several ranks, DAGs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.solve.formulation import Cuts
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.model_memory import Form
-from jaxpipe.schedule.solve.phases import ExactResult, OnImprovement, Search
+from jaxpipe.schedule.solve.phases import ExactResult, Search
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import COARSE
 
-__all__ = ["Cuts", "ExactResult", "solve_exact"]
+__all__ = ["ExactResult", "solve_exact"]
 
 _COARSE_SHARE = 0.6
 """Of the time, where costs have no common step: first ticks of 1/200 of a mean duration, then 1/20,000."""
@@ -60,17 +58,12 @@ def solve_exact(
     hint: Schedule | None = None,
     lower_bound: float = 0.0,
     deterministic: bool = False,
-    form: Form | None = None,
-    cuts: Cuts | None = None,
-    on_improvement: OnImprovement | None = None,
-    cancel: Callable[[], bool] | None = None,
+    every_order: bool = False,
 ) -> ExactResult:
-    """The best schedule of ``task``, microbatches in order, that CP-SAT finds in ``time_limit_s``.
+    """The best schedule of ``task``, microbatches in order unless ``every_order``, that CP-SAT finds in ``time_limit_s``.
 
     ``hint``: a schedule to start from; if it keeps the limits, the answer is no worse. ``lower_bound``: seconds that are known
     to be needed. ``deterministic``: the limit counts deterministic time, and the same arguments give the same schedule.
-    ``form``: how memory is said; by default as a cumulative with offload, as a reservoir without (README.md: measured).
-    ``cancel``: asked a few times a second; true ends the search with what there is.
 
     Raises:
         ScheduleError: the stages don't form a chain on single ranks, or the costs don't fit the task or the solver.
@@ -79,14 +72,12 @@ def solve_exact(
     instance, coarse = Instance.of(task), Instance.of(task, COARSE)
 
     def search(grid: Instance, limit: float, start: Schedule | None, bound: float) -> ExactResult:
-        return Search(
-            grid, limit, seed, workers, deterministic, form, cuts or Cuts(), on_improvement, cancel, began
-        ).run(start, bound)
+        return Search(grid, limit, seed, workers, deterministic, every_order, began).run(start, bound)
 
     if instance.ticks.exact:
         return search(instance, time_limit_s, hint, lower_bound)
     first = search(coarse, time_limit_s * _COARSE_SHARE, hint, lower_bound)
-    if first.status in ("optimal", "infeasible") or (cancel is not None and cancel()):
+    if first.status in ("optimal", "infeasible"):
         return first
     left = time_limit_s * (1 - _COARSE_SHARE)
     if not deterministic:

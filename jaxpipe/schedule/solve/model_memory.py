@@ -16,26 +16,30 @@ they find keeps the limit by order alone, however long anything takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from jaxpipe.schedule.solve.formulation import Formulation
-from jaxpipe.schedule.solve.instance import Holding, Ledger
+from jaxpipe.schedule.solve.instance import Holding, Instance, MemoryLimit
 
-Form = Literal["reservoir", "cumulative"]
 Piece = tuple[int, Any, Any, int, tuple[Any, ...]]
 """Units, from when, to when, least ticks between the two, literals that must all hold (none or one, in fact)."""
 
 
-def add_memory(model: Formulation, form: Form, *, strict: bool = False, peak: Any = None) -> None:
-    """Add the limits of every ledger of the instance. ``peak``: a variable that no activations ledger may exceed, in its
-    largest units (cumulative form only)."""
+def has_reservoirs(instance: Instance) -> bool:
+    """Whether memory is a reservoir: faster without offload, a cumulative with (README.md: measured)."""
+    return not any(instance.may_leave)
+
+
+def add_memory(model: Formulation, *, strict: bool = False, peak: Any = None) -> None:
+    """Add the limits of the instance. ``peak``: a variable that no limit of activations may exceed, in its largest
+    units; that takes a cumulative."""
     takes = _take_times(model, strict)
-    for ledger in model.instance.ledgers:
-        pieces = list(_pieces(model, ledger, takes))
-        if form == "reservoir" and peak is None:
-            _reservoir(model, ledger, pieces)
+    for limit in model.instance.memory_limits:
+        pieces = list(_pieces(model, limit, takes))
+        if peak is None and has_reservoirs(model.instance):
+            _reservoir(model, limit, pieces)
         else:
-            _cumulative(model, ledger, pieces, peak)
+            _cumulative(model, limit, pieces, peak)
 
 
 def _take_times(model: Formulation, strict: bool) -> dict[tuple[int, int], Any]:
@@ -56,8 +60,8 @@ def _take_times(model: Formulation, strict: bool) -> dict[tuple[int, int], Any]:
     return takes
 
 
-def _pieces(model: Formulation, ledger: Ledger, takes: dict[tuple[int, int], Any]) -> Iterator[Piece]:
-    for k, holding in ledger.holdings.items():
+def _pieces(model: Formulation, limit: MemoryLimit, takes: dict[tuple[int, int], Any]) -> Iterator[Piece]:
+    for k, holding in limit.holdings.items():
         for i in model.instance.problem.microbatches(k):
             yield from _residuals(model, k, i, holding, takes)
             yield from _others(model, k, i, holding)
@@ -66,7 +70,7 @@ def _pieces(model: Formulation, ledger: Ledger, takes: dict[tuple[int, int], Any
 def _residuals(model: Formulation, k: int, i: int, h: Holding, takes: dict[tuple[int, int], Any]) -> Iterator[Piece]:
     instance = model.instance
     f, b, w = model.starts["F", k, i], model.ends["B", k, i], model.ends["W", k, i]
-    to_b = model.trips[k] + instance.back(k)
+    to_b = model.round_trips[k] + instance.back(k)
     to_w, rest = to_b + instance.rest(k), instance.rest(k)
     if (k, i) not in model.away:
         yield from _stay(h.stays + h.leaves, h.kept, (f, to_b, to_w), b, w, rest, ())
@@ -117,7 +121,7 @@ def _others(model: Formulation, k: int, i: int, h: Holding) -> Iterator[Piece]:
             yield units, model.starts[op, k, i], model.ends[op, k, i], least, when
 
 
-def _reservoir(model: Formulation, ledger: Ledger, pieces: list[Piece]) -> None:
+def _reservoir(model: Formulation, limit: MemoryLimit, pieces: list[Piece]) -> None:
     """Takes and gives at one time under one literal are merged."""
     events: dict[tuple[str, str], list[Any]] = {}
     for units, start, end, _, when in pieces:
@@ -127,11 +131,11 @@ def _reservoir(model: Formulation, ledger: Ledger, pieces: list[Piece]) -> None:
                 event[1] += amount
     changes = [e for e in events.values() if e[1]]
     model.cp.add_reservoir_constraint_with_active(
-        [e[0] for e in changes], [e[1] for e in changes], [e[2] for e in changes], 0, ledger.capacity
+        [e[0] for e in changes], [e[1] for e in changes], [e[2] for e in changes], 0, limit.capacity
     )
 
 
-def _cumulative(model: Formulation, ledger: Ledger, pieces: list[Piece], peak: Any) -> None:
+def _cumulative(model: Formulation, limit: MemoryLimit, pieces: list[Piece], peak: Any) -> None:
     intervals, demands = [], []
     for units, start, end, least, when in pieces:
         if not units:
@@ -143,9 +147,9 @@ def _cumulative(model: Formulation, ledger: Ledger, pieces: list[Piece], peak: A
         else:
             intervals.append(model.cp.new_interval_var(start, size, end, ""))
         demands.append(units)
-    capacity: Any = ledger.capacity
-    if peak is not None and ledger.activations:
-        capacity = model.cp.new_int_var(0, ledger.capacity, "")
+    capacity: Any = limit.capacity
+    if peak is not None and limit.activations:
+        capacity = model.cp.new_int_var(0, limit.capacity, "")
         model.cp.add(capacity <= peak)
         model.peaks.append(capacity)
     model.cp.add_cumulative(intervals, demands, capacity)

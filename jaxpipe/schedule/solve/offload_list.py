@@ -5,7 +5,7 @@ seeded draws. Where the lane keeps up, any activation may leave while memory is 
 share of the microbatches leave, evenly spread, so that the rest stays for its whole trip. The share follows from Little's law:
 a microbatch that stays holds its memory for its trip, one that leaves only while it is copied; with one microbatch each
 ``period`` seconds, what is held on average must fit in the limit, and the copies in the lane. The engine:
-:mod:`~jaxpipe.schedule.solve.offload_engine`. Not tried: other orders than first come, first served among microbatches.
+:mod:`~jaxpipe.schedule.solve.offload_chooser`. Not tried: other orders than first come, first served among microbatches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.offload_engine import run_policy
+from jaxpipe.schedule.solve.offload_chooser import run_policy
 from jaxpipe.schedule.solve.offload_shop import GRID, Plan, Policy, Shop, Weights
 from jaxpipe.schedule.solve.task import SolveTask
 

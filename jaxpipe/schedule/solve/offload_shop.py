@@ -6,12 +6,13 @@ the simulator's grid.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Literal
 
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.list_schedule.clock import Feed, Tables
 from jaxpipe.schedule.problem import Problem, shares
 from jaxpipe.schedule.solve.task import SolveTask
 
@@ -80,6 +81,25 @@ class Shop:
         names = [("group", groups[r]) if r in groups else ("rank", r) for r in range(problem.num_ranks)]
         self.lane = [names.index(x) for x in names]
         self.riders = [[r for r in range(problem.num_ranks) if self.lane[r] == q] for q in range(problem.num_ranks)]
+        self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in self.lane]
+        self.tables = self._tables()
+
+    def _tables(self) -> Tables:
+        """Those of the problem, where each host lane is a rank of its own (number p + lane): O's and L's run there. Memory is
+        the chooser's business."""
+        problem, plain = self.problem, self.problem.tables
+        p, n = problem.num_ranks, problem.num_replicas
+        back = [(Feed(r, -1, 0.0, ()),) for r in problem.rank]
+        copies = [(p + self.lanes[r][which],) for which in (0, -1) for r in problem.rank]
+        return replace(
+            plain,
+            num_ranks=3 * p,
+            ranks=[*plain.ranks, *copies],
+            seconds=[*plain.seconds, *self.out_s, *self.back_s],
+            change=[0.0] * (6 * n),
+            feeds=[*plain.feeds, *back, *back],
+            needs=[*plain.needs, *([0] * (2 * n))],
+        )
 
     def trip_s(self, replica: int) -> float:
         """Least seconds from the start of a replica's F to the start of its B."""

@@ -1,4 +1,4 @@
-"""Runs the exact model: phases of one objective after the other, hints, answers on the way, cancelling.
+"""Runs the exact model: phases of one objective after the other, hints.
 
 A hint that the model can express is an answer from the start. Every answer of CP-SAT is turned into rows and simulated; the
 best of those that keep the limits is kept. On a host with a lane per direction an answer may have no rows (see ``strict`` in
@@ -7,28 +7,23 @@ best of those that keep the limits is kept. On a host with a lane per direction 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.solve.cp_sat import WHOLE_RESERVOIRS, configure
-from jaxpipe.schedule.solve.formulation import Cuts, Formulation
+from jaxpipe.schedule.solve.formulation import Formulation
 from jaxpipe.schedule.solve.hints import starts_of
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.model_memory import Form, add_memory
+from jaxpipe.schedule.solve.model_memory import add_memory, has_reservoirs
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
 from jaxpipe.schedule.timeline import Timeline
 
 ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
-OnImprovement = Callable[[Schedule, float, float], None]
-"""Called with a schedule that keeps the limits, its value and the proven bound so far (seconds), from the solver's thread."""
 
 _SLACK = 1 + 1e-9
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,6 @@ class _Phase:
     """One call of the solver. ``aim``: what is minimised. ``cost``: ticks allowed to the time; ``peak``: units to the peak."""
 
     aim: Literal["time", "peak", "bytes"] = "time"
-    form: Form = "reservoir"
     strict: bool = False
     lower: int = 0
     cost: int | None = None
@@ -88,29 +82,23 @@ class Search:
         seed: int,
         workers: int,
         deterministic: bool,
-        form: Form | None,
-        cuts: Cuts,
-        on_improvement: OnImprovement | None,
-        cancel: Callable[[], bool] | None,
+        every_order: bool,
         began: float,
     ) -> None:
         self.began, self.instance = began, instance
         self.left_s, self.seed, self.workers, self.deterministic = time_limit_s, seed, workers, deterministic
-        self.form: Form = form or ("cumulative" if any(self.instance.may_leave) else "reservoir")
-        self.cuts, self.on_improvement, self.cancel = cuts, on_improvement, cancel
+        self.ordered = not every_order
         self.best: tuple[Schedule, Timeline, float] | None = None
         self.model_value = self.value = float("inf")
         self.first_s = float("inf")
-        self.known_s = 0.0
 
     def run(self, hint: Schedule | None, lower_bound: float) -> ExactResult:
         ticks = self.instance.ticks
-        self.known_s = lower_bound
         starts = None if hint is None else starts_of(self.instance, hint)
         lower = ticks.at_least(lower_bound) if lower_bound < float("inf") else 0
         cost = None if starts is None else self._cost(starts)
         lower = lower if cost is None else min(lower, cost)
-        phase = _Phase("time", self.form, False, lower, cost, None, starts)
+        phase = _Phase("time", False, lower, cost, None, starts)
         answer = None
         if starts is not None and cost is not None:
             self._take(starts, cost, phase)
@@ -129,7 +117,7 @@ class Search:
         peak = None
         for aim in ("peak", "bytes") if starts is not None else ():
             assert aim in ("peak", "bytes")
-            found = self._solve(_Phase(aim, "cumulative", False, min(answer.bound, cost), cost, peak, starts))
+            found = self._solve(_Phase(aim, False, min(answer.bound, cost), cost, peak, starts))
             if found.starts is None:
                 return
             starts = found.starts
@@ -145,7 +133,7 @@ class Search:
             bound = min(bound, value)
             status = "optimal" if value <= bound * _SLACK else "feasible"
         exact, size = self.instance.ticks.exact, answer.size
-        every = not (self.cuts.order and any(self.instance.may_leave))
+        every = not (self.ordered and any(self.instance.may_leave))
         return ExactResult(
             schedule, timeline, value, self.model_value, bound, status, wall, self.first_s, exact, every, size
         )
@@ -172,16 +160,14 @@ class Search:
     def _solve(self, phase: _Phase) -> _Answer:
         from ortools.sat.python import cp_model
 
-        model = Formulation(self.instance, self.cuts, phase.lower, phase.cost)
+        model = Formulation(self.instance, self.ordered, phase.lower, phase.cost)
         target = self._aim(model, phase)
         model.seal()
         model.cp.minimize(target)
         if phase.hint is not None:
             self._hint(model, phase.hint)
-        solver = self._solver(cp_model.CpSolver(), phase.form)
-        watch = self._watcher(cp_model, model, solver, phase)
-        with self._cancelling(solver):
-            status = solver.solve(model.cp, watch)
+        solver = self._solver(cp_model.CpSolver(), phase.aim == "time" and has_reservoirs(self.instance))
+        status = solver.solve(model.cp, self._watcher(cp_model))
         spent = solver.deterministic_time if self.deterministic else solver.wall_time
         self.left_s = max(0.0, self.left_s - float(spent))
         size = (len(model.cp.proto.variables), len(model.cp.proto.constraints))
@@ -198,21 +184,21 @@ class Search:
     def _aim(self, model: Formulation, phase: _Phase) -> Any:
         """Adds memory; returns what to minimise."""
         if phase.aim == "time":
-            add_memory(model, phase.form, strict=phase.strict)
+            add_memory(model, strict=phase.strict)
             return model.cost
-        most = max((x.capacity for x in self.instance.ledgers if x.activations), default=0)
+        most = max((x.capacity for x in self.instance.memory_limits if x.activations), default=0)
         peak = model.cp.new_int_var(0, most if phase.peak is None else phase.peak, "peak")
-        add_memory(model, "cumulative", strict=phase.strict, peak=peak)
+        add_memory(model, strict=phase.strict, peak=peak)
         if phase.aim == "peak":
             return peak
-        sizes = {k: x.holdings[k].leaves for x in self.instance.ledgers for k in x.holdings if x.activations}
+        sizes = {k: x.holdings[k].leaves for x in self.instance.memory_limits for k in x.holdings if x.activations}
         return sum(sizes[k] * here for (k, _), here in model.away.items())
 
-    def _solver(self, solver: Any, form: Form) -> Any:
+    def _solver(self, solver: Any, reservoirs: bool) -> Any:
         parameters = solver.parameters
         parameters.random_seed = self.seed
         parameters.num_workers = self.workers
-        if form == "reservoir":
+        if reservoirs:
             configure(solver, WHOLE_RESERVOIRS)
         if self.deterministic:
             parameters.max_deterministic_time = max(self.left_s, 0.01)
@@ -229,57 +215,28 @@ class Search:
                 model.cp.add_hint(literal, int(pair in chosen))
         model.cp.add_hint(model.cost, self._cost(starts))
 
-    def _watcher(self, cp_model: Any, model: Formulation, solver: Any, phase: _Phase) -> Any:
-        """Notes every answer on the way; hands those that are schedules to ``on_improvement``."""
+    def _watcher(self, cp_model: Any) -> Any:
+        """Notes when the first answer is there."""
         search = self
 
         class Watcher(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
             def on_solution_callback(self) -> None:
-                if search.on_improvement is not None and phase.aim == "time":
-                    found = search._take(_read(model, self.value), int(self.value(model.cost)), phase)
-                    if found is not None:
-                        bound = search._bound_s(round(self.best_objective_bound))
-                        search.on_improvement(found[0], found[2], max(bound, search.known_s))
-                elif search.first_s == float("inf"):
-                    search.first_s = time.perf_counter() - search.began
+                search.first_s = min(search.first_s, time.perf_counter() - search.began)
 
         return Watcher()
 
-    def _take(self, starts: Starts, cost: int, phase: _Phase) -> tuple[Schedule, Timeline, float] | None:
-        """The schedule of an answer, if it keeps the limits and is better (or refines)."""
+    def _take(self, starts: Starts, cost: int, phase: _Phase) -> None:
+        """Keep the schedule of an answer if it keeps the limits and is better (or refines)."""
         schedule, timeline = schedule_of(self.instance, starts, "cp-sat")
         value = self.instance.task.seconds(timeline)
         if not self.instance.task.fits(timeline):
-            return None
+            return
         allowed = self.value * (_SLACK if self.instance.ticks.exact else 1 + 1e-4)
         if self.best is not None and (value > allowed if phase.aim != "time" else value >= self.value):
-            return None
+            return
         self.first_s = min(self.first_s, time.perf_counter() - self.began)
         self.best, self.value = (schedule, timeline, value), value
         self.model_value = self.instance.ticks.seconds(cost)
-        return self.best
-
-    @contextmanager
-    def _cancelling(self, solver: Any) -> Iterator[None]:
-        """Ask ``cancel`` from a thread of its own while the solver runs."""
-        if self.cancel is None:
-            yield
-            return
-        done = threading.Event()
-        cancel = self.cancel
-
-        def watch() -> None:
-            while not done.wait(_POLL_S):
-                if cancel():
-                    solver.stop_search()
-
-        thread = threading.Thread(target=watch, name="cancel", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
 
 
 def _read(model: Formulation, value: Callable[[Any], int]) -> Starts:

@@ -1,4 +1,4 @@
-"""What a worker does for one task: families, cycles, windows. Each yields better and better orders and never ends by itself
+"""What a worker does for one task: cycles and neighbourhoods. Each yields better and better orders and never ends by itself
 before its :class:`Budget` does, except where it has nothing more to try.
 
 Orders are judged by re-timing with real costs (:class:`~jaxpipe.schedule.retime.Retimer`). Everything here is a function of its
@@ -18,7 +18,7 @@ from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, nine_digits, peaks
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
-from jaxpipe.schedule.solve.windows import Frame, Window, WindowModel
+from jaxpipe.schedule.solve.neighbourhoods import Neighbourhood, NeighbourhoodModel, TickedProblem
 
 _SLACK = 1 + 1e-9
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
@@ -26,8 +26,8 @@ _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
 _MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second
 _RECIPES = 20
-_TIDY = 0.3  # of windows
-_EDGE = 0.15  # of windows are at the start, and as many at the end
+_PULL_EARLY = 0.3  # of neighbourhoods
+_EDGE = 0.15  # of neighbourhoods are at the start, and as many at the end
 T = TypeVar("T", int, float)
 
 
@@ -149,12 +149,12 @@ def mirrored_cycles(
                 break
 
 
-class WindowSearch:
-    """Large-neighbourhood search from one order; see :mod:`~jaxpipe.schedule.solve.windows`."""
+class NeighbourhoodSearch:
+    """Large-neighbourhood search from one order; see :mod:`~jaxpipe.schedule.solve.neighbourhoods`."""
 
     def __init__(self, problem: Problem, target: Target, seed: int) -> None:
         self.problem, self.target = problem, target
-        self.retimer, self.frame = Retimer(problem), Frame(problem, target.limits)
+        self.retimer, self.ticked = Retimer(problem), TickedProblem(problem, target.limits)
         self.random = random.Random(seed)
         self.seed = seed
         self.size = 240.0
@@ -175,21 +175,21 @@ class WindowSearch:
                     yield current
 
     def _merit(self, draft: Draft) -> tuple[float, float, float]:
-        """The objective, then the other time; then the sum of starts, by which windows make progress on plateaus."""
+        """The objective, then the other time; then the sum of starts, by which neighbourhoods make progress on plateaus."""
         starts = self.retimer.times(draft.rows).start_s
         total = sum(starts[code] for row in draft.rows for code in row)
         return (*self.target.key(draft)[:2], nine_digits(total))
 
     def _propose(self, current: Draft, budget: Budget) -> Draft | None:
         self.tried += 1
-        times = self.frame.retimer.times(current.rows)
-        model = WindowModel(
-            self.frame,
+        times = self.ticked.retimer.times(current.rows)
+        model = NeighbourhoodModel(
+            self.ticked,
             current.rows,
             times.start_s,
-            self._window(current.rows, times.start_s),
+            self._neighbourhood(current.rows, times.start_s),
             by_span=self.target.by_span,
-            tidy=self.random.random() < _TIDY,
+            pull_early=self.random.random() < _PULL_EARLY,
         )
         rows, done = model.solve(budget.parameters(2.0, self.seed + self.tried))
         self.size = min(3000.0, self.size * 1.15) if done else max(50.0, self.size * 0.9)
@@ -203,15 +203,15 @@ class WindowSearch:
             return draft.peak <= self.target.limit * _SLACK
         return all(a <= x * _SLACK for a, x in zip(peaks(self.problem, rows), self.target.limits, strict=True))
 
-    def _window(self, rows: CodeRows, starts: Sequence[float]) -> Window:
-        """About ``size`` passes in a row on all ranks or on some neighbours; often at the start or the end."""
+    def _neighbourhood(self, rows: CodeRows, starts: Sequence[float]) -> Neighbourhood:
+        """About ``size`` actions in a row on all ranks or on some neighbours; often at the start or the end."""
         rng, p = self.random, self.problem.num_ranks
         ranks = range(p)
         if p > 4 and rng.random() < 0.5:
             ranks = some_neighbours(rng, p)
         order = sorted(starts[code] for rank in ranks for code in rows[rank])
         begin, end = some_stretch(rng, order, int(self.size * rng.uniform(0.7, 1.2)), _EDGE)
-        return Window(begin, end, frozenset(ranks))
+        return Neighbourhood(begin, end, frozenset(ranks))
 
 
 def some_neighbours(rng: random.Random, num_ranks: int) -> range:

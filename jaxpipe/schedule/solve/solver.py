@@ -1,9 +1,9 @@
-"""The driver: an answer at once, then families, cycles, windows and the exact model under one budget, with one proven bound.
+"""The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
-Worker processes (:mod:`~jaxpipe.schedule.solve.crew`) do the work, this one keeps the score
-(:mod:`~jaxpipe.schedule.solve.board`): whatever comes back is simulated, held to the limits and checked here. First every
+Worker processes (:mod:`~jaxpipe.schedule.solve.worker_pool`) do the work, this one keeps the score
+(:mod:`~jaxpipe.schedule.solve.incumbent`): whatever comes back is simulated, held to the limits and checked here. First every
 *opener* runs once: the families of the placement, list schedules with offload, cyclic steady states, the exact model where the
-problem is small. Then windows of the best order so far are improved until time is up or the bound is reached.
+problem is small. Then neighbourhoods of the best order so far are improved until time is up or the bound is reached.
 
 With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
 that no clock decides anything; else each worker gets its next job when it is free.
@@ -21,13 +21,13 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
-from jaxpipe.schedule.solve.board import Board
-from jaxpipe.schedule.solve.crew import Crew
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
+from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.infeasible import explain
-from jaxpipe.schedule.solve.leaner import TIME_SHARE, leaner
+from jaxpipe.schedule.solve.lexicographic import TIME_SHARE, lexicographic
 from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.solve.worker import families_of, quick_families
+from jaxpipe.schedule.solve.worker_pool import WorkerPool
 
 _SLACK = 1 + 1e-9
 _EXACT_ACTIONS = (320, 800)  # up to which the exact model gets most of the time, and any
@@ -65,10 +65,10 @@ def solve_any(
     """
     options = options or Options()
     if tasks[0].objective != "lexicographic":
-        return _Race(tasks, options, on_progress).run(starts)
+        return Portfolio(tasks, options, on_progress).run(starts)
     for_time = replace(options, time_limit_s=options.time_limit_s * TIME_SHARE)
-    fastest = _Race(tasks, for_time, on_progress).run(starts)
-    return leaner(fastest, options, lambda task, spend: _Race([task], spend, None).run(()))
+    fastest = Portfolio(tasks, for_time, on_progress).run(starts)
+    return lexicographic(fastest, options, lambda task, spend: Portfolio([task], spend, None).run(()))
 
 
 def bound_of(task: SolveTask) -> float:
@@ -85,54 +85,54 @@ def bound_of(task: SolveTask) -> float:
     )
 
 
-class _Race:
+class Portfolio:
     """One solve."""
 
     def __init__(self, tasks: Sequence[SolveTask], options: Options, on_progress: OnProgress | None) -> None:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
-        self.board = Board(tasks, [0.0] * len(tasks), on_progress)
+        self.incumbent = Incumbent(tasks, [0.0] * len(tasks), on_progress)
         self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
-        self.windows = 0
+        self.neighbourhoods = 0
         self.failures: list[str] = []
 
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
-            if not self.board.solved and min(self.board.bounds) < float("inf") and not self._late():
-                with Crew(max(1, self.options.workers), self.tasks) as crew:
-                    (self._rounds if self.options.reproducible else self._freely)(crew)
+            if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._late():
+                with WorkerPool(max(1, self.options.workers), self.tasks) as pool:
+                    (self._rounds if self.options.reproducible else self._freely)(pool)
         except KeyboardInterrupt:
-            if self.board.schedule is None:
+            if self.incumbent.schedule is None:
                 raise
-        if self.board.schedule is None:
+        if self.incumbent.schedule is None:
             raise ScheduleError(explain(self.tasks))
-        return self.board.solution(tuple(self.failures))
+        return self.incumbent.solution(tuple(self.failures))
 
     def _quick(self, starts: Sequence[Schedule]) -> None:
         """What needs no worker: bounds, an answer at once, and the caller's own."""
-        self.board.bounds = [bound_of(task) for task in self.tasks]
+        self.incumbent.bounds = [bound_of(task) for task in self.tasks]
         for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
-            if self.board.bounds[number] == float("inf"):
+            if self.incumbent.bounds[number] == float("inf"):
                 continue
-            if self.board.schedule is not None and self._late():
+            if self.incumbent.schedule is not None and self._late():
                 break
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
                 draft = Retimer(problem).draft(rows)
                 assert draft is not None, "microbatches one group after the other deadlock"
-                self.board.offer_first(number, problem.schedule("first", rows), draft)
+                self.incumbent.offer_first(number, problem.schedule("first", rows), draft)
             elif task.offload:
-                self.board.offer(number, away_schedule(problem), "first")
+                self.incumbent.offer(number, away_schedule(problem), "first")
         for number, task in enumerate(self.tasks):
             for schedule in starts:
                 if schedule.placement == task.placement:
-                    self.board.offer(number, schedule, "start")
+                    self.incumbent.offer(number, schedule, "start")
 
     def _late(self) -> bool:
         """Whether the time is up before any worker was started: at thousands of ranks."""
-        return not self.options.reproducible and self.board.wall_s >= self.options.time_limit_s
+        return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class _Race:
             "seconds": seconds,
             "seed": self.options.seed,
             "reproducible": self.options.reproducible,
-            "bound": self.board.bounds[number],
+            "bound": self.incumbent.bounds[number],
             **more,
         }
 
@@ -178,81 +178,81 @@ class _Race:
                     yield self._job(number, "mirrored", seconds, part=part, parts=_MIRRORED_PARTS)
 
     def _start(self, number: int) -> dict[str, Any] | None:
-        known = self.board.per_task[number]
+        known = self.incumbent.per_task[number]
         return None if known is None else to_schedule(known[1])
 
-    def _window(self) -> dict[str, Any] | None:
-        """The next window job: mostly on the best schedule, now and then on the best of another placement."""
-        self.windows += 1
+    def _neighbourhood(self) -> dict[str, Any] | None:
+        """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
+        self.neighbourhoods += 1
         order = sorted(
-            (n for n, known in enumerate(self.board.per_task) if known is not None and self._improvable(n)),
-            key=lambda n: (self.board.per_task[n] or ((float("inf"),),))[0],
+            (n for n, known in enumerate(self.incumbent.per_task) if known is not None and self._improvable(n)),
+            key=lambda n: (self.incumbent.per_task[n] or ((float("inf"),),))[0],
         )
         if not order:
             return None
-        number = order[self.windows // 4 % len(order)] if self.windows % 4 == 0 else order[0]
-        known = self.board.per_task[number]
+        number = order[self.neighbourhoods // 4 % len(order)] if self.neighbourhoods % 4 == 0 else order[0]
+        known = self.incumbent.per_task[number]
         away = known is not None and count_offloads(known[1])
-        kind, longest_s, share = ("offload-windows", 20.0, 0.25) if away else ("windows", 8.0, 0.1)
+        kind, longest_s, share = ("offload-neighbourhoods", 20.0, 0.25) if away else ("neighbourhoods", 8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         job = self._job(number, kind, seconds, start=self._start(number))
-        return {**job, "seed": self.options.seed * 1_000_003 + self.windows}
+        return {**job, "seed": self.options.seed * 1_000_003 + self.neighbourhoods}
 
     def _improvable(self, number: int) -> bool:
-        known = self.board.per_task[number]
-        return known is not None and known[0][0] > self.board.bounds[number] * _SLACK
+        known = self.incumbent.per_task[number]
+        return known is not None and known[0][0] > self.incumbent.bounds[number] * _SLACK
 
     def _hopeless(self, job: dict[str, Any]) -> bool:
         """Whether no schedule of the job's placement is better than what is known."""
-        return bool(self.board.bounds[job["task"]] >= self.board.value * (1 - 1e-9))
+        return bool(self.incumbent.bounds[job["task"]] >= self.incumbent.value * (1 - 1e-9))
 
     def _note(self, answer: dict[str, Any]) -> None:
         if answer.get("error"):
             self.failures.append(answer["error"])
         if "bound" in answer:
-            self.board.prove(answer["task"], answer["bound"], answer["source"])
+            self.incumbent.prove(answer["task"], answer["bound"], answer["source"])
         if "schedule" in answer:
-            self.board.offer(answer["task"], from_schedule(answer["schedule"]), answer["source"])
+            self.incumbent.offer(answer["task"], from_schedule(answer["schedule"]), answer["source"])
 
     # -- the two ways of running them ---------------------------------------------------------------------------------
 
-    def _freely(self, crew: Crew) -> None:
+    def _freely(self, pool: WorkerPool) -> None:
         openers = self._openers()
-        while not self.board.solved and self.board.wall_s < self.options.time_limit_s:
-            while crew.idle:
-                job = next((j for j in openers if not self._hopeless(j)), None) or self._window()
+        while not self.incumbent.solved and self.incumbent.wall_s < self.options.time_limit_s:
+            while pool.idle:
+                job = next((j for j in openers if not self._hopeless(j)), None) or self._neighbourhood()
                 if job is None:
                     break
-                crew.submit(self._shortened(job))
-            if not crew.busy:
+                pool.submit(self._shortened(job))
+            if not pool.busy:
                 return
-            left = self.options.time_limit_s - self.board.wall_s
-            answer = crew.receive(max(0.0, min(left, _POLL_S)))
+            left = self.options.time_limit_s - self.incumbent.wall_s
+            answer = pool.receive(max(0.0, min(left, _POLL_S)))
             if answer is not None:
                 self._note(answer)
 
     def _shortened(self, job: dict[str, Any]) -> dict[str, Any]:
-        left = max(0.1, self.options.time_limit_s - self.board.wall_s)
+        left = max(0.1, self.options.time_limit_s - self.incumbent.wall_s)
         return {**job, "seconds": min(job["seconds"], left)}
 
-    def _rounds(self, crew: Crew) -> None:
+    def _rounds(self, pool: WorkerPool) -> None:
         openers, spent = self._openers(), 0.0
-        size = crew.idle
-        while not self.board.solved and spent < self.options.time_limit_s:
+        size = pool.idle
+        while not self.incumbent.solved and spent < self.options.time_limit_s:
             jobs = [j for _, j in zip(range(size), (j for j in openers if not self._hopeless(j)), strict=False)]
             if not jobs:
-                jobs = [j for j in (self._window() for _ in range(size)) if j is not None]
+                jobs = [j for j in (self._neighbourhood() for _ in range(size)) if j is not None]
             if not jobs:
                 return
             spent += max((j["seconds"] for j in jobs if j["kind"] not in ("families", "offload")), default=0.0)
-            self._round(crew, jobs)
+            self._round(pool, jobs)
 
-    def _round(self, crew: Crew, jobs: Sequence[dict[str, Any]]) -> None:
+    def _round(self, pool: WorkerPool, jobs: Sequence[dict[str, Any]]) -> None:
         """Run jobs side by side; note their answers job by job."""
-        numbers = [crew.submit(job) for job in jobs]
+        numbers = [pool.submit(job) for job in jobs]
         answers: dict[int, list[dict[str, Any]]] = {n: [] for n in numbers}
-        while crew.busy:
-            answer = crew.receive(None)
+        while pool.busy:
+            answer = pool.receive(None)
             if answer is None:
                 continue
             if answer.get("gone"):

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Schedule, op_spec
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
@@ -37,7 +38,7 @@ class SolveTask:
     objective: Objective = "makespan"
 
     def __post_init__(self) -> None:
-        costs = self.costs.with_collectives_exposed()
+        costs = collectives_exposed(self.costs)
         if costs.boundary_buffers:
             costs = replace(costs, boundary_buffers=False)
         if costs is not self.costs:
@@ -52,8 +53,8 @@ class SolveTask:
         cotangents that a B adds while it runs."""
         costs, temp = self.costs, dict(self.costs.temp_bytes)
         nothing = (0.0,) * costs.num_stages
-        passes = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
-        extra = [max(values[s] for values in passes) for s in range(costs.num_stages)]
+        actions = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
+        extra = [max(values[s] for values in actions) for s in range(costs.num_stages)]
         placement = self.placement
         return self._limits(max, [max(extra[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks)])
 
@@ -113,7 +114,7 @@ class Options:
 class Progress:
     """The state of a solve: seconds since its start, best value so far (seconds of the objective), proven lower bound.
 
-    ``source``: what found it, such as ``family v-half`` or ``window``.
+    ``source``: what found it, such as ``family v-half`` or ``neighbourhood``.
     """
 
     wall_s: float

@@ -29,12 +29,19 @@ from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
-from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, Target, WindowSearch, cycles, mirrored_cycles
+from jaxpipe.schedule.solve.search import (
+    DETERMINISTIC_SECOND,
+    Budget,
+    NeighbourhoodSearch,
+    Target,
+    cycles,
+    mirrored_cycles,
+)
 from jaxpipe.schedule.solve.task import SolveTask
 
 _NICE = 5
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
-_PASSES_PER_S = 60_000  # that list scheduling with offload places, roughly
+_ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
 
 
@@ -57,8 +64,8 @@ class Worker:
             "families": _families,
             "cycles": _cycles,
             "mirrored": _cycles,
-            "windows": _windows,
-            "offload-windows": _offload_windows,
+            "neighbourhoods": _neighbourhoods,
+            "offload-neighbourhoods": _offload_neighbourhoods,
             "exact": _exact,
             "offload": _offload,
         }
@@ -155,32 +162,31 @@ def _cycles(task: SolveTask, job: Job, tell: Tell) -> None:
             tell(problem.schedule("solved", draft.rows), source)
 
 
-def _windows(task: SolveTask, job: Job, tell: Tell) -> None:
+def _neighbourhoods(task: SolveTask, job: Job, tell: Tell) -> None:
     problem = Problem.of(task.placement, task.num_microbatches, task.costs)
     start = drafted(problem, unbraid(without_offloads(from_schedule(job["start"]))))
     if start is None:
         return
-    search, budget = WindowSearch(problem, _target(task, job), job["seed"]), Budget(job["seconds"], job["reproducible"])
-    for draft in search.run(start, budget):
-        tell(problem.schedule("solved", draft.rows), "window")
+    search = NeighbourhoodSearch(problem, _target(task, job), job["seed"])
+    for draft in search.run(start, Budget(job["seconds"], job["reproducible"])):
+        tell(problem.schedule("solved", draft.rows), "neighbourhood")
 
 
-def _offload_windows(task: SolveTask, job: Job, tell: Tell) -> None:
-    from jaxpipe.schedule.solve.offload_windows import offload_window_search
+def _offload_neighbourhoods(task: SolveTask, job: Job, tell: Tell) -> None:
+    from jaxpipe.schedule.solve.offload_neighbourhoods import offload_neighbourhood_search
 
     start, budget = from_schedule(job["start"]), Budget(job["seconds"], job["reproducible"])
-    for schedule in offload_window_search(task, start, float(job["bound"]), budget, job["seed"]):
-        tell(schedule, "window with offload")
+    for schedule in offload_neighbourhood_search(task, start, float(job["bound"]), budget, job["seed"]):
+        tell(schedule, "neighbourhood with offload")
 
 
 def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
     """Microbatches in order first; where that may cost something (with offload), then in any order, which proves more."""
-    from jaxpipe.schedule.solve.formulation import Cuts
     from jaxpipe.schedule.solve.model import solve_exact
 
     start = from_schedule(job["start"]) if job.get("start") else None
     seconds = job["seconds"] * (DETERMINISTIC_SECOND if job["reproducible"] else 1.0)
-    for cuts in (Cuts(), Cuts(order=False)):
+    for every_order in (False, True):
         result = solve_exact(
             task,
             time_limit_s=seconds / 2 if task.offload else seconds,
@@ -189,7 +195,7 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
             hint=start,
             lower_bound=job["bound"],
             deterministic=job["reproducible"],
-            cuts=cuts,
+            every_order=every_order,
         )
         tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
         if result.every_order or result.value <= job["bound"] * (1 + 1e-9):
@@ -201,9 +207,9 @@ def _offload(task: SolveTask, job: Job, tell: Tell) -> None:
     from jaxpipe.schedule.solve.offload_list import offload_candidates
 
     budget = Budget(job["seconds"], job["reproducible"])
-    passes = 3 * task.placement.num_stages * task.num_microbatches
+    actions = 3 * task.placement.num_stages * task.num_microbatches
     most = (
-        max(_FEWEST_POLICIES, int(job["seconds"] * _PASSES_PER_S / passes)) if job["reproducible"] else _MOST_POLICIES
+        max(_FEWEST_POLICIES, int(job["seconds"] * _ACTIONS_PER_S / actions)) if job["reproducible"] else _MOST_POLICIES
     )
     for schedule in offload_candidates(
         task, float(job["bound"]), lambda: budget.left <= 0, seed=job["seed"], most=most

@@ -22,7 +22,7 @@ _LEAST_S = 0.2
 Again = Callable[[SolveTask, Options], Solution]
 
 
-def leaner(solution: Solution, options: Options, again: Again) -> Solution:
+def lexicographic(solution: Solution, options: Options, again: Again) -> Solution:
     """``solution`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan."""
     left = options.time_limit_s * (1 - TIME_SHARE)
     best = solution
@@ -54,7 +54,7 @@ def _try(best: Solution, limit: float, offload: bool, options: Options, again: A
     wall_s = best.wall_s + found.wall_s
     improvements = list(best.improvements)
     if found.value < best.value / _SLACK:
-        improvements.append(Progress(wall_s, found.value, best.lower_bound, "window"))
+        improvements.append(Progress(wall_s, found.value, best.lower_bound, "neighbourhood"))
     return replace(
         best,
         schedule=found.schedule,

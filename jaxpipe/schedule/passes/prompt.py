@@ -1,12 +1,16 @@
-"""Offloads right behind the slot that makes what they copy.
+"""Actions moved to right behind the slot that makes what they need: offloads behind their F, W's behind their B.
 
 A host copy starts once the compute slot that stands before it in its row has ended (:mod:`~jaxpipe.schedule.engine`). An O that
-stands further back than its F therefore waits for compute that it does not need.
+stands further back than its F therefore waits for compute that it does not need. And what W needs can't leave for the host
+(`pipeoffload.txt` offloads what F keeps), so an order that puts its W's off, as zero-bubble orders do to fill waits, stays as
+high as they pile up; `pipeoffload.txt` section 3.1 runs each W right after its B, to keep its strategies simple.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
@@ -33,7 +37,7 @@ class LateOffload:
 def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> LateOffload | None:
     """The first offload that stands later than it need, if standing earlier makes the schedule shorter than ``timeline``, or as
     long with a lower peak; None if none does."""
-    late = [(rank, *found) for rank, row in enumerate(schedule.rows) for found in _late(row)]
+    late = [(rank, *found) for rank, row in enumerate(schedule.rows) for found in _late(row, _is_offload)]
     if not late:
         return None
     better = simulate(prompt_offloads(schedule), costs)
@@ -44,45 +48,62 @@ def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> 
 
 
 def prompt_offloads(schedule: Schedule) -> Schedule:
-    """``schedule`` with each offload right behind the slot that makes what it copies, behind offloads that stand there."""
-    return replace(schedule, rows=tuple(map(_prompt, schedule.rows)))
+    """``schedule`` with each offload right behind the slot that makes what it copies, behind copies that stand there."""
+    return replace(schedule, rows=tuple(map(partial(_prompt, moves=_is_offload), schedule.rows)))
+
+
+def prompt_weights(schedule: Schedule) -> Schedule:
+    """``schedule`` with each W behind the slot that holds its B. W's in braids, and fused BW, stay where they are.
+
+    W waits for nothing but its B, on the same rank, so a valid schedule stays valid. It can take longer: W's then stand before
+    B's that other ranks wait for.
+    """
+    return replace(schedule, rows=tuple(map(partial(_prompt, moves=_is_weight), schedule.rows)))
+
+
+def _is_offload(slot: Slot) -> bool:
+    return op_spec(slot.actions[0].op).lane == "d2h"
+
+
+def _is_weight(slot: Slot) -> bool:
+    return slot.actions[0].op == "W"
 
 
 def _figures(timeline: Timeline) -> tuple[float, float]:
     return nine_digits(timeline.makespan), nine_digits(max(timeline.peak_activations))
 
 
-def _prompt(row: Row) -> Row:
-    moved = {action: source for action, _, source in _late(row)}
+def _prompt(row: Row, moves: Callable[[Slot], bool]) -> Row:
+    moved = {action: source for action, _, source in _late(row, moves)}
     behind: dict[Slot, list[Slot]] = {}
     for action, source in moved.items():
         behind.setdefault(source, []).append(action)
     slots: list[Slot] = []
     waiting: list[Slot] = []
     for slot in row:
-        if _is_compute(slot):
+        if slot in moved:
+            continue
+        if _is_compute(slot) and not moves(slot):
             slots += waiting
             waiting = behind.get(slot, [])
-            slots.append(slot)
-        elif slot not in moved:
-            slots.append(slot)
+        slots.append(slot)
     return (*slots, *waiting)
 
 
-def _late(row: Row) -> list[tuple[Action, Slot, Slot]]:
-    """Each offload that stands behind another compute slot than its source: itself, that slot, its source."""
+def _late(row: Row, moves: Callable[[Slot], bool]) -> list[tuple[Action, Slot, Slot]]:
+    """Each action to move that stands behind another compute slot than its source: itself, that slot, its source."""
     found = []
     made: dict[Action, Slot] = {}
     last: Slot | None = None
     for slot in row:
-        if _is_compute(slot):
-            last = slot
-            made |= dict.fromkeys(slot.actions, slot)
-        elif isinstance(slot, Action) and op_spec(slot.op).lane == "d2h":
+        if type(slot) is Action and moves(slot):
             ops = [op for wait in op_spec(slot.op).waits if wait.where == "self" for op in wait.ops]
             sources = [made[a] for op in ops if (a := Action(op, slot.stage, slot.microbatch)) in made]
             if last is not None and sources and last not in sources:
                 found.append((slot, last, sources[-1]))
+        elif _is_compute(slot):
+            last = slot
+            made |= dict.fromkeys(slot.actions, slot)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The best answer so far, the best bound so far, and how they came about. Nothing gets on the board unchecked."""
+"""The best answer so far, the best bound so far, and how they came about. Nothing is taken unchecked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpipe.schedule.timeline import Timeline
 _SLACK = 1 + 1e-9
 
 
-class Board:
+class Incumbent:
     """Answers to ``tasks``, which differ in placement only; the best of all counts."""
 
     def __init__(self, tasks: Sequence[SolveTask], bounds: Sequence[float], on_progress: OnProgress | None) -> None:
@@ -121,7 +121,7 @@ class Board:
             self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
 
     def solution(self, failures: Sequence[str] = ()) -> Solution:
-        """What stands on the board, simulated; ``failures``: what went wrong in workers.
+        """The answer, simulated; ``failures``: what went wrong in workers.
 
         Raises:
             ScheduleError: the answer breaks a rule, which is a defect here.

@@ -1,4 +1,4 @@
-"""Windows of schedules with offload: valid, within the limit, better each time, reproducible; optimal where that is proved."""
+"""Neighbourhoods of schedules with offload: valid, within the limit, better each time, reproducible; some proved optimal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.model import solve_exact
 from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel
-from jaxpipe.schedule.solve.offload_windows import offload_window_search
+from jaxpipe.schedule.solve.offload_neighbourhood_model import OffloadNeighbourhoodModel
+from jaxpipe.schedule.solve.offload_neighbourhood_times import OffloadNeighbourhood
+from jaxpipe.schedule.solve.offload_neighbourhoods import offload_neighbourhood_search
 from jaxpipe.schedule.solve.rows import schedule_of
 from jaxpipe.schedule.solve.search import Budget
 from jaxpipe.schedule.solve.solver import bound_of
@@ -28,7 +29,7 @@ def first_of(task: SolveTask, most: int = 4) -> Schedule:
 
 def improved(task: SolveTask, start: Schedule, seconds: float, bound: float = 0.0) -> list[Schedule]:
     """What the search yields in deterministic time."""
-    return list(offload_window_search(task, start, bound, Budget(seconds, reproducible=True), seed=3))
+    return list(offload_neighbourhood_search(task, start, bound, Budget(seconds, reproducible=True), seed=3))
 
 
 def tasks() -> Iterator[tuple[str, SolveTask]]:
@@ -77,14 +78,14 @@ def test_reproducible() -> None:
 
 @pytest.mark.parametrize("p", [1, 4])
 def test_times_become_the_same_schedule_again(p: int) -> None:
-    """A window in which nothing may move gives back what it was given."""
+    """A neighbourhood in which nothing may move gives back what it was given."""
     task = task_of(p, 8, 2, 1)
     timeline = simulate(first_of(task), task.costs)
     instance = Instance.of(task)
     starts = times_of(instance, timeline)
     assert starts is not None
-    window = OffloadWindow(3, 12, frozenset())
-    times, done = OffloadWindowModel(instance, starts, window).solve({"num_workers": 1})
+    free = OffloadNeighbourhood(3, 12, frozenset())
+    times, done = OffloadNeighbourhoodModel(instance, starts, free).solve({"num_workers": 1})
     assert done and times is not None
     assert times.away == starts.away
     again = schedule_of(instance, times, "again")[1]

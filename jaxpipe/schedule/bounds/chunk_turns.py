@@ -16,7 +16,7 @@ from jaxpipe.schedule.bounds.resident import Confined, Resident
 _ROUND = 1e-9
 
 
-def together(stays: Sequence[Resident], limit: float) -> Confined:
+def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
     """Bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
     bound = Confined(0.0, 0.0)
     if len({x.flow for x in stays}) > 1:

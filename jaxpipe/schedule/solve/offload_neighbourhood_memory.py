@@ -1,24 +1,22 @@
-"""Memory of a window: what is held from when to when, as a cumulative per ledger; see :mod:`.offload_window_model`."""
+"""Memory of a neighbourhood: what is held from when to when, a cumulative per limit (:mod:`.offload_neighbourhood_model`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpipe.schedule.solve.instance import Holding
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.solve.offload_window_model import OffloadWindowModel
+from jaxpipe.schedule.solve.offload_neighbourhood_times import NeighbourhoodTimes
 
 _FAR = 1 << 40
 
 
-def add_memory(model: OffloadWindowModel) -> None:
-    """The limits of every ledger, for what is held from the window's begin until its last actions end."""
+def add_memory(model: NeighbourhoodTimes) -> None:
+    """The limits of memory, for what is held from the neighbourhood's begin until its last actions end."""
     reach = model.end + model.longest
-    for ledger in model.instance.ledgers:
+    for limit in model.instance.memory_limits:
         intervals, demands = [], []
-        for k, holding in ledger.holdings.items():
+        for k, holding in limit.holdings.items():
             for i in model.instance.problem.microbatches(k):
                 if model.now["F", k, i] >= reach or _over(model, k, i):
                     continue
@@ -28,16 +26,16 @@ def add_memory(model: OffloadWindowModel) -> None:
                         intervals.append(interval)
                         demands.append(units)
         if intervals:
-            model.cp.add_cumulative(intervals, demands, ledger.capacity)
+            model.cp.add_cumulative(intervals, demands, limit.capacity)
 
 
-def _over(model: OffloadWindowModel, k: int, i: int) -> bool:
-    """Whether the microbatch is done when the window begins."""
+def _over(model: NeighbourhoodTimes, k: int, i: int) -> bool:
+    """Whether the microbatch is done when the neighbourhood begins."""
     last = ("B" if (k, i) in model.starts.fused else "W", k, i)
     return last not in model.at and last not in model.late and model.now[last] + model.length(last) <= model.begin
 
 
-def _pieces(model: OffloadWindowModel, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
+def _pieces(model: NeighbourhoodTimes, k: int, i: int, h: Holding) -> Iterator[tuple[int, Any, Any, Any]]:
     """(units, from when, to when, a literal or None), as in :mod:`.model_memory`."""
     f, b, w = model.at_of(("F", k, i)), model.end_of(("B", k, i)), model.end_of(("W", k, i))
     here = model.toggles.get((k, i))
@@ -55,8 +53,8 @@ def _pieces(model: OffloadWindowModel, k: int, i: int, h: Holding) -> Iterator[t
     yield h.cotangent, model.at_of(("B", k, i)), b, None
 
 
-def _held(model: OffloadWindowModel, units: int, start: Any, end: Any, literal: Any) -> Any:
-    """The interval, if it has to do with the window."""
+def _held(model: NeighbourhoodTimes, units: int, start: Any, end: Any, literal: Any) -> Any:
+    """The interval, if it has to do with the neighbourhood."""
     fixed = isinstance(start, int), isinstance(end, int)
     if not units or (fixed[1] and end <= model.begin):
         return None

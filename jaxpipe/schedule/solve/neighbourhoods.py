@@ -1,13 +1,13 @@
-"""Improving an order a window at a time: CP-SAT reorders what starts in a window, the rest keeps its order.
+"""Improving an order a neighbourhood at a time: CP-SAT reorders what starts in a stretch of time, the rest keeps its order.
 
-What starts before the window is fixed. What starts after it moves as one piece, earlier by a shift that CP-SAT maximises; what
-is inside is free on the chosen ranks, and keeps its order (not its times) on the others. Memory is exact: orders outside
-don't change, so each rank's level at the window's edges is known. A proposal is re-timed by the caller with real costs, so
-rounding here costs at most a good proposal, never validity. Large-neighbourhood search in the sense of Shaw (1998).
+What starts before the neighbourhood is fixed. What starts after it moves as one piece, earlier by a shift that CP-SAT
+maximises; what is inside is free on the chosen ranks, and keeps its order (not its times) on the others. Memory is exact:
+orders outside don't change, so each rank's level at the edges is known. A proposal is re-timed by the caller with real costs,
+so rounding here costs at most a good proposal, never validity. Large-neighbourhood search in the sense of Shaw (1998).
 
-The shift alone is blind to progress that other windows have to complete; a *tidy* window takes, of equal shifts, the smallest
-sum of starts, which costs time, so not every window is. Not modelled: offload (rows with O, L or S are not touched), links that
-are busy, workspace.
+The shift alone is blind to progress that other neighbourhoods have to complete; with ``pull_early``, of equal shifts the
+smallest sum of starts is taken, which costs time, so not every time. Not modelled: offload (rows with O, L or S are not
+touched), links that are busy, workspace.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.schedule.solve.ticks import common_step
 
-_TICKS, _FINEST = 128, 1024  # per mean pass
+_TICKS, _FINEST = 128, 1024  # per mean action
 _UNITS = 1 << 20  # per rank's share of a microbatch
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Neighbourhood:
     """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free."""
 
     begin: float
@@ -35,8 +35,8 @@ class Window:
     ranks: frozenset[int]
 
 
-class Frame:
-    """A problem in whole ticks, for the windows of any of its orders.
+class TickedProblem:
+    """A problem in whole ticks, for the neighbourhoods of any of its orders.
 
     ``limits``: activations allowed per rank, in units of its share of one microbatch.
     """
@@ -48,7 +48,7 @@ class Frame:
         def whole(seconds: Sequence[float]) -> tuple[float, ...]:
             return tuple(float(round(x / tick)) for x in seconds)
 
-        self.ticked = replace(
+        self.in_ticks = replace(
             problem,
             f_s=whole(problem.f_s),
             b_s=whole(problem.b_s),
@@ -57,11 +57,11 @@ class Frame:
             down_s=whole(problem.down_s),
             up_s=whole(problem.up_s),
         )
-        self.retimer = Retimer(self.ticked)
-        passes = (*self.ticked.f_s, *self.ticked.b_s, *self.ticked.w_s, *self.ticked.bw_s)
-        # until a pass's result is there, at most
-        self.longest = max(passes) + max(*self.ticked.down_s, *self.ticked.up_s)
-        self.size = [int(x) for name in ("f_s", "b_s", "w_s", "bw_s") for x in getattr(self.ticked, name)]
+        self.retimer = Retimer(self.in_ticks)
+        actions = (*self.in_ticks.f_s, *self.in_ticks.b_s, *self.in_ticks.w_s, *self.in_ticks.bw_s)
+        # until an action's result is there, at most
+        self.longest = max(actions) + max(*self.in_ticks.down_s, *self.in_ticks.up_s)
+        self.size = [int(x) for name in ("f_s", "b_s", "w_s", "bw_s") for x in getattr(self.in_ticks, name)]
         most = problem.num_microbatches + 1.0
         self.limits = [int(min(x, most) * _UNITS * (1 + 1e-9)) for x in limits]
         held, kept = ([-int(-x * _UNITS // 1) for x in sizes] for sizes in (problem.held, problem.kept))
@@ -78,18 +78,26 @@ def _tick(busy: Sequence[float]) -> float:
     return step if step is not None and mean / step <= _FINEST else mean / _TICKS
 
 
-class WindowModel:
-    """CP-SAT's variables for one window; ``solve`` proposes rows."""
+class NeighbourhoodModel:
+    """CP-SAT's variables for one neighbourhood; ``solve`` proposes rows."""
 
     def __init__(
-        self, frame: Frame, rows: CodeRows, starts: Sequence[float], window: Window, *, by_span: bool, tidy: bool
+        self,
+        ticked: TickedProblem,
+        rows: CodeRows,
+        starts: Sequence[float],
+        neighbourhood: Neighbourhood,
+        *,
+        by_span: bool,
+        pull_early: bool,
     ) -> None:
         from ortools.sat.python import cp_model
 
-        self.frame, self.starts, self.window, self.by_span, self.tidy = frame, starts, window, by_span, tidy
-        self.m = frame.problem.num_microbatches
+        self.ticked, self.starts, self.neighbourhood = ticked, starts, neighbourhood
+        self.by_span, self.pull_early = by_span, pull_early
+        self.m = ticked.problem.num_microbatches
         self.model: Any = cp_model.CpModel()
-        self.begin, self.end = int(window.begin), int(window.end)
+        self.begin, self.end = int(neighbourhood.begin), int(neighbourhood.end)
         self.rows = [self._split(row) for row in rows]
         self.inside = {code for _, middle, _ in self.rows for code in middle}
         self.after = {code for _, _, late in self.rows for code in late}
@@ -110,17 +118,17 @@ class WindowModel:
         return parts
 
     def _size(self, code: int) -> int:
-        return self.frame.size[code // self.m]
+        return self.ticked.size[code // self.m]
 
     def _start(self, code: int) -> int:
         return int(self.starts[code])
 
     def _change(self, code: int) -> int:
         """Units taken (at the start of an F) or given back (at the end of the others)."""
-        return self.frame.change[code // self.m]
+        return self.ticked.change[code // self.m]
 
     def _begins(self, code: int) -> Any:
-        """When a pass begins: a variable, a number, or a number less the shift."""
+        """When an action begins: a variable, a number, or a number less the shift."""
         if code in self.at:
             return self.at[code]
         start = self._start(code)
@@ -138,14 +146,14 @@ class WindowModel:
                 model.add(first >= floor)
                 for code in middle:
                     model.add(self.at[code] + size(code) <= first)
-            if rank in self.window.ranks and len(middle) > 1:
+            if rank in self.neighbourhood.ranks and len(middle) > 1:
                 model.add_no_overlap([model.new_fixed_size_interval_var(self.at[c], size(c), "") for c in middle])
             else:
                 for one, two in pairwise(middle):
                     model.add(self.at[two] >= self.at[one] + size(one))
 
     def _waits(self) -> None:
-        """Every wait that touches the window, or leads from before it to after it."""
+        """Every wait that touches the neighbourhood, or leads from before it to after it."""
         inside, after = self.inside, self.after
         for before, middle, _ in self.rows:
             for code in (*self._reaching(before), *middle):
@@ -153,22 +161,22 @@ class WindowModel:
                     if code in inside or then in inside or then in after:
                         self.model.add(self._begins(then) >= self._begins(code) + lag)
         last: dict[tuple[int, int], int] = {}
-        for rank in self.window.ranks:
-            for code in self.rows[rank][1]:  # the microbatches of a stage keep their order in each pass
-                kind = code // self.frame.problem.num_microbatches
+        for rank in self.neighbourhood.ranks:
+            for code in self.rows[rank][1]:  # the microbatches of a stage keep their order in each op
+                kind = code // self.ticked.problem.num_microbatches
                 key = rank, kind
                 if key in last:
                     self.model.add(self.at[code] >= self.at[last[key]] + self._size(last[key]))
                 last[key] = code
 
     def _reaching(self, before: Sequence[int]) -> list[int]:
-        """Those before the window whose results may come after its begin; for all others nothing inside has to wait."""
-        last = self.begin - self.frame.longest
+        """Those before the neighbourhood whose results may come after its begin; for all others nothing inside has to wait."""
+        last = self.begin - self.ticked.longest
         return list(takewhile(lambda code: self.starts[code] > last, reversed(before)))
 
     def _followers(self, code: int) -> list[tuple[int, int]]:
-        """(pass, ticks after the start of ``code``) that wait for ``code`` and are in the order."""
-        problem = self.frame.ticked
+        """(action, ticks after the start of ``code``) that wait for ``code`` and are in the order."""
+        problem = self.ticked.in_ticks
         op, k, i = problem.decode(code)
         stages = problem.placement.num_stages
         size = self._size(code)
@@ -187,11 +195,11 @@ class WindowModel:
         return self.starts[code] != float("inf")
 
     def _memory(self) -> None:
-        problem, m = self.frame.problem, self.frame.problem.num_microbatches
+        problem, m = self.ticked.problem, self.ticked.problem.num_microbatches
         n = problem.num_replicas
-        for rank in self.window.ranks:
+        for rank in self.neighbourhood.ranks:
             before, middle, _ = self.rows[rank]
-            limit = self.frame.limits[rank]
+            limit = self.ticked.limits[rank]
             if not any(code < n * m for code in middle):
                 continue
             level = sum(self._change(code) for code in before)
@@ -205,7 +213,7 @@ class WindowModel:
             if level:
                 times.append(self.begin)
                 changes.append(level)
-            # a pass that started before the window may give back inside it; taken as given back at its end
+            # an action that started before the neighbourhood may give back inside it; taken as given back at its end
             for code in before[-1:]:
                 change = self._change(code)
                 over = self._start(code) + self._size(code)
@@ -216,8 +224,8 @@ class WindowModel:
 
     def _objective(self) -> None:
         model = self.model
-        total = sum(self.at.values()) if self.tidy else 0
-        weight = len(self.at) * (self.latest - self.begin + 1) + 1 if self.tidy else 1
+        total = sum(self.at.values()) if self.pull_early else 0
+        weight = len(self.at) * (self.latest - self.begin + 1) + 1 if self.pull_early else 1
         ends = [self.at[code] + self._size(code) for code in self.inside]
         if not self.by_span:
             if self.after:
@@ -246,7 +254,7 @@ class WindowModel:
         model.minimize(longest * weight + total - self.shift)
 
     def solve(self, budget: dict[str, Any]) -> tuple[list[list[int]] | None, bool]:
-        """Proposed rows, None if nothing was found; and whether the window was searched to its end."""
+        """Proposed rows, None if nothing was found; and whether the neighbourhood was searched to its end."""
         for code, at in self.at.items():
             self.model.add_hint(at, self._start(code))
         self.model.add_hint(self.shift, 0)

@@ -1,4 +1,4 @@
-"""The ways of a microbatch: what one microbatch alone needs, per stage and flow, and the traffic it puts on links.
+"""The flows of a placement: what one microbatch alone needs, per stage and flow, and the traffic it puts on links.
 
 Everything here holds for any placement: DAGs of stages, stages spread over groups of ranks, several flows. Braided slots take
 at least the sum of their actions' compute, as in the simulator. TP collectives take no rank's time, since a braid may hide
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
 from jaxpipe.schedule.ir import OpSpec, registered_ops
+from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
 
 
@@ -26,20 +27,20 @@ class Visit:
     count: int
 
 
-class Ways:
+class Flows:
     """The flows of a placement, and which rank visits what how often."""
 
     def __init__(self, placement: Placement, num_microbatches: int, costs: CostProfile) -> None:
         self.placement, self.costs = placement, costs
         used = min(placement.num_flows, num_microbatches)
-        self.flows = [Flow(placement, costs, k) for k in range(used)]
+        self.all = [Flow(placement, costs, k) for k in range(used)]
         self.counts = [len(range(k, num_microbatches, placement.num_flows)) for k in range(used)]
 
     def chunks(self, rank: int) -> list[Visit]:
         """What ``rank`` visits, flow by flow, stages ascending."""
         return [
             Visit(s, flow, count)
-            for flow, count in zip(self.flows, self.counts, strict=True)
+            for flow, count in zip(self.all, self.counts, strict=True)
             for s in self.placement.stages_of(rank)
             if rank in flow.groups[s]
         ]
@@ -47,12 +48,12 @@ class Ways:
     def critical_path(self) -> float:
         """One microbatch alone: down to where it turns, back to the last weight gradient."""
         stages = range(self.placement.num_stages)
-        return max(flow.back_start[s] + flow.waits_bw[s] for flow in self.flows for s in stages)
+        return max(flow.back_start[s] + flow.waits_bw[s] for flow in self.all for s in stages)
 
     def link_reasons(self) -> Iterator[float]:
         """Per directed pair of ranks: the first boundary that can be sent, all of the pair's transfers, what must follow."""
         traffic: dict[tuple[int, int], list[_Traffic]] = {}
-        for flow, count in zip(self.flows, self.counts, strict=True):
+        for flow, count in zip(self.all, self.counts, strict=True):
             for pair, sent in flow.transfers():
                 traffic.setdefault(pair, []).append(sent._replace(seconds=count * sent.seconds))
         for all_sent in traffic.values():
@@ -82,7 +83,7 @@ class Flow:
         self.forward = [_cheapest(costs, s, frozenset("F")) for s in range(n)]
         self.passed = [_cheapest(costs, s, frozenset("B")) for s in range(n)]
         self.backward = [_cheapest(costs, s, frozenset("BW")) for s in range(n)]
-        exposed = costs.with_collectives_exposed()
+        exposed = collectives_exposed(costs)
         self.waits_f = [_cheapest(exposed, s, frozenset("F")) for s in range(n)]
         self.waits_b = [_cheapest(exposed, s, frozenset("B")) for s in range(n)]
         self.waits_bw = [_cheapest(exposed, s, frozenset("BW")) for s in range(n)]
@@ -146,9 +147,9 @@ def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
     if not parts:
         return 0.0
     first = min(parts)
-    ways = [spec for spec in registered_ops() if first in spec.performs() and _has_cost(costs, spec)]
+    specs = [spec for spec in registered_ops() if first in spec.performs() and _has_cost(costs, spec)]
     return min(
-        costs.seconds(spec.cost, stage) + _cheapest(costs, stage, parts.difference(spec.performs())) for spec in ways
+        costs.seconds(spec.cost, stage) + _cheapest(costs, stage, parts.difference(spec.performs())) for spec in specs
     )
 
 

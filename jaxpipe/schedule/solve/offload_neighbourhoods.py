@@ -1,6 +1,6 @@
-"""Improving a schedule with offload a window at a time; the windows are :mod:`.offload_window_model`'s.
+"""Improving a schedule with offload a neighbourhood at a time; the neighbourhoods are :mod:`.offload_neighbourhood_model`'s.
 
-Two kinds of windows: a stretch of time, on all ranks or some neighbours; and a few microbatches over a longer stretch,
+Two kinds of neighbourhoods: a stretch of time, on all ranks or some neighbours; and a few microbatches over a longer stretch,
 between all others in their order. CP-SAT's times become rows (:mod:`.rows`), which are simulated with real costs and held
 to the limits, so what the model leaves out costs at most a proposal. Large-neighbourhood search in the sense of Shaw (1998).
 """
@@ -16,7 +16,8 @@ from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.offload_window_model import OffloadWindow, OffloadWindowModel, Tidy
+from jaxpipe.schedule.solve.offload_neighbourhood_model import OffloadNeighbourhoodModel, TieBreak
+from jaxpipe.schedule.solve.offload_neighbourhood_times import OffloadNeighbourhood
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
 from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, some_neighbours, some_stretch
 from jaxpipe.schedule.solve.task import SolveTask
@@ -24,16 +25,16 @@ from jaxpipe.schedule.solve.ticks import COARSE
 from jaxpipe.schedule.timeline import Timeline
 
 _SLACK = 1 + 1e-9
-_TIDY = 0.3  # of windows
+_TIE_BREAKS = 0.3  # of neighbourhoods
 _BY_MICROBATCH = 0.2
-_EDGE = 0.2  # of windows are at the start, and as many at the end
-_SECONDS = 1.0, 6.0  # for one window: at first, and after many that brought nothing
-_LEAST_S = 0.02  # that a window counts for
-_PATIENCE = 8  # windows without progress for each further second
+_EDGE = 0.2  # of neighbourhoods are at the start, and as many at the end
+_SECONDS = 1.0, 6.0  # for one neighbourhood: at first, and after many that brought nothing
+_LEAST_S = 0.02  # that a neighbourhood counts for
+_PATIENCE = 8  # neighbourhoods without progress for each further second
 _SIZE, _SMALLEST, _LARGEST = 70.0, 40.0, 3000.0
 
 
-def offload_window_search(
+def offload_neighbourhood_search(
     task: SolveTask, start: Schedule, bound_s: float, budget: Budget, seed: int
 ) -> Iterator[Schedule]:
     """Better and better schedules of ``task``, all better than ``start``, until the budget ends or ``bound_s`` is met.
@@ -51,7 +52,7 @@ def offload_window_search(
 
 
 class _Search:
-    """The state of one search; ``size`` of windows per kind adapts to what CP-SAT gets done."""
+    """The state of one search; ``size`` of neighbourhoods per kind adapts to what CP-SAT gets done."""
 
     def __init__(self, instance: Instance, seed: int) -> None:
         self.instance, self.seed = instance, seed
@@ -83,7 +84,7 @@ class _Search:
         return times if self.instance.task.objective != "span" else (times[1], times[0])
 
     def _ticks(self, starts: Starts) -> tuple[int, int, int]:
-        """The objective, the other time, and the sum of ranks' ends, by which windows make progress on plateaus."""
+        """The objective, the other time, and the sum of ranks' ends, by which neighbourhoods make progress on plateaus."""
         begins, ends = self._extent(starts)
         times = max(ends) - min(begins), max(b - a for a, b in zip(begins, ends, strict=True))
         one, two = times if self.instance.task.objective != "span" else (times[1], times[0])
@@ -103,8 +104,8 @@ class _Search:
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
         kind = self._kind()
-        tidy = self._tidy() if self.random.random() < _TIDY else None
-        model = OffloadWindowModel(self.instance, starts, self._window(kind, starts), tidy)
+        tie_break = self._tie_break() if self.random.random() < _TIE_BREAKS else None
+        model = OffloadNeighbourhoodModel(self.instance, starts, self._neighbourhood(kind, starts), tie_break)
         seconds = min(_SECONDS[0] + self.stale / _PATIENCE, _SECONDS[1], budget.left)
         given = budget.spent
         times, done = model.solve(budget.parameters(seconds, self.seed + self.tried))
@@ -122,7 +123,7 @@ class _Search:
             return None
         return (schedule, timeline) if self.instance.task.fits(timeline) else None
 
-    def _tidy(self) -> Tidy:
+    def _tie_break(self) -> TieBreak:
         """What to prefer among equals: F late and B early hold less, anything else leads elsewhere."""
         pick = self.random.choice
         return {"F": pick((-1, 0, 1)), "B": pick((1, 2)), "W": pick((0, 1)), "away": pick((-2, 0, 2))}
@@ -132,7 +133,7 @@ class _Search:
             return "microbatches"
         return "ranks" if self.instance.problem.num_ranks > 4 and self.random.random() < 0.5 else "time"
 
-    def _window(self, kind: str, starts: Starts) -> OffloadWindow:
+    def _neighbourhood(self, kind: str, starts: Starts) -> OffloadNeighbourhood:
         """About ``size`` actions in a row; often at the start or the end. With ``microbatches``, about as many over a longer
         stretch."""
         rng, p = self.random, self.instance.problem.num_ranks
@@ -145,7 +146,7 @@ class _Search:
         want = int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1)
         begin, end = some_stretch(rng, times, want, _EDGE)
         chosen = self._chosen(starts, begin, end) if kind == "microbatches" else None
-        return OffloadWindow(begin, end, frozenset(ranks), chosen)
+        return OffloadNeighbourhood(begin, end, frozenset(ranks), chosen)
 
     def _chosen(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""

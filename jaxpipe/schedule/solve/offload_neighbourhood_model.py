@@ -1,11 +1,11 @@
-"""CP-SAT's model of one window of a schedule with offload: what is free moves, memory is exact by time.
+"""CP-SAT's model of one neighbourhood of a schedule with offload: what is free moves, memory is exact by time.
 
-Unlike in :mod:`.windows`, order alone does not keep memory here: an O that ends gives room whatever stands around it. So the
-model has times for everything: fixed for what starts before the window, variables inside, ``time - shift`` for what starts
-after it: one rigid piece a rank, which moves as far as the window and the others' pieces let it. Actions inside that are not
-free keep their order, not their times. An activation whose O and L are, or would be, inside may leave or stay; so what is held
-when a late piece begins is what was held before, and only what of it overlaps with the window's last actions needs a look.
-Microbatches of a stage keep their order in each op but O.
+Unlike in :mod:`.neighbourhoods`, order alone does not keep memory here: an O that ends gives room whatever stands around it. So
+the model has times for everything: fixed for what starts before the neighbourhood, variables inside, ``time - shift`` for what
+starts after it: one rigid piece a rank, which moves as far as the neighbourhood and the others' pieces let it. Actions inside
+that are not free keep their order, not their times. An activation whose O and L are, or would be, inside may leave or stay; so
+what is held when a late piece begins is what was held before, and only what of it overlaps with the neighbourhood's last
+actions needs a look. Microbatches of a stage keep their order in each op but O.
 
 Not modelled: links that are busy, workspace, lanes per direction as rows see them (:mod:`.model_memory`); a proposal that
 fails for these is dropped by the caller.
@@ -14,57 +14,29 @@ fails for these is dropped by the caller.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
-from jaxpipe.schedule.solve.offload_window_memory import add_memory
+from jaxpipe.schedule.solve.offload_neighbourhood_memory import add_memory
+from jaxpipe.schedule.solve.offload_neighbourhood_times import NeighbourhoodTimes, OffloadNeighbourhood, Pair
 from jaxpipe.schedule.solve.rows import Starts
 
-_FAR = 1 << 40
-Pair = tuple[int, int]
-Tidy = Mapping[str, int]
+TieBreak = Mapping[str, int]
 """Weights of starts (F, B, W) and of what is ``away``; of equally good answers, that with the least sum is sought."""
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadWindow:
-    """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with ``microbatches``, only those are."""
+class OffloadNeighbourhoodModel(NeighbourhoodTimes):
+    """Variables and constraints of one neighbourhood around ``starts``."""
 
-    begin: int
-    end: int
-    ranks: frozenset[int]
-    microbatches: frozenset[int] | None = None
-
-    def frees(self, rank: int, i: int) -> bool:
-        return rank in self.ranks and (self.microbatches is None or i in self.microbatches)
-
-
-class OffloadWindowModel:
-    """Variables and constraints of one window around ``starts``."""
-
-    def __init__(self, instance: Instance, starts: Starts, window: OffloadWindow, tidy: Tidy | None = None) -> None:
-        from ortools.sat.python import cp_model
-
-        self.instance, self.starts, self.window, self.tidy = instance, starts, window, tidy
-        self.cp: Any = cp_model.CpModel()
+    def __init__(
+        self, instance: Instance, starts: Starts, neighbourhood: OffloadNeighbourhood, tie_break: TieBreak | None = None
+    ) -> None:
+        super().__init__(instance, starts, neighbourhood)
+        self.tie_break = tie_break
         self.spent = 0.0  # deterministic time of the solve
-        self.begin, self.end = window.begin, window.end
-        self.now = {key: t for key, t in starts.start.items() if self._real(key)}
-        self.longest = max((self.length(key) for key in self.now), default=0)
-        self.inside = {key for key, t in self.now.items() if self.begin <= t < self.end}
-        self.late = {key for key, t in self.now.items() if t >= self.end}
-        self.by_kind = self._kinds()
-        self.toggles: dict[Pair, Any] = {pair: self.cp.new_bool_var("") for pair in self._toggles()}
-        self.added = {(op, *pair) for pair in self.toggles if pair not in starts.away for op in "OL"}
-        self.shift = self._shifts()
-        latest = self.end + self.longest
-        self.at: dict[Key, Any] = {
-            key: self.cp.new_int_var(self.begin, latest, "") for key in sorted(self.inside | self.added)
-        }
         self.slack: dict[Pair, int] = {}
         self._lanes()
         self._waits()
@@ -73,75 +45,6 @@ class OffloadWindowModel:
         self._orders()
         add_memory(self)
         self._objective()
-
-    def _shifts(self) -> dict[int, Any]:
-        """Per rank, by how much its late piece moves."""
-        rank = self.instance.problem.rank
-        moving = {rank[k] for _, k, _ in self.late}
-        room = self.end - self.begin
-        return {r: self.cp.new_int_var(0, room if r in moving else 0, "") for r in range(max(rank) + 1)}
-
-    # What there is.
-
-    def _real(self, key: Key) -> bool:
-        if key[0] in "OL":
-            return key[1:] in self.starts.away
-        return not (key[0] == "W" and key[1:] in self.starts.fused)
-
-    def length(self, key: Key) -> int:
-        op, k, i = key
-        if op == "B" and (k, i) in self.starts.fused:
-            op = "BW"
-        return self.instance.duration[op][k]
-
-    def _kinds(self) -> dict[tuple[str, int], list[Key]]:
-        """Per op and replica what there is of it, by microbatch."""
-        kinds: dict[tuple[str, int], list[Key]] = {}
-        for key in sorted(self.now):
-            kinds.setdefault(key[:2], []).append(key)
-        return kinds
-
-    def _free(self, key: Key) -> bool:
-        return self.window.frees(self.instance.problem.rank[key[1]], key[2])
-
-    def _toggles(self) -> list[Pair]:
-        """Activations that may leave or stay: their O and L are both inside, or could be."""
-        found = []
-        for k, may in enumerate(self.instance.may_leave):
-            if not may or self.instance.problem.rank[k] not in self.window.ranks:
-                continue
-            copies = self.instance.duration["O"][k] + self.instance.duration["L"][k]
-            for i in self.instance.problem.microbatches(k):
-                if not self._free(("O", k, i)):
-                    continue
-                if (k, i) in self.starts.away:
-                    if ("O", k, i) in self.inside and ("L", k, i) in self.inside:
-                        found.append((k, i))
-                elif self._room(k, i, copies):
-                    found.append((k, i))
-        return found
-
-    def _room(self, k: int, i: int, copies: int) -> bool:
-        """Whether O and L of an activation that stays could take place inside, in order with those outside."""
-        ready = max(self.begin, self.now["F", k, i] + self.length(("F", k, i)))
-        if ready + copies > min(self.end, self.now["B", k, i]) + self.longest or self.now["B", k, i] < self.begin:
-            return False
-        loads = self.by_kind.get(("L", k), ())
-        return not any(self.now[key] < self.begin if key[2] > i else key in self.late for key in loads)
-
-    def at_of(self, key: Key) -> Any:
-        """When an action starts: a variable, a number, or a number less the shift."""
-        if key in self.at:
-            return self.at[key]
-        return self.now[key] - self._shift(key) if key in self.late else self.now[key]
-
-    def _shift(self, key: Key) -> Any:
-        return self.shift[self.instance.problem.rank[key[1]]]
-
-    def end_of(self, key: Key) -> Any:
-        if key[0] == "W" and key[1:] in self.starts.fused:
-            key = ("B", *key[1:])
-        return self.at_of(key) + self.length(key)
 
     def _add(self, constraint: Any, *keys: Key) -> None:
         """A constraint that holds if all of ``keys`` take place."""
@@ -200,7 +103,7 @@ class OffloadWindowModel:
         return self.cp.new_fixed_size_interval_var(self.at[key], self.length(key), "")
 
     def _waits(self) -> None:
-        """Every wait that touches the window, or leads from before it to after it."""
+        """Every wait that touches the neighbourhood, or leads from before it to after it."""
         for one, two, lag in self._edges():
             if one in self.late and two in self.late:
                 self._slack(one, two, lag)
@@ -229,7 +132,7 @@ class OffloadWindowModel:
 
     def _orders(self) -> None:
         """Microbatches of a replica in order, but for O: at the start, what is needed last leaves first. O of what stays
-        stands at the window's begin, L where that of the microbatch before ends."""
+        stands at the neighbourhood's begin, L where that of the microbatch before ends."""
         moving: dict[tuple[str, int], list[Key]] = {}
         for key in sorted(self.at):
             if key[0] != "O":
@@ -254,28 +157,28 @@ class OffloadWindowModel:
     # What is sought.
 
     def _objective(self) -> None:
-        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; then what ``tidy`` says."""
+        """The earliest end or the shortest longest span; then the smallest sum of ranks' ends; then what ``tie_break`` says."""
         cp, ranks = self.cp, range(self.instance.problem.num_ranks)
-        total, weight = self._tidied()
+        total, weight = self._preferred()
         latest = max(t + self.length(key) for key, t in self.now.items()) + self.longest + self.end - self.begin
         longest = cp.new_int_var(0, latest, "")
         ends = [self._rank(rank, longest, latest) for rank in ranks]
         cp.minimize((longest * len(ranks) * (latest + 1) + sum(ends)) * weight + total)
 
-    def _tidied(self) -> tuple[Any, int]:
+    def _preferred(self) -> tuple[Any, int]:
         """What is minimised among equals, and a number that is more than all that it can differ by."""
-        if self.tidy is None:
+        if self.tie_break is None:
             return 0, 1
         total: Any = 0
         spread = 1
         room = self.end + self.longest - self.begin
         for key, at in self.at.items():
             if key[0] in "FBW":
-                total += self.tidy[key[0]] * (at - self.begin)
-                spread += abs(self.tidy[key[0]]) * room
+                total += self.tie_break[key[0]] * (at - self.begin)
+                spread += abs(self.tie_break[key[0]]) * room
         for here in self.toggles.values():
-            total += self.tidy["away"] * here
-            spread += abs(self.tidy["away"])
+            total += self.tie_break["away"] * here
+            spread += abs(self.tie_break["away"])
         return total, spread
 
     def _rank(self, rank: int, longest: Any, latest: int) -> Any:
@@ -305,7 +208,7 @@ class OffloadWindowModel:
         return end
 
     def solve(self, parameters: dict[str, Any]) -> tuple[Starts | None, bool]:
-        """Proposed times, None if nothing was found; and whether the window was searched to its end."""
+        """Proposed times, None if nothing was found; and whether the neighbourhood was searched to its end."""
         self._hint()
         solver, found, done = run(self.cp, LITE, parameters)
         self.spent = solver.response_proto.deterministic_time

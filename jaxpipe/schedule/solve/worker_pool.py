@@ -21,8 +21,6 @@ from jaxpipe.schedule.plugins import imported_modules
 from jaxpipe.schedule.solve import messages
 from jaxpipe.schedule.solve.task import SolveTask
 
-_GRACE_S = 2.0
-
 
 class _Member:
     """One process and the thread that reads its answers into ``inbox``."""
@@ -75,7 +73,7 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": package + (os.pathsep + path if path else "")}
 
 
-class Crew:
+class WorkerPool:
     """``size`` workers that know ``tasks``. Use as a context; leaving it ends them."""
 
     def __init__(self, size: int, tasks: Sequence[SolveTask]) -> None:
@@ -83,7 +81,7 @@ class Crew:
         self._members = [_Member(k, tasks, self._inbox) for k in range(size)]
         self._jobs = 0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,34 @@
+"""What is equal but for rounding, said once.
+
+*Times* are sums of durations in double precision: 10⁶ terms in another order differ by 10⁻¹⁰ of the sum at most, and no cost
+is measured to better than 10⁻⁴. *Memory* is sums and differences of sizes against a limit that people type with a few digits
+(0.3 for three tenths): the same 10⁻⁹ of the limit lies far above rounding and far below the least activation of any schedule
+here. Both are relative, so units don't matter; where something may be 0, compare with what it is a part of (``soon``).
+"""
+
+from __future__ import annotations
+
+TIME = 1e-9
+"""Of a time: what two orders of the same work may differ by."""
+MEMORY = 1e-9
+"""Of a limit: what a level may lie above it and still keep it."""
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two times are the same."""
+    return a == b or abs(a - b) <= TIME * max(abs(a), abs(b))
+
+
+def at_most(x: float, most: float) -> bool:
+    """Whether ``x`` is no more than ``most``: a level and its limit, or a time and a bound (both ≥ 0)."""
+    return x <= most * (1 + MEMORY)
+
+
+def soon(at: float, now: float, duration: float) -> bool:
+    """Whether what happens ``at`` may count as having happened ``now``, beside actions that take about ``duration``."""
+    return at <= now + TIME * duration
+
+
+def nine_digits(x: float) -> float:
+    """``x`` as it is compared: equal but for rounding is equal. For sorting, where :func:`close` is not transitive."""
+    return float(f"{x:.9g}")

@@ -1,0 +1,54 @@
+"""How messages say the same thing alike: the nearest known name, bytes, seconds, counts. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like ``word``; empty if none is like it."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), "")
+
+
+def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``; did you mean 'x'?`` for the known word most like ``word``, or ``otherwise``."""
+    near = nearest(word, known)
+    return f"; did you mean {near!r}?" if near else otherwise
+
+
+def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
+    """``1.07 GB``; three significant digits, decimal units as the sizes of devices are given in; ``1 GiB`` if ``binary``."""
+    value, unit = float(num_bytes), ""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if abs(value) < 999.5 or unit == "P":
+            break
+        value /= 1024 if binary else 1000
+    return f"{value:.3g} {unit}{'i' * (binary and unit != '')}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``850 µs``, ``12.5 ms``, ``3.2 s``, ``4m05s``, ``2h03m``, ``3d04h``; ``?`` if not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 59.95:
+        for scale, unit in ((1e-6, "µs"), (1e-3, "ms")):
+            if 0 < seconds < 999.5 * scale:
+                return f"{seconds / scale:.3g} {unit}"
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    for big, small, units in ((60, 1, "ms"), (3600, 60, "hm"), (86400, 3600, "dh")):
+        if whole < big * (24 if units == "hm" else 60) or units == "dh":
+            return f"{whole // big}{units[0]}{whole % big // small:02d}{units[1]}"
+    raise AssertionError
+
+
+def format_count(count: float) -> str:
+    """``950``, ``12.3k``, ``4.56M``; three significant digits."""
+    value = float(count)
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or unit == "T":
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,162 @@
+"""How large each room may be, and that no file imports itself through others.
+
+Numbers only fall, except where a feature is added on purpose.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MOST: Mapping[str, tuple[int, int, int]] = {
+    # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
+    "(top)": (7, 594, 14),
+    "cli": (16, 2060, 6),
+    "planning": (9, 1213, 14),
+    "plot": (8, 801, 5),
+    "profile": (7, 457, 4),
+    "program": (7, 870, 12),
+    "runtime": (16, 1922, 19),
+    "schedule": (24, 3250, 26),
+    "schedule/blocks": (8, 950, 7),
+    "schedule/bounds": (8, 617, 6),
+    "schedule/families": (36, 3045, 12),
+    "schedule/passes": (9, 818, 8),
+    "schedule/solve": (34, 4167, 38),
+    "stage": (34, 5588, 47),
+    "train": (49, 6460, 74),
+}
+MOST_OF_SCHEDULE = 8680
+"""Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
+
+
+def code_lines(source: str) -> int:
+    """Lines that are not blank, comment or docstring."""
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)) and (
+            ast.get_docstring(node, clean=False) is not None
+        ):
+            prose.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(1 for i, line in lines if line.strip() and i not in prose and not line.strip().startswith("#"))
+
+
+def public_classes(source: str) -> int:
+    return sum(isinstance(node, ast.ClassDef) and node.name[0] != "_" for node in ast.parse(source).body)
+
+
+def sizes() -> dict[str, tuple[int, int, int]]:
+    """As :data:`MOST`, of what is there."""
+    found: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
+    for path in sorted((ROOT / "jaxpipe").rglob("*.py")):
+        folders, source = path.relative_to(ROOT / "jaxpipe").parts[:-1], path.read_text(encoding="utf-8")
+        room = "/".join(folders[: 2 if folders[:1] == ("schedule",) else 1]) or "(top)"
+        files, lines, classes = found[room]
+        found[room] = files + 1, lines + code_lines(source), classes + public_classes(source)
+    return dict(found)
+
+
+def test_no_room_outgrows_its_size() -> None:
+    assert {
+        room: size for room, size in sizes().items() if any(x > y for x, y in zip(size, MOST[room], strict=True))
+    } == {}
+    assert MOST.keys() == sizes().keys()
+
+
+def test_schedule_without_solve() -> None:
+    rooms = {
+        room: size for room, size in sizes().items() if room.split("/")[0] == "schedule" and room != "schedule/solve"
+    }
+    assert sum(lines for _, lines, _ in rooms.values()) <= MOST_OF_SCHEDULE
+
+
+# Circles.
+
+
+class Imports:
+    """Who imports whom among modules given as name -> (source, whether it is a package's ``__init__``).
+
+    An import inside a function or under ``TYPE_CHECKING`` counts like any other. ``from package import name`` is an import of
+    the file that defines the name. So what an ``__init__`` imports only for type checkers or when it is asked for a name (under
+    ``TYPE_CHECKING``, inside ``__getattr__``) makes names findable and is no import of its own; nor is that importing a module
+    runs the ``__init__`` of the packages that hold it.
+    """
+
+    def __init__(self, sources: Mapping[str, tuple[str, bool]]) -> None:
+        self.trees = {name: ast.parse(source) for name, (source, _) in sources.items()}
+        self.packages = {name for name, (_, is_package) in sources.items() if is_package}
+        self.given = {name: dict(self._from(self.trees[name])) for name in self.packages}
+        self.graph = {name: set(self._imported(name)) - {name} for name in self.trees}
+
+    @staticmethod
+    def _from(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Names that ``from`` imports bind: where from, and what they are called there."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0 and node.module is not None, "relative imports are not read"
+                yield from ((alias.asname or alias.name, (node.module, alias.name)) for alias in node.names)
+
+    def _home(self, module: str, name: str) -> str:
+        """The module that ``from module import name`` gets it from."""
+        if f"{module}.{name}" in self.trees:
+            return f"{module}.{name}"
+        behind = self.given.get(module, {}).get(name)
+        return self._home(*behind) if behind is not None else module
+
+    def _imported(self, module: str) -> Iterator[str]:
+        tree: ast.AST = self.trees[module]
+        if module in self.packages:
+            tree = ast.Module(
+                [node for node in self.trees[module].body if not isinstance(node, (ast.If, ast.FunctionDef))], []
+            )
+        found = [self._home(*where) for _, where in self._from(tree)]
+        found += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        return (name for name in found if name in self.trees)
+
+    def circle(self) -> list[str]:
+        """Modules that import each other in turn, the first again at the end; empty if there are none."""
+        try:
+            TopologicalSorter({name: sorted(found) for name, found in sorted(self.graph.items())}).prepare()
+        except CycleError as error:
+            return list(reversed(error.args[1]))
+        return []
+
+
+def sources() -> dict[str, tuple[str, bool]]:
+    found = {}
+    for path in sorted((ROOT / "jaxpipe").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8"), path.stem == "__init__"
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    assert Imports(sources()).circle() == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("from p.b import x", "from p.a import y"),
+        ("def f():\n    from p.b import x", "import p.a"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import x", "from p import a"),
+        ("from p import x", "from p.a import y"),
+    ],
+)
+def test_a_circle_is_found(one: str, other: str) -> None:
+    package = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import x\n"
+    found = Imports({"p": (package, True), "p.a": (one, False), "p.b": (other, False)}).circle()
+    assert found in (["p.a", "p.b", "p.a"], ["p.b", "p.a", "p.b"])
+
+
+def test_a_package_that_shows_names_makes_no_circle() -> None:
+    package = "__version__ = 1\ndef __getattr__(name):\n    from p import b\n    return b.x\n"
+    assert Imports({"p": (package, True), "p.b": ("from p import __version__", False)}).circle() == []

@@ -47,6 +47,7 @@ def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 
 def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
+    """``schedule`` with the backwards of ``fused``, pairs of stage and microbatch, as BW and all others as B and W."""
     return replace(schedule, rows=tuple(_row(row, fused) for row in schedule.rows))
 
 

@@ -9,13 +9,18 @@ from collections.abc import Iterable
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word most like ``word``; empty if none is like it."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), "")
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
 
 
 def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """``; did you mean 'x'?`` for the known word most like ``word``, or ``otherwise``."""
     near = nearest(word, known)
     return f"; did you mean {near!r}?" if near else otherwise
+
+
+def clipped(text: str, most: int) -> str:
+    """``text``, or its first ``most`` - 1 characters and …."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 def format_bytes(num_bytes: float, *, binary: bool = False) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import no_constant, read_text, unique_keys, write_atomically
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
@@ -34,9 +34,8 @@ def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) ->
     Raises:
         ScheduleParseError: the file can't be read, is damaged, or has another suffix.
     """
-    path = Path(path)
-    suffix = _suffix(path, ScheduleParseError)
-    text = _read(path)
+    suffix = _suffix(path := Path(path), ScheduleParseError)
+    text = read_text(path)
     if suffix == ".sched":
         return parse_schedule(text, str(path))
     if suffix == ".csv":
@@ -50,14 +49,11 @@ def write_schedule(schedule: Schedule, path: StrPath) -> None:
     Raises:
         ScheduleError: unknown suffix, a CSV that can't hold this schedule, or the file can't be written.
     """
-    path = Path(path)
-    suffix = _suffix(path, ScheduleError)
-    if suffix == ".sched":
-        text = str(schedule)
-    elif suffix == ".csv":
-        text = format_csv(schedule)
-    else:
+    suffix = _suffix(path := Path(path), ScheduleError)
+    if suffix == ".json":
         text = _to_json(json_form.to_schedule(schedule))
+    else:
+        text = str(schedule) if suffix == ".sched" else format_csv(schedule)
     write_atomically(path, text)
 
 
@@ -67,8 +63,7 @@ def read_costs(path: StrPath) -> CostProfile:
     Raises:
         ScheduleParseError: the file can't be read or is not a cost profile.
     """
-    path = Path(path)
-    return _from_json(path, _read(path), json_form.from_costs)
+    return _from_json(Path(path), read_text(Path(path)), json_form.from_costs)
 
 
 def write_costs(costs: CostProfile, path: StrPath) -> None:
@@ -82,43 +77,12 @@ def read_timeline(path: StrPath) -> Timeline:
     Raises:
         ScheduleParseError: the file can't be read or is not a timeline.
     """
-    path = Path(path)
-    return _from_json(path, _read(path), json_form.from_timeline)
+    return _from_json(Path(path), read_text(Path(path)), json_form.from_timeline)
 
 
 def write_timeline(timeline: Timeline, path: StrPath) -> None:
     """Write ``timeline`` as JSON, atomically. Raises ScheduleError if the file can't be written."""
     write_atomically(Path(path), _to_json(json_form.to_timeline(timeline)))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside ``path``, then move into place: a reader sees the old file or the new one.
-
-    Raises:
-        ScheduleError: the folder is missing or can't be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
-        try:
-            # a name's half of a surrogate pair is written as JSON writes it, backslash and all
-            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                file.write(text)
-            temporary.chmod(0o666 & ~_umask())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink()
-            raise
-    except OSError as error:
-        raise ScheduleError(
-            f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
-        ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _suffix(path: Path, error: type[ScheduleError]) -> str:
@@ -127,31 +91,12 @@ def _suffix(path: Path, error: type[ScheduleError]) -> str:
     return path.suffix
 
 
-def _read(path: Path) -> str:
-    try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ScheduleParseError(f"can't read {path}: not a regular file; give the path of one")
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ScheduleParseError(f"can't read {path}: {error.strerror or error}; check the path") from None
-    except UnicodeDecodeError as error:
-        line = 1 + error.object[: error.start].count(b"\n")
-        raise ScheduleParseError(
-            f"{path}: line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
-            "is this the right file? Save it as UTF-8"
-        ) from None
-    except ValueError as error:  # a null byte in the path
-        raise ScheduleParseError(f"can't read {str(path)!r}: {error}; check the path") from None
-
-
 def _to_json(data: json_form.Json) -> str:
     """One line per top-level key, and per entry of a top-level list or object: short enough to read and to diff."""
     parts = []
     for key, value in data.items():
-        if isinstance(value, list) and value and isinstance(value[0], (list, dict)):
-            body = "[\n" + ",\n".join("    " + _compact(x) for x in value) + "\n  ]"
-        else:
-            body = _compact(value)
+        deep = isinstance(value, list) and value and isinstance(value[0], (list, dict))
+        body = "[\n" + ",\n".join("    " + _compact(x) for x in value) + "\n  ]" if deep else _compact(value)
         parts.append(f"  {json.dumps(key)}: {body}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -162,7 +107,7 @@ def _compact(value: Any) -> str:
 
 def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
     try:
-        data = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ScheduleParseError(
@@ -174,16 +119,3 @@ def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
         return make(data)
     except ScheduleError as error:
         raise ScheduleParseError(f"{path}: {error}", error.problems) from None
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f'{constant} is not JSON; write "inf" for no limit')
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r} is given twice")
-    return data

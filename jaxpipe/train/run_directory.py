@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.files import write_atomically
 from jaxpipe.plot import plot_timelines
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
-from jaxpipe.schedule.files import write_atomically
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.sections import RunConfig

@@ -24,7 +24,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.train.files import read_file
+from jaxpipe.files import read_file, unique_keys
 from jaxpipe.wording import nearest
 
 Hint = Any  # a type annotation
@@ -328,7 +328,7 @@ def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: can't be read ({error.strerror})") from None
     try:
-        document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+        document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {_DEEPEST} levels deep") from None
     except ValueError as error:  # numbers of more digits than Python reads, too; then advice for programmers follows
@@ -337,15 +337,6 @@ def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
     if not isinstance(document, Mapping):
         raise ConfigError(f"{path}: the top level is {type(document).__name__}, expected an object with keys")
     return document
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different, as TOML demands too."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in names if names.count(key) > 1)!r} is given twice")
-    return table
 
 
 def to_mapping(record: Any) -> dict[str, dict[str, Any]]:

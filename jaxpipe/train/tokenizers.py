@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.files import read_file
+from jaxpipe.files import read_file
 
 Ids = npt.NDArray[Any]  # 1-D, integer
 

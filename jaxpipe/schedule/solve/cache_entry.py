@@ -22,17 +22,18 @@ import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import no_constant
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
 from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads, gap_of
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import nine_digits
 
 VERSION = 1
 _HEAD = re.compile(rb'\{\n"format": "jaxpipe cached schedule (\d{1,9})",\n')
@@ -117,7 +118,7 @@ class CacheEntry:
     def schedule(self) -> Schedule:
         """The schedule, not checked. Raises ScheduleParseError if it can't be read."""
         try:
-            return json_form.from_schedule(json.loads(self.schedule_json, parse_constant=_refuse))
+            return json_form.from_schedule(json.loads(self.schedule_json, parse_constant=no_constant))
         except (ValueError, RecursionError) as error:
             raise ScheduleParseError(f"the schedule is not JSON: {error}") from None
 
@@ -187,7 +188,7 @@ def _parse_body(body: str) -> CacheEntry:
     if len(lines) != len(_KEYS) + 2 or lines[-2:] != ["}", ""]:
         raise ValueError(f"{len(lines)} lines after the checksum")
     texts = [_value(key, line) for key, line in zip(_KEYS, lines, strict=False)]
-    problem, answer = (json.loads(text, parse_constant=_refuse) for text in texts[:2])
+    problem, answer = (json.loads(text, parse_constant=no_constant) for text in texts[:2])
     placement = json_form.from_placement(problem["placement"])
     entry = CacheEntry(
         placement=placement,
@@ -225,10 +226,6 @@ def _finite(data: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{data!r} is not a finite number")
     return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _dumps(data: object) -> str:

@@ -1,0 +1,86 @@
+"""Files that users name: read with one clear line for what is wrong, written whole or not at all, JSON read strictly."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.errors import ScheduleError, ScheduleParseError
+
+
+def read_file(path: Path) -> bytes:
+    """The content of ``path``.
+
+    Raises:
+        OSError: as ``Path.read_bytes``; also for pipes, sockets and devices, which may never end.
+    """
+    if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "a pipe, socket or device; copy it to a file first", str(path))
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    """The content of ``path``, UTF-8.
+
+    Raises:
+        ScheduleParseError: it can't be read, or is not UTF-8; names the line.
+    """
+    try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ScheduleParseError(f"can't read {path}: not a regular file; give the path of one")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ScheduleParseError(f"can't read {path}: {error.strerror or error}; check the path") from None
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].count(b"\n")
+        raise ScheduleParseError(
+            f"{path}: line {line}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
+            "is this the right file? Save it as UTF-8"
+        ) from None
+    except ValueError as error:  # a null byte in the path
+        raise ScheduleParseError(f"can't read {str(path)!r}: {error}; check the path") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside ``path``, then move into place: a reader sees the old file or the new one.
+
+    Raises:
+        ScheduleError: the folder is missing or can't be written.
+    """
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        temporary = Path(name)
+        try:
+            # a name's half of a surrogate pair is written as JSON writes it, backslash and all
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.write(text)
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise ScheduleError(
+            f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
+        ) from None
+
+
+def no_constant(constant: str) -> float:
+    """For ``json.loads(parse_constant=)``: refuses NaN and Infinity."""
+    raise ValueError(f'{constant} is not JSON; write "inf" for no limit')
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(object_pairs_hook=)``: an object whose keys are all different, as TOML demands too."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is given twice")
+    return data

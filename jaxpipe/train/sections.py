@@ -35,8 +35,8 @@ class DataConfig:
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``tp``, ``dp``: devices of each rank that share its layers, and that share
-    each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse``
-    (by the rules of the section of that name), or ``module:function``, which makes a schedule.
+    each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``),
+    ``traverse`` (by the section of that name), or ``module:function``, which makes a schedule.
     ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
     ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy, such as ``cheap`` or
     ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import CostProfile, simulate
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
-from jaxpipe.schedule.explore import best_schedule
 from jaxpipe.schedule.placement import Placement, circular, v_shape
+from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.schedule.solve.model import solve_exact
 

@@ -28,7 +28,7 @@ from jaxpipe.schedule import (
     write_schedule,
     write_timeline,
 )
-from jaxpipe.schedule.explore import offloaded_share
+from jaxpipe.schedule.search_orders import offloaded_share
 
 KEYS = [
     "name",

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import FAMILIES, CostProfile, Placement, best_schedule, check_schedule, generate, simulate
-from jaxpipe.schedule.explore import best_of_family, make, offloaded_share
+from jaxpipe.schedule.search_orders import best_of_family, make, offloaded_share
 from jaxpipe.schedule.settings import Setting, Task, settings_of
 
 UNEVEN = CostProfile(

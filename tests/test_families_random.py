@@ -32,7 +32,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.passes import offload, unbraid
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import peaks
-from tests.test_families import ROWS
+from tests.test_families import most_activations
 
 SLACK = 1 + 1e-9
 OFFLOADING = {name for name in FAMILIES if any(a.op == "O" for r in range(4) for a in generate(name, 4, 8).actions(r))}
@@ -139,15 +139,11 @@ FURTHER: dict[str, Callable[[int, int, int], float]] = {
 
 
 def claim(case: Case) -> float:
-    """The bound on peak activations that the family promises: as in its row in ``test_families.py``, but for any costs."""
-    family = FAMILIES[case.name]
-    options = dict(case.options)
-    options.setdefault("chunks", family.default_chunks)
-    options.setdefault("memory_limit", float("inf"))
-    options.setdefault("group", case.p)
+    """The bound on peak activations that the family promises: as in ``test_families.py``, but for any costs."""
+    v = int(case.options.get("chunks", FAMILIES[case.name].default_chunks))
     if case.name in FURTHER:
-        return FURTHER[case.name](case.p, case.m, int(options["chunks"]))
-    return ROWS[case.name][1](case.p, case.m, options)
+        return FURTHER[case.name](case.p, case.m, v)
+    return most_activations(case.name, case.p, case.m, case.options)
 
 
 def assert_not_below_bounds(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> None:

@@ -20,6 +20,7 @@ from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
     Schedule,
+    best_schedule,
     families,
     generate,
     ir,
@@ -28,15 +29,17 @@ from jaxpipe.schedule import (
     op_spec,
     plugins,
     register_family,
+    simulate,
 )
-from jaxpipe.schedule.families import registry
+from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.schedule.solve.messages import line, task_out
 from jaxpipe.schedule.solve.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = (
-    (Path(families.__file__).parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+PATIENT, TEST_OF_PATIENT, RECOMPUTED = (
+    block.split("```")[0]
+    for block in (Path(families.__file__).parent / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
 )
 
 
@@ -44,11 +47,13 @@ EXAMPLE = (
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers, imports or installs is gone after it."""
     modules, path = set(sys.modules), sys.path.copy()
-    monkeypatch.setattr(registry, "_TABLE", registry._TABLE.copy())
+    families_before = TABLE.copy()
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
     monkeypatch.setattr(plugins, "_imported", {})
     plugins.load_installed.cache_clear()
     yield
+    TABLE.clear()
+    TABLE.update(families_before)
     plugins.load_installed.cache_clear()
     sys.path[:] = path
     for name in set(sys.modules) - modules:
@@ -58,9 +63,9 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The worked example of families/README.md as a module in the working directory."""
+    """The op of families/README.md as a module in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outside_example.py").write_text(EXAMPLE)
+    (tmp_path / "outside_example.py").write_text(RECOMPUTED)
     return "outside_example"
 
 
@@ -82,7 +87,7 @@ def test_a_registered_family_is_one_of_the_families() -> None:
     before = list(FAMILIES)
     assert register_family(mine) is mine
     assert register_family(mine) is mine
-    assert list(FAMILIES) == [*before, "mine-1"]
+    assert list(FAMILIES) == sorted([*before, "mine-1"])
     assert generate("mine-1", 2, 3).rows == one_f_one_b(2, 3).rows
     with pytest.raises(TypeError):
         FAMILIES["other"] = mine  # type: ignore[index]
@@ -97,7 +102,7 @@ def test_a_registered_family_is_one_of_the_families() -> None:
         ({"name": "a b"}, "use letters, digits"),
         (
             {"name": "mine", "options": ("chunk",)},
-            "has the option 'chunk'; options are chunks, memory_limit, group, costs",
+            "has the option 'chunk'; options are chunks, memory_limit, group, costs, objective",
         ),
     ],
 )
@@ -148,6 +153,35 @@ def test_every_verb_takes_import(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--import MODULE" in capsys.readouterr().out, verb.name
 
 
+def test_the_searching_family_of_the_page_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb takes it with costs and a limit; its own test is the page's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outside_patient.py").write_text(PATIENT)
+    sizes = ["--import", "outside_patient", "--ranks", "3", "--microbatches", "6", "--comm", "0.5", "--json"]
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "2"]) == 0
+    tight = json.loads(capsys.readouterr().out)
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "6"]) == 0
+    roomy = json.loads(capsys.readouterr().out)
+    assert max(tight["peak_activations"]) == 2 < max(roomy["peak_activations"])
+    assert roomy["makespan"] < tight["makespan"]
+    assert main(["compare", *sizes, "--memory-limit", "2"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["schedules"]}
+    assert rows["patient"]["makespan"] == tight["makespan"]
+    assert main(["schedule", "patient", *sizes, "--memory-limit", "0.5"]) == 2
+    assert capsys.readouterr().err == "jaxpipe: patient: a memory limit of 0.5 holds no microbatch; use 1 or more\n"
+    best = best_schedule(3, 6, memory_limit=4, families=["patient"])
+    assert best.setting.family == "patient"
+    scope: dict[str, object] = {"CostProfile": CostProfile, "generate": generate, "simulate": simulate}
+    exec(TEST_OF_PATIENT, scope)
+    tests = [test for name, test in scope.items() if name.startswith("test_")]
+    assert tests
+    for test in tests:
+        assert callable(test)
+        test()
+
+
 def test_the_worked_example_runs_draws_and_compares(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--ranks", "3", "--microbatches", "2"]
     assert (
@@ -163,7 +197,7 @@ def test_the_worked_example_runs_draws_and_compares(module: str, capsys: pytest.
     rows = {(row["name"], row.get("file")): row for row in json.loads(capsys.readouterr().out)["schedules"]}
     assert rows["recomputed", "r.sched"]["makespan"] == rows["recomputed", None]["makespan"] == 20
     assert main(["schedules", "--import", module]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("recomputed ")
+    assert "\nrecomputed " in capsys.readouterr().out
 
 
 def test_a_fresh_process_finds_the_module_in_its_working_directory(module: str, tmp_path: Path) -> None:
@@ -185,7 +219,7 @@ def test_workers_of_the_solver_know_imported_families(module: str, capsys: pytes
     """A family with an op that the search does not know gives no answer, and no failure."""
     assert main(["schedules", "--import", module]) == 0
     assert plugins.imported_modules() == (module,)
-    registry._TABLE.pop("recomputed")
+    TABLE.pop("recomputed")
     del sys.modules[module]
     tasks = {"tasks": [task_out(SolveTask(one_to_one(2), 3, CostProfile.uniform(2)))], "imports": [module]}
     job = {"job": 7, "task": 0, "kind": "families", "names": ["recomputed", "1f1b"], "seconds": 9}

@@ -43,9 +43,9 @@ from jaxpipe.schedule import (
     one_to_one,
     simulate,
 )
-from jaxpipe.schedule.explore import bounds_within
 from jaxpipe.schedule.passes import offload as with_offloads
 from jaxpipe.schedule.passes.offload import without_offloads
+from jaxpipe.schedule.search_orders import bounds_within
 from jaxpipe.schedule.solve.offload_list import offload_candidates
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.stage.offloadable import TINY, leaves_that_may_leave, with_offload

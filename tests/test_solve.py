@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, check_schedule, simulate
-from jaxpipe.schedule.explore import best_schedule
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer, peaks
+from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows

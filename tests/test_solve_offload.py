@@ -13,8 +13,8 @@ from schedule_strategies import random_costs, random_placements
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Placement, Schedule, check_schedule, one_to_one, simulate, v_shape
-from jaxpipe.schedule.explore import best_schedule, bounds_within
 from jaxpipe.schedule.placement import with_shared
+from jaxpipe.schedule.search_orders import best_schedule, bounds_within
 from jaxpipe.schedule.solve.offload_list import offload_candidates
 from jaxpipe.schedule.solve.task import Objective, SolveTask
 

@@ -13,6 +13,7 @@ from jaxpipe.cli.cost_flags import (
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
+    add_objective_flag,
     add_size_flags,
     check_agreement,
     check_copies,
@@ -28,12 +29,14 @@ from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, pri
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
+    from jaxpipe.schedule.retime import Objective
 
 OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
 
@@ -66,6 +69,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_traverse_flags(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_objective_flag(parser)
     add_braid_flag(parser)
     parser.add_argument(
         "--offload",
@@ -86,7 +90,9 @@ def run_schedule(arguments: argparse.Namespace) -> None:
     else:
         family = _family(arguments.name)
         refuse_traverse_flags(arguments)
-        schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group)
+        schedule, profile, timeline = make(
+            family, arguments, costs, arguments.chunks, arguments.group, arguments.objective
+        )
         told = arguments.memory_limit if "memory_limit" in family.options else None
     offloaded = None
     if arguments.offload is not None:
@@ -176,7 +182,7 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
     if found is None:
         return
     time = time_scale(timeline.makespan, costs.units)
-    shorter = found.timeline.makespan < timeline.makespan * (1 - 1e-9)
+    shorter = not at_most(timeline.makespan, found.timeline.makespan)
     more = f" (and {found.others} more likewise)" if found.others else ""
     peaks = [number(max(t.peak_activations)) for t in (found.timeline, timeline)]
     gain = (
@@ -201,7 +207,12 @@ def _family(name: str) -> Family:
 
 
 def make(
-    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None, group: int | None
+    family: Family,
+    arguments: argparse.Namespace,
+    costs: CostChoice,
+    chunks: int | None,
+    group: int | None,
+    objective: Objective = "makespan",
 ) -> tuple[Schedule, CostProfile, Timeline]:
     """Generate and simulate one family with the flags it takes; its peak is not checked.
 
@@ -226,6 +237,7 @@ def make(
         costs=profile if "costs" in family.options else None,
         memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
         group=group,
+        objective=objective,
     )
     return _finished(schedule, profile, arguments, costs)
 

@@ -27,6 +27,7 @@ from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import Placement, Schedule
@@ -144,7 +145,7 @@ def _headline(solution: Solution, placements: int) -> str:
     if solution.family is not None:
         name, seconds = solution.family
         family = f"; best family {name}: {seconds:.6g}"
-        if seconds > solution.value * (1 + 1e-9):
+        if not at_most(seconds, solution.value):
             family += f" ({seconds / solution.value - 1:.1%} longer)"
     return (
         f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}{where}, "

@@ -1,24 +1,18 @@
 """When: schedules as plain values, their checker, simulator and generators. Imports neither JAX nor NumPy.
 
-Families are loaded when first asked for; everything else is light and imported here.
+Families, and what searches among them, are loaded when first asked for; everything else is light and imported here.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.schedule.bounds import lower_bound, rank_lower_bounds, span_lower_bound
 from jaxpipe.schedule.check import check_schedule, find_problems
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
 from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
-from jaxpipe.schedule.files import (
-    read_costs,
-    read_schedule,
-    read_timeline,
-    write_costs,
-    write_schedule,
-    write_timeline,
-)
+from jaxpipe.schedule.files import read_costs, read_schedule, read_timeline, write_costs, write_schedule, write_timeline
 from jaxpipe.schedule.ir import (
     Action,
     Braid,
@@ -49,103 +43,40 @@ from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
-    from jaxpipe.schedule.explore import best_schedule
-    from jaxpipe.schedule.families import (
-        FAMILIES,
-        Family,
-        eager_one_f_one_b,
-        generate,
-        gpipe,
-        interleaved_one_f_one_b,
-        one_f_one_b,
-        register_family,
-        zb_h1,
-        zb_h2,
-        zero_bubble,
-    )
+    from jaxpipe.schedule.families import FAMILIES, Family, generate, register_family
+    from jaxpipe.schedule.families.family import family
+    from jaxpipe.schedule.families.gpipe import gpipe
+    from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
+    from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+    from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
+    from jaxpipe.schedule.families.zb_heuristic import zero_bubble
+    from jaxpipe.schedule.search_orders import best_schedule
 
-_FROM_FAMILIES = (
-    "FAMILIES",
-    "Family",
-    "eager_one_f_one_b",
-    "generate",
-    "gpipe",
-    "interleaved_one_f_one_b",
-    "one_f_one_b",
-    "register_family",
-    "zb_h1",
-    "zb_h2",
-    "zero_bubble",
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "best_schedule":
-        from jaxpipe.schedule import explore
-
-        return explore.best_schedule
-    if name not in _FROM_FAMILIES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jaxpipe.schedule import families
-
-    return getattr(families, name)
-
-
-__all__ = [
-    "FAMILIES",
-    "Action",
-    "Braid",
-    "CostProfile",
-    "DependencyGraph",
-    "Event",
-    "Family",
-    "HostLink",
-    "Link",
-    "MemoryCurve",
-    "MemoryEffect",
-    "OpSpec",
+__all__ = ["Action", "Braid", "MemoryEffect", "OpSpec", "Schedule", "Slot", "Wait"]
+__all__ += ["op_spec", "register_op", "registered_ops"]
+__all__ += [
     "Placement",
-    "Schedule",
-    "Slot",
-    "Timeline",
-    "Transfer",
-    "Traversal",
-    "Wait",
-    "best_schedule",
     "bidirectional",
-    "build_graph",
     "chain",
-    "check_schedule",
     "circular",
-    "eager_one_f_one_b",
     "explicit",
-    "find_problems",
-    "generate",
-    "gpipe",
-    "interleaved_one_f_one_b",
-    "lower_bound",
-    "one_f_one_b",
     "one_to_one",
-    "op_spec",
-    "parse_schedule",
-    "rank_lower_bounds",
-    "read_costs",
-    "read_schedule",
-    "read_timeline",
-    "register_family",
-    "register_op",
-    "registered_ops",
-    "replay",
-    "simulate",
-    "span_lower_bound",
-    "traverse",
     "v_shape",
     "wave",
     "with_shared",
-    "write_costs",
-    "write_schedule",
-    "write_timeline",
-    "zb_h1",
-    "zb_h2",
-    "zero_bubble",
 ]
+__all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "build_graph"]
+__all__ += ["check_schedule", "find_problems", "parse_schedule"]
+__all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
+__all__ += ["Event", "MemoryCurve", "Timeline", "replay", "simulate"]
+__all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
+__all__ += ["Traversal", "traverse"]
+__all__ += ["FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]
+__all__ += ["eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "one_f_one_b", "zb_h1", "zb_h2", "zero_bubble"]
+
+
+def __getattr__(name: str) -> Any:
+    """What of ``__all__`` is not imported above."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'search_orders' if name == 'best_schedule' else 'families'}"), name)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import floor
-from typing import Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family
 from jaxpipe.schedule.placement import Placement, one_to_one
+from jaxpipe.schedule.retime import Objective
 
 Costs = CostProfile | Callable[[Placement], CostProfile] | None
-Objective = Literal["makespan", "span"]
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks per rank that are tried when costs don't fix the number of stages."""
@@ -41,15 +40,10 @@ class Setting:
     offload: bool = False
 
     def __str__(self) -> str:
-        family = FAMILIES[self.family]
-        parts = [self.family]
-        if "chunks" in family.options:
-            parts.append(f"--chunks {self.chunks}")
-        if self.group is not None:
-            parts.append(f"--group {self.group}")
-        if self.memory_limit is not None:
-            parts.append(f"--memory-limit {self.memory_limit:g}")
-        return " ".join(parts) + (" and the offload pass" if self.offload else "")
+        chunks = self.chunks if "chunks" in FAMILIES[self.family].options else None
+        flags = {"chunks": chunks, "group": self.group, "memory-limit": self.memory_limit}
+        told = "".join(f" --{flag} {value:g}" for flag, value in flags.items() if value is not None)
+        return self.family + told + (" and the offload pass" if self.offload else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +98,8 @@ class Task:
 def settings_of(family: Family, task: Task) -> Iterator[Setting]:
     """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
     for chunks in _chunks(family, task):
-        for group in _groups(family, task, chunks):
-            for limit in _limits(family, task, chunks):
+        for group in _groups(task) if "group" in family.options else (None,):
+            for limit in _limits(task, chunks) if "memory_limit" in family.options else (None,):
                 yield Setting(family.name, chunks, group, limit)
 
 
@@ -131,26 +125,19 @@ def _stages(family: Family, ranks: int, chunks: int) -> int | None:
         return None
 
 
-def _groups(family: Family, task: Task, chunks: int) -> Iterable[int | None]:
+def _groups(task: Task) -> Iterable[int]:
     """Groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises with them."""
-    if "group" not in family.options:
-        return (None,)
-    if task.group is not None:
-        return (task.group,)
     p = task.ranks
-    return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})]
+    return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})] if task.group is None else (task.group,)
 
 
-def _limits(family: Family, task: Task, chunks: int) -> Iterable[float | None]:
+def _limits(task: Task, chunks: int) -> Iterable[float | None]:
     """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
     one with more room leaves something to offload."""
-    if "memory_limit" not in family.options:
-        return (None,)
     asked = task.memory_limit
-    tried: list[float | None] = [None if asked == float("inf") else asked]
     others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
     if asked < float("inf"):
         whole = floor(asked * chunks * _SLACK)
         others += [x / chunks for x in (whole, whole - 1) if x > 0]
-    tried += [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
-    return tried
+    tried = [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
+    return [None if asked == float("inf") else asked, *tried]

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.basic_units import units_in_a_row
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import bidirectional
 from jaxpipe.schedule.problem import Problem
 
 
+@family(
+    "chimera",
+    "two pipelines in opposite directions: half of 1F1B's bubble at m = p, parameters held twice",
+    "Li & Hoefler 2021 (Chimera) §3; controllable-memory.txt §2.2",
+    placement=bidirectional,
+    peak_activations=lambda p, m, v: min(p, m) if p % 2 == 0 and (m < p or m % p == 0) else None,
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 2) * max(f, b + w) if p % 2 == 0 and m == p else None,
+)
 def chimera(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """Chimera for any ``ranks`` p and ``microbatches`` m >= 1; ``costs`` has one entry per stage (p stages)::
 
@@ -33,28 +41,5 @@ def chimera(ranks: int, microbatches: int, costs: CostProfile | None = None) -> 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("chimera", ranks=ranks, microbatches=microbatches)
     problem = Problem.of(bidirectional(ranks), microbatches, costs)
     return problem.schedule("chimera", units_in_a_row(problem).rows)
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return min(p, m) if p % 2 == 0 and (m < p or m % p == 0) else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    if p % 2 or m != p:
-        return None
-    return m * (f + b + w) + (p - 2) * max(f, b + w)
-
-
-CHIMERA = Family(
-    name="chimera",
-    function=chimera,
-    description="two pipelines in opposite directions: half of 1F1B's bubble at m = p, parameters held twice",
-    source="Li & Hoefler 2021 (Chimera) §3; controllable-memory.txt §2.2",
-    options=("costs",),
-    placement=lambda ranks, chunks: bidirectional(ranks),
-    peak_activations=_peak,
-    makespan=_makespan,
-)

@@ -11,17 +11,30 @@ the last, 2p − m of them. Leaving out whole microbatches keeps every dependenc
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import count
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.reordered import improved
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import v_shape
-from jaxpipe.schedule.problem import BW, B, F, Problem, W
+from jaxpipe.schedule.problem import OPS, B, F, Problem, W
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
+@family(
+    "dualpipe-v",
+    "two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
+    "DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
+    placement=v_shape,
+    peak_activations=lambda p, m, v: p + 0.5 if p > 1 and m >= 2 * p else None,
+    makespan=lambda p, m, v, f, b, w: (
+        m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
+    ),
+    picture={"ranks": 2, "microbatches": 4},
+)
 def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """DualPipe-V for any ``ranks`` p and ``microbatches`` m >= 1; ``costs`` has one entry per stage (2p stages)::
 
@@ -36,7 +49,6 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("dualpipe-v", ranks=ranks, microbatches=microbatches)
     problem = Problem.of(v_shape(ranks), microbatches, costs)
     retimer = Retimer(problem)
     missing = max(0, 2 * ranks - microbatches)
@@ -44,89 +56,38 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
         retimer.draft([_row(problem, rank, skipped) for rank in range(ranks)]) for skipped in sorted({0, missing})
     )
     assert plain is not None, "the phases of all ranks fit together"
-    return problem.schedule("dualpipe-v", improved(problem, plain.rows).rows)
+    return problem.schedule("dualpipe-v", improved(problem, [plain.rows]).rows)
 
 
 def _row(problem: Problem, rank: int, skipped: int) -> list[int]:
-    """The codes of one rank; of at least 2p microbatches the first ``skipped`` are left out, and those beyond m."""
+    """The codes of one rank; of at least 2p microbatches the first ``skipped`` are left out, and those beyond m.
+
+    The phases name ops and legs: 0 runs down the V, 1 up. W is the one put off longest.
+    """
     p, m = problem.num_ranks, problem.num_microbatches
-    leg = _Legs(problem, rank, skipped)
     below, main = p - 1 - rank, max(m, 2 * p) - 2 * p + rank + 1
-    for _ in range(2 * below):
-        leg.forward(0)
-    for _ in range(rank + 1):
-        leg.forward(0)
-        leg.forward(1)
-    for _ in range(below):
-        leg.backward(1, split=True)
-        leg.weights()
-        leg.forward(1)
-    for _ in range(main):
-        leg.forward(0)
-        leg.backward(1)
-        leg.forward(1)
-        leg.backward(0)
-    for _ in range(below):
-        leg.backward(1)
-        leg.forward(1)
-        leg.backward(0)
-    for k in range(2 * (rank + 1)):
-        leg.backward(1 - k % 2, split=k > rank)
-    for _ in range(below):
-        leg.weights()
-        leg.backward(0, split=True)
-    for _ in range(rank + 1):
-        leg.weights()
-    return leg.row
-
-
-class _Legs:
-    """The row of a rank as it grows. Leg 0 runs down the V, leg 1 up."""
-
-    def __init__(self, problem: Problem, rank: int, skipped: int) -> None:
-        self.problem, self.skipped = problem, skipped
-        self.replicas = problem.replicas_of(rank)
-        self.row: list[int] = []
-        self.forwards, self.backwards = [0, 0], [0, 0]
-        self.put_off: deque[tuple[int, int]] = deque()
-
-    def forward(self, leg: int) -> None:
-        self._add(F, leg, self.forwards[leg])
-        self.forwards[leg] += 1
-
-    def backward(self, leg: int, split: bool = False) -> None:
-        self._add(B if split else BW, leg, self.backwards[leg])
-        if split:
-            self.put_off.append((leg, self.backwards[leg]))
-        self.backwards[leg] += 1
-
-    def weights(self) -> None:
-        """The W put off longest."""
-        self._add(W, *self.put_off.popleft())
-
-    def _add(self, op: int, leg: int, number: int) -> None:
-        microbatch = number - self.skipped
-        if 0 <= microbatch < self.problem.num_microbatches:
-            self.row.append(self.problem.code(op, self.replicas[leg], microbatch))
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return p + 0.5 if p > 1 and m >= 2 * p else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return m * (f + b + w) + (p - 1) * (f + b - w) / 2 if m >= 2 * p and w <= b <= f <= b + w else None
-
-
-DUALPIPE_V = Family(
-    name="dualpipe-v",
-    function=dualpipe_v,
-    description="two legs of a V meet in pairs of F and BW that can overlap; W splits off only to fill gaps",
-    source="DeepSeek-AI 2024 (DualPipe), 2025 (DualPipeV)",
-    options=("costs",),
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    peak_activations=_peak,
-    makespan=_makespan,
-    picture={"ranks": 2, "microbatches": 4},
-)
+    phases = [
+        *["F0"] * (2 * below),
+        *["F0", "F1"] * (rank + 1),
+        *["B1", "W", "F1"] * below,
+        *["F0", "BW1", "F1", "BW0"] * main,
+        *["BW1", "F1", "BW0"] * below,
+        *[f"{'B' if k > rank else 'BW'}{1 - k % 2}" for k in range(2 * (rank + 1))],
+        *["W", "B0"] * below,
+        *["W"] * (rank + 1),
+    ]
+    numbers: defaultdict[tuple[bool, int], Iterator[int]] = defaultdict(lambda: count(-skipped))
+    put_off: deque[tuple[int, int]] = deque()
+    row = []
+    for name in phases:
+        op = OPS.index(name.rstrip("01"))
+        if op == W:
+            leg, microbatch = put_off.popleft()
+        else:
+            leg = int(name[-1])
+            microbatch = next(numbers[op == F, leg])
+        if op == B:
+            put_off.append((leg, microbatch))
+        if 0 <= microbatch < m:
+            row.append(problem.code(op, problem.replicas_of(rank)[leg], microbatch))
+    return row

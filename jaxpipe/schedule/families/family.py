@@ -1,19 +1,35 @@
 """What a schedule family is: a named rule that turns sizes (and costs) into a :class:`~jaxpipe.schedule.ir.Schedule`.
 
-A family file defines one public function and one :class:`Family` value; ``registry.py`` lists the values. This module also
-holds what the files share: size checks with one wording, and :func:`in_order`, which numbers the microbatches of a row that
-is given as op names only. Closed forms assume equal stages, no transfer time and one rank's share F, B, W of a microbatch.
+A family is a function under :func:`family`, which checks what it is given, reads its options off its signature and puts it
+into the table :data:`FAMILIES`. The files of this folder are found there by ``registry.py``; one from outside registers when it
+is imported. This module also holds what the files share: size checks with one wording, and :func:`in_order`, which numbers
+the microbatches of a row that is given as op names only. Closed forms assume equal stages, no transfer time and one rank's
+share F, B, W of a microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from itertools import count
 from types import MappingProxyType
+from typing import Any, ParamSpec
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import plugins
+from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.placement import Placement, one_to_one
+
+OPTIONS = ("chunks", "memory_limit", "group", "costs", "objective")
+"""What a family's function may take beyond ``ranks`` and ``microbatches``; :func:`~.registry.generate` hands it on."""
+SIZES = ("ranks", "microbatches", "chunks", "group")
+_NAME = re.compile(r"[^\W_][\w+-]*")
+_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +38,7 @@ class Family:
 
     ``name``: as on the command line. ``function``: ``function(ranks, microbatches, **options) -> Schedule``.
     ``description``: one line for a listing. ``source``: paper, section and authors.
-    ``options``: keyword arguments of ``function`` beyond the sizes, among ``chunks``, ``memory_limit``, ``group``, ``costs``.
+    ``options``: keyword arguments of ``function`` beyond the sizes, among :data:`OPTIONS`.
     ``placement``: ``placement(ranks, chunks)``. ``default_chunks``: chunks per rank when none are asked for.
     ``peak_activations``: ``(p, m, v) -> peak`` over all ranks, in units of one rank's share of a microbatch.
     ``makespan``: ``(p, m, v, f, b, w) -> seconds``. Either is None, or returns None, where no closed form is known.
@@ -43,6 +59,95 @@ class Family:
     picture: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({"ranks": 4, "microbatches": 4}))
 
 
+TABLE: dict[str, Family] = {}
+"""What :data:`FAMILIES` shows."""
+
+
+def _load_installed() -> None:
+    plugins.load_installed("jaxpipe.families", Family, register_family)
+
+
+class _Families(Mapping[str, Family]):
+    """The table, read only, by name. Listing it, or looking for a name it lacks, first loads what installed packages add."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in TABLE and _NAME.fullmatch(name):  # not the name of a file
+            _load_installed()
+        return TABLE[name]
+
+    def __iter__(self) -> Iterator[str]:
+        _load_installed()
+        return iter(sorted(TABLE))
+
+    def __len__(self) -> int:
+        _load_installed()
+        return len(TABLE)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
+"""All families by name: those of this folder, of installed packages, and registered ones."""
+
+
+def register_family(family: Family) -> Family:
+    """Add ``family`` to :data:`FAMILIES`, where every verb and ``generate`` find it; idempotent for an equal one.
+
+    Raises:
+        ScheduleError: its name is taken or can't be typed as one, or it has an option that nothing would give it.
+    """
+    if not _NAME.fullmatch(family.name):
+        raise ScheduleError(
+            f"family name {family.name!r}: use letters, digits, '-', '_' and '+', a letter or digit first"
+        )
+    if unknown := [option for option in family.options if option not in OPTIONS]:
+        raise ScheduleError(f"family {family.name!r} has the option {unknown[0]!r}; options are {', '.join(OPTIONS)}")
+    if TABLE.setdefault(family.name, family) != family:
+        raise ScheduleError(f"there is a family {family.name!r} already; choose another name")
+    return family
+
+
+def family(
+    name: str, description: str, source: str, *, placement: Callable[..., Placement] = one_to_one, **facts: Any
+) -> Callable[[Callable[_Arguments, Schedule]], Callable[_Arguments, Schedule]]:
+    """Register a function ``(ranks, microbatches, **options) -> Schedule`` as a :class:`Family` with the options it takes.
+
+    ``placement``: of (ranks, chunks) where the function takes ``chunks``, else of ranks alone. ``facts``: further fields.
+    The function stays what it was, but first checks its sizes, and that its costs are for as many stages as its placement has.
+
+    Raises:
+        ScheduleError: as :func:`register_family`.
+    """
+
+    def registered(function: Callable[_Arguments, Schedule]) -> Callable[_Arguments, Schedule]:
+        signature = inspect.signature(function)
+        defaults = {k: parameter.default for k, parameter in signature.parameters.items()}
+        _, _, *options = defaults
+        takes_chunks = "chunks" in options
+
+        @wraps(function)
+        def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Schedule:
+            given = signature.bind(*args, **kwargs).arguments
+            require_sizes(name, **{k: x for k, x in given.items() if k in SIZES and x is not defaults[k]})
+            if given.get("costs") is not None:
+                require_stages(made, given["ranks"], given.get("chunks"), given["costs"])
+            return function(*args, **kwargs)
+
+        made = register_family(
+            Family(
+                name,
+                checked,
+                description,
+                source,
+                options=tuple(options),
+                placement=placement if takes_chunks else lambda ranks, chunks: placement(ranks),
+                default_chunks=defaults["chunks"] if takes_chunks else placement(2).num_chunks,
+                **facts,
+            )
+        )
+        return checked
+
+    return registered
+
+
 def require_sizes(family: str, **sizes: object) -> None:
     """Check that every size is a whole number of at least 1.
 
@@ -58,16 +163,25 @@ def require_sizes(family: str, **sizes: object) -> None:
         raise ScheduleError("; ".join(problems), problems)
 
 
+def require_stages(family: Family, ranks: int, chunks: int | None, costs: CostProfile) -> None:
+    """Check that ``costs`` are for as many stages as the family's placement has.
+
+    Raises:
+        ScheduleError: they are not; names both numbers.
+    """
+    stages = family.placement(ranks, family.default_chunks if chunks is None else chunks).num_stages
+    if costs.num_stages != stages:
+        raise ScheduleError(
+            f"{family.name}: the costs are for {costs.num_stages} stages; {ranks} ranks need {stages}, "
+            f"{stages // ranks} per rank"
+        )
+
+
 def in_order(name: str, microbatches: int, rows: Sequence[Iterable[str]]) -> Schedule:
     """The one-chunk schedule whose rank r issues the ops ``rows[r]``, each op taking the microbatches 0, 1, 2, … in turn."""
-    return Schedule(name, one_to_one(len(rows)), microbatches, tuple(_numbered(r, row) for r, row in enumerate(rows)))
 
+    def numbered(rank: int, ops: Iterable[str]) -> tuple[Action, ...]:
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        return tuple(Action(op, rank, next(numbers[op])) for op in ops)
 
-def _numbered(rank: int, ops: Iterable[str]) -> tuple[Action, ...]:
-    count: dict[str, int] = {}
-    row = []
-    for op in ops:
-        microbatch = count.get(op, 0)
-        count[op] = microbatch + 1
-        row.append(Action(op, rank, microbatch))
-    return tuple(row)
+    return Schedule(name, one_to_one(len(rows)), microbatches, tuple(numbered(r, row) for r, row in enumerate(rows)))

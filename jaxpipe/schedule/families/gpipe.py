@@ -7,10 +7,17 @@ Time and memory are the same.
 
 from __future__ import annotations
 
-from jaxpipe.schedule.families.family import Family, in_order, require_sizes
+from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.ir import Schedule
 
 
+@family(
+    "gpipe",
+    "all forwards, then all backwards: simplest, holds every microbatch",
+    "Huang et al. 2019 (GPipe), figure 2c",
+    peak_activations=lambda p, m, v: m,
+    makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
+)
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """GPipe for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -25,15 +32,4 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("gpipe", ranks=ranks, microbatches=microbatches)
     return in_order("gpipe", microbatches, [["F"] * microbatches + ["BW"] * microbatches] * ranks)
-
-
-GPIPE = Family(
-    name="gpipe",
-    function=gpipe,
-    description="all forwards, then all backwards: simplest, holds every microbatch",
-    source="Huang et al. 2019 (GPipe), figure 2c",
-    peak_activations=lambda p, m, v: m,
-    makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
-)

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.basic_units import units_in_a_row
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problem import Problem
 
 
+@family(
+    "hanayo",
+    "waves down and up the ranks (--chunks: two a wave): 1F1B's memory, the bubble divided by v",
+    "Liu et al. 2023 (Hanayo)",
+    placement=wave,
+    peak_activations=lambda p, m, v: min(p, m) if m < p or m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (
+        m * (f + b + w) + (p - 1) * 2 / v * max(f, b + w) if v % 2 == 0 and m == p else None
+    ),
+    picture={"ranks": 3, "microbatches": 3},
+)
 def hanayo(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """Hanayo for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank (v/2 waves), all >= 1::
 
@@ -28,30 +39,5 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("hanayo", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(wave(ranks, chunks), microbatches, costs)
     return problem.schedule("hanayo", units_in_a_row(problem).rows)
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return min(p, m) if m < p or m % p == 0 else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    if v % 2 or m != p:
-        return None
-    return m * (f + b + w) + (p - 1) * 2 / v * max(f, b + w)
-
-
-HANAYO = Family(
-    name="hanayo",
-    function=hanayo,
-    description="waves down and up the ranks (--chunks: two a wave): 1F1B's memory, the bubble divided by v",
-    source="Liu et al. 2023 (Hanayo)",
-    options=("chunks", "costs"),
-    placement=wave,
-    default_chunks=2,
-    peak_activations=_peak,
-    makespan=_makespan,
-    picture={"ranks": 3, "microbatches": 3},
-)

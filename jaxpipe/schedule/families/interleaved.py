@@ -11,16 +11,26 @@ or more of every group (shorter groups bring the first backwards forward; up to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, zip_longest
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
-from jaxpipe.schedule.problem import BW, F, Problem
+from jaxpipe.schedule.problem import BW, CodeRows, F, Problem
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
+@family(
+    "interleaved-1f1b",
+    "1F1B over v chunks per rank (--chunks, default 2): the bubble divided by v, more activations",
+    "Narayanan et al. 2021 (Megatron-LM) §2.2.2; controllable-memory.txt appendix H",
+    placement=circular,
+    peak_activations=lambda p, m, v: min((v + 1) * p - 1, v * m) / v if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def interleaved_one_f_one_b(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None
 ) -> Schedule:
@@ -36,75 +46,41 @@ def interleaved_one_f_one_b(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    orders = [
-        [list(_row(problem, r, chunks, places)) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)
-    ]
-    if len(orders) == 1:
-        return problem.schedule("interleaved-1f1b", orders[0])
-    retimer = Retimer(problem)
-    best = best_of(map(retimer.draft, orders[1:]), anchor=retimer.draft(orders[0]))
+    orders = [[_row(problem, r, chunks, places) for r in range(ranks)] for places in slots(microbatches, ranks, chunks)]
+    return problem.schedule("interleaved-1f1b", best_order(problem, orders))
+
+
+def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
+    """The first order, or the best of those that are no worse in makespan, span and peak."""
+    first, *others = map(Retimer(problem).draft, orders)
+    best = best_of(others, anchor=first)
     assert best is not None
-    return problem.schedule("interleaved-1f1b", best.rows)
+    return best.rows
 
 
 def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
     """Ways to number the places of whole groups of p with m microbatches; −1 where there is none. One chunk: one way."""
     groups, missing = -(-m // p), -m % p
-    yield _numbered(groups * p, range(missing))
+    ways: list[Sequence[int]] = [range(missing)]
     if missing and groups > 1 and v > 1:
-        yield _numbered(groups * p, range(m, groups * p))
         turns = [divmod(k, groups) for k in range(missing)]
-        yield _numbered(groups * p, [group * p + p - 1 - turn for turn, group in turns])
-        yield _numbered(groups * p, [(groups - 1 - group) * p + p - 1 - turn for turn, group in turns])
-        yield _numbered(groups * p, [(groups - 1 - group) * p + turn for turn, group in turns])
+        ways.append(range(m, groups * p))
+        ways.append([group * p + p - 1 - turn for turn, group in turns])
+        ways.append([(groups - 1 - group) * p + p - 1 - turn for turn, group in turns])
+        ways.append([(groups - 1 - group) * p + turn for turn, group in turns])
+    for empty in ways:
+        numbers = count()
+        yield [-1 if place in empty else next(numbers) for place in range(groups * p)]
 
 
-def _numbered(places: int, empty: range | list[int]) -> list[int]:
-    numbers = iter(range(places))
-    return [-1 if place in empty else next(numbers) for place in range(places)]
-
-
-def _row(problem: Problem, rank: int, v: int, places: list[int]) -> Iterator[int]:
+def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:
+    """Forwards group by group, chunk by chunk; backwards in the same order over mirrored chunks."""
     p = problem.num_ranks
-    total = len(places) * v
-    warm_up = min(2 * (p - rank - 1) + (v - 1) * p, total)
-    for k in range(total + warm_up):
-        if k < total:
-            chunk, place = _unit(k, p, v)
-            if places[place] >= 0:
-                yield problem.code(F, chunk * p + rank, places[place])
-        if k >= warm_up:
-            chunk, place = _unit(k - warm_up, p, v)
-            if places[place] >= 0:
-                yield problem.code(BW, (v - 1 - chunk) * p + rank, places[place])
-
-
-def _unit(k: int, p: int, v: int) -> tuple[int, int]:
-    """(chunk, place) of the k-th forward of a rank; backwards follow the same order over mirrored chunks."""
-    group, within = divmod(k, p * v)
-    chunk, position = divmod(within, p)
-    return chunk, group * p + position
-
-
-def _peak(p: int, m: int, v: int) -> float | None:
-    return min((v + 1) * p - 1, v * m) / v if m % p == 0 else None
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None
-
-
-INTERLEAVED_ONE_F_ONE_B = Family(
-    name="interleaved-1f1b",
-    function=interleaved_one_f_one_b,
-    description="1F1B over v chunks per rank (--chunks, default 2): the bubble divided by v, more activations",
-    source="Narayanan et al. 2021 (Megatron-LM) §2.2.2; controllable-memory.txt appendix H",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=_peak,
-    makespan=_makespan,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)
+    units = [(chunk, i) for k in range(0, len(places), p) for chunk in range(v) for i in places[k : k + p]]
+    lead = min(2 * (p - rank - 1) + (v - 1) * p, len(units))
+    turns = [(F, *unit) for unit in units[:lead]]
+    for forward, backward in zip_longest(units[lead:], units):
+        turns += [(F, *forward)] if forward else []
+        turns.append((BW, v - 1 - backward[0], backward[1]))
+    return [problem.code(op, chunk * p + rank, i) for op, chunk, i in turns if i >= 0]

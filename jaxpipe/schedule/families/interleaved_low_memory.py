@@ -13,17 +13,14 @@ makespan: with one chunk less every schedule is 3 cells longer (:func:`~jaxpipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.interleaved import slots
-from jaxpipe.schedule.families.reordered import improved
+from jaxpipe.schedule.families.family import family
+from jaxpipe.schedule.families.interleaved import best_order, slots
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
-from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Retimer, best_of
+from jaxpipe.schedule.problem import CodeRows, Problem
 
 
 def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
@@ -41,6 +38,15 @@ def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
     )
 
 
+@family(
+    "interleaved-low-memory",
+    "interleaved 1F1B's bubble at 1F1B's memory, v chunks per rank (--chunks, default 2)",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16c (reconstructed)",
+    placement=circular,
+    peak_activations=lambda p, m, v: min(p, m) if m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def interleaved_low_memory(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None
 ) -> Schedule:
@@ -57,37 +63,14 @@ def interleaved_low_memory(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("interleaved-low-memory", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     block = low_memory_block(ranks, chunks)
     orders = [_order(block, problem, places) for places in slots(microbatches, ranks, chunks)]
-    retimer = Retimer(problem)
-    best = best_of(map(retimer.draft, orders[1:]), anchor=retimer.draft(orders[0]))
-    assert best is not None
-    return problem.schedule("interleaved-low-memory", improved(problem, best.rows).rows)
+    return problem.schedule("interleaved-low-memory", improved(problem, [best_order(problem, orders)]).rows)
 
 
-def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> list[list[int]]:
+def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> CodeRows:
     """The repeated block for all of ``places``, of which only those with a number stay."""
     whole = Problem.of(block.placement, len(places))
-    return [list(_renumbered(whole, problem, row, places)) for row in repeat(block, whole)]
-
-
-def _renumbered(whole: Problem, problem: Problem, row: list[int], places: list[int]) -> Iterator[int]:
-    for op, replica, place in map(whole.decode, row):
-        if places[place] >= 0:
-            yield problem.code(op, replica, places[place])
-
-
-INTERLEAVED_LOW_MEMORY = Family(
-    name="interleaved-low-memory",
-    function=interleaved_low_memory,
-    description="interleaved 1F1B's bubble at 1F1B's memory, v chunks per rank (--chunks, default 2)",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16c (reconstructed)",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: min(p, m) if m % p == 0 else None,
-    makespan=lambda p, m, v, f, b, w: (m + (p - 1) / v) * (f + b + w) if m % p == 0 else None,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)
+    decoded = [map(whole.decode, row) for row in repeat(block, whole)]
+    return [[problem.code(op, k, places[i]) for op, k, i in row if places[i] >= 0] for row in decoded]

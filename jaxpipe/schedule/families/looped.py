@@ -9,14 +9,23 @@ complete early, and any m works without groups. Depth-first prefers the microbat
 from __future__ import annotations
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 
 
+@family(
+    "looped-bfs",
+    "all microbatches through a chunk before the next (--chunks, default 2): GPipe's bubble divided by v",
+    "Lamy-Poirier 2023 §4 (breadth-first pipeline parallelism)",
+    placement=circular,
+    peak_activations=lambda p, m, v: m,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1 + (v - 1) * max(0, p - m)) / v) * (f + b + w),
+    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
+)
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Breadth-first looped pipeline for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
@@ -29,7 +38,6 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("looped-bfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
     rows = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)
@@ -39,6 +47,13 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     return Schedule("looped-bfs", circular(ranks, chunks), microbatches, tuple(rows))
 
 
+@family(
+    "looped-dfs",
+    "the furthest microbatch first, with real costs (--chunks, default 2); at least interleaved-1f1b",
+    "Lamy-Poirier 2023 §4 (depth-first); Narayanan et al. 2021 §2.2.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
+)
 def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """Depth-first looped pipeline for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
@@ -46,42 +61,12 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
         rank 1 |    F0- F1- F0b BW0b--- F2- F1b BW0---- BW1b--- F2b BW2b--- BW1---- BW2----
 
     It differs from ``interleaved-1f1b`` in that no groups of p are fixed: with the real ``costs`` (one entry per stage, p·v), a
-    free rank runs the backward that has arrived, else the furthest forward that its memory allows (or keeps to the order of
-    interleaved 1F1B), and the best such order that is no worse than interleaved 1F1B in makespan, span and peak is taken.
+    rank fills its waits with what is ready later in its row, as far as the memory of interleaved 1F1B goes; the best such order
+    that is no worse than interleaved 1F1B in makespan, span and peak is taken.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("looped-dfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
-    return problem.schedule("looped-dfs", improved(problem, known).rows)
-
-
-def _bfs_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float:
-    return (m + (p - 1 + (v - 1) * max(0, p - m)) / v) * (f + b + w)
-
-
-LOOPED_BFS = Family(
-    name="looped-bfs",
-    function=looped_bfs,
-    description="all microbatches through a chunk before the next (--chunks, default 2): GPipe's bubble divided by v",
-    source="Lamy-Poirier 2023 §4 (breadth-first pipeline parallelism)",
-    options=("chunks",),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: m,
-    makespan=_bfs_makespan,
-    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
-)
-
-LOOPED_DFS = Family(
-    name="looped-dfs",
-    function=looped_dfs,
-    description="the furthest microbatch first, with real costs (--chunks, default 2); at least interleaved-1f1b",
-    source="Lamy-Poirier 2023 §4 (depth-first); Narayanan et al. 2021 §2.2.2",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
-)
+    return problem.schedule("looped-dfs", improved(problem, [known]).rows)

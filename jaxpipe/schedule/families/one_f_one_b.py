@@ -8,10 +8,17 @@ warm-up.
 
 from __future__ import annotations
 
-from jaxpipe.schedule.families.family import Family, in_order, require_sizes
+from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.ir import Schedule
 
 
+@family(
+    "1f1b",
+    "one forward, one backward in turn: GPipe's time, at most p activations",
+    "Fan et al. 2021 (DAPPLE); Narayanan et al. 2021 (Megatron-LM) §2.2.1",
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
+)
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """1F1B for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -26,10 +33,17 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("1f1b", ranks=ranks, microbatches=microbatches)
     return in_order("1f1b", microbatches, [_row(ranks - r, microbatches) for r in range(ranks)])
 
 
+@family(
+    "eager-1f1b",
+    "1F1B with a deeper warm-up, so that transfers hide under compute; at most 2p-1 activations",
+    "Zhuang et al. 2023; controllable-memory.txt §2.1, figure 1b",
+    peak_activations=lambda p, m, v: min(2 * p - 1, m),
+    makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
+    picture={"ranks": 4, "microbatches": 6},
+)
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """1F1B with twice the warm-up, for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -44,7 +58,6 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("eager-1f1b", ranks=ranks, microbatches=microbatches)
     return in_order("eager-1f1b", microbatches, [_row(2 * (ranks - r) - 1, microbatches) for r in range(ranks)])
 
 
@@ -52,26 +65,3 @@ def _row(in_flight: int, microbatches: int) -> list[str]:
     """``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     lead = min(in_flight, microbatches)
     return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float:
-    return (m + p - 1) * (f + b + w)
-
-
-ONE_F_ONE_B = Family(
-    name="1f1b",
-    function=one_f_one_b,
-    description="one forward, one backward in turn: GPipe's time, at most p activations",
-    source="Fan et al. 2021 (DAPPLE); Narayanan et al. 2021 (Megatron-LM) §2.2.1",
-    peak_activations=lambda p, m, v: min(p, m),
-    makespan=_makespan,
-)
-EAGER_ONE_F_ONE_B = Family(
-    name="eager-1f1b",
-    function=eager_one_f_one_b,
-    description="1F1B with a deeper warm-up, so that transfers hide under compute; at most 2p-1 activations",
-    source="Zhuang et al. 2023; controllable-memory.txt §2.1, figure 1b",
-    peak_activations=lambda p, m, v: min(2 * p - 1, m),
-    makespan=_makespan,
-    picture={"ranks": 4, "microbatches": 6},
-)

@@ -12,10 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxpipe.schedule.families.family import Family, in_order, require_sizes
+from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.ir import Schedule
 
 
+@family(
+    "zb-h1",
+    "B and W split, W fills bubbles: a third of 1F1B's bubble if F = B = W, at its memory",
+    "Qi et al. 2023 (Zero Bubble) §2.1",
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * (b + max(0.0, f - w)) if m >= p else None,
+    picture={"ranks": 4, "microbatches": 6},
+)
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """ZB-H1 for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -30,10 +38,17 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("zb-h1", ranks=ranks, microbatches=microbatches)
     return in_order("zb-h1", microbatches, h1_rows(ranks, microbatches))
 
 
+@family(
+    "zb-h2",
+    "ZB-H1 with a deeper warm-up: no bubble within spans if F = B = W; at most 2p-1 activations",
+    "Qi et al. 2023 (Zero Bubble) §2.2",
+    peak_activations=lambda p, m, v: min(2 * p - 1, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * max(f, f + b - 2 * w) if m >= 2 * p - 1 else None,
+    picture={"ranks": 4, "microbatches": 8},
+)
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """ZB-H2 for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -49,7 +64,6 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("zb-h2", ranks=ranks, microbatches=microbatches)
     return in_order("zb-h2", microbatches, h2_rows(ranks, microbatches))
 
 
@@ -74,31 +88,3 @@ def _row(lead: int, lag: int, m: int) -> Iterator[str]:
         if lead + i < m:
             yield "F"
     yield from "W" * lag
-
-
-def _h1_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return m * (f + b + w) + (p - 1) * (b + max(0.0, f - w)) if m >= p else None
-
-
-def _h2_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return m * (f + b + w) + (p - 1) * max(f, f + b - 2 * w) if m >= 2 * p - 1 else None
-
-
-ZB_H1 = Family(
-    name="zb-h1",
-    function=zb_h1,
-    description="B and W split, W fills bubbles: a third of 1F1B's bubble if F = B = W, at its memory",
-    source="Qi et al. 2023 (Zero Bubble) §2.1",
-    peak_activations=lambda p, m, v: min(p, m),
-    makespan=_h1_makespan,
-    picture={"ranks": 4, "microbatches": 6},
-)
-ZB_H2 = Family(
-    name="zb-h2",
-    function=zb_h2,
-    description="ZB-H1 with a deeper warm-up: no bubble within spans if F = B = W; at most 2p-1 activations",
-    source="Qi et al. 2023 (Zero Bubble) §2.2",
-    peak_activations=lambda p, m, v: min(2 * p - 1, m),
-    makespan=_h2_makespan,
-    picture={"ranks": 4, "microbatches": 8},
-)

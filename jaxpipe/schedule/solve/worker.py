@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, BinaryIO, Protocol
 
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.schedule.explore import Candidate, cheap_first, explore
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
@@ -27,6 +26,7 @@ from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.plugins import import_module
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import drafted
+from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve import messages
 from jaxpipe.schedule.solve.search import (
@@ -38,6 +38,7 @@ from jaxpipe.schedule.solve.search import (
     mirrored_cycles,
 )
 from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.tolerance import at_most
 
 _NICE = 5
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
@@ -119,7 +120,7 @@ def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Sche
 
     for name in names:
         with contextlib.suppress(JaxpipeError):
-            explore(asked, [FAMILIES[name]], keep)
+            best_of_family(FAMILIES[name], asked, keep)
 
 
 def _families(task: SolveTask, job: Job, tell: Tell) -> None:
@@ -198,7 +199,7 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
             every_order=every_order,
         )
         tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
-        if result.every_order or result.value <= job["bound"] * (1 + 1e-9):
+        if result.every_order or at_most(result.value, job["bound"]):
             return
         start = result.schedule or start
 

@@ -11,8 +11,10 @@ cost time only where transfers do: without ``max_chunks`` and with free transfer
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
@@ -23,8 +25,8 @@ from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import nine_digits
-from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_of
+from jaxpipe.schedule.retime import Objective, nine_digits, order_key
+from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
@@ -51,26 +53,12 @@ class Candidate:
         object.__setattr__(self, "span", self.timeline.max_span)
         object.__setattr__(self, "peak", max(self.timeline.peak_activations))
 
-    def key(self, objective: Objective) -> tuple[float, float, float]:
-        """What is minimised, of this candidate."""
-        return order_key(objective, self.makespan, self.span, self.peak)
-
-
-def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
-    """What is minimised: the objective, the other of makespan and span, the peak."""
-    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
-    return nine_digits(first), nine_digits(second), nine_digits(peak)
-
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
-    moved = total = 0.0
-    for rank in range(schedule.num_ranks):
-        for action in schedule.actions(rank):
-            if op_spec(action.op).lane == "d2h":
-                moved += costs.offloadable_bytes[action.stage]
-            elif action.op == "F":
-                total += costs.residual_bytes[action.stage]
+    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    moved = sum(costs.offloadable_bytes[a.stage] for a in actions if op_spec(a.op).lane == "d2h")
+    total = sum(costs.residual_bytes[a.stage] for a in actions if a.op == "F")
     return moved / total if total > 0 else 0.0
 
 
@@ -80,47 +68,30 @@ def make(setting: Setting, task: Task) -> Candidate:
     Raises:
         ScheduleError: the sizes or costs don't suit the family.
     """
-    family = FAMILIES[setting.family]
-    costs = task.costs_for(family.placement(task.ranks, setting.chunks))
-    schedule = generate(
-        setting.family,
-        ranks=task.ranks,
-        microbatches=task.microbatches,
-        chunks=setting.chunks if "chunks" in family.options else None,
-        costs=costs if "costs" in family.options else None,
-        memory_limit=setting.memory_limit,
-        group=setting.group,
-    )
+    costs = task.costs_for(FAMILIES[setting.family].placement(task.ranks, setting.chunks))
+    sizes = task.ranks, task.microbatches, setting.chunks
+    schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group, task.objective)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
     return Candidate(setting, schedule, costs, simulate(schedule, costs))
 
 
-def _offloaded(candidate: Candidate, done: Offloaded) -> Candidate:
-    """The candidate after the offload pass."""
-    setting = replace(candidate.setting, offload=True)
-    return Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs))
-
-
-OnTrial = Callable[[Setting, Candidate | None], None]
+OnTrial = Callable[[Setting, Candidate | None], object]
 """Called with each setting before it is tried, and the best candidate so far."""
 
 
+@dataclass(slots=True)
 class _Search:
     """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before."""
 
-    def __init__(
-        self, task: Task, on_better: Callable[[Candidate], None] | None = None, on_trial: OnTrial | None = None
-    ) -> None:
-        self.task = task
-        self.on_better = on_better
-        self.on_trial = on_trial
-        self.best: Candidate | None = None
-        self.reasons: list[str] = []
-        self._too_large: list[Candidate] = []
-        self._offloads: set[str] = set()
-        self._full: set[tuple[str, int, float | None]] = set()
-        self._bounds: dict[Placement, tuple[float, float]] = {}
+    task: Task
+    on_better: Callable[[Candidate], object] = lambda candidate: None
+    on_trial: OnTrial = lambda setting, best: None
+    best: Candidate | None = None
+    reasons: list[str] = field(default_factory=list)
+    too_large: list[Candidate] = field(default_factory=list)
+    refused: set[object] = field(default_factory=set)
+    bounds: dict[Placement, tuple[float, float]] = field(default_factory=dict)
 
     def run(self, families: Iterable[Family]) -> Candidate | None:
         """All settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
@@ -134,45 +105,41 @@ class _Search:
     def _offload(self) -> None:
         """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
         came nearest to it, offloads that backward passes wait for."""
-        fast, near = self._key, (lambda c: (nine_digits(c.peak), *self._key(c)))
         reached: dict[int, tuple[float, Candidate]] = {}
-        for candidate in (*self._promising(fast, _FAST), *self._promising(near, _NEAR)):
-            if id(candidate) in reached or not self._promises(candidate):
-                continue
-            self._tell(replace(candidate.setting, offload=True))
-            done = offload_pass(candidate.schedule, candidate.costs)
-            reached[id(candidate)] = max(done.peak_after), candidate
-            if max(done.peak_after) <= self.task.memory_limit * _SLACK:
-                self._keep(_offloaded(candidate, done))
+        near = self._promising(lambda c: (nine_digits(c.peak), *self._key(c)), _NEAR)
+        for candidate in (*self._promising(self._key, _FAST), *near):
+            if id(candidate) not in reached and self._promises(candidate):
+                done = self._pass(candidate)
+                reached[id(candidate)] = max(done.peak_after), candidate
         for _, candidate in sorted(reached.values(), key=lambda x: (nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
             if self._promises(candidate):
-                self._tell(replace(candidate.setting, offload=True))
-                done = offload_pass(candidate.schedule, candidate.costs, memory_limit=self.task.memory_limit)
-                if done.limit_met:
-                    self._keep(_offloaded(candidate, done))
+                self._pass(candidate, self.task.memory_limit)
+
+    def _pass(self, candidate: Candidate, limit: float | None = None) -> Offloaded:
+        """The offload pass over a candidate, which is kept where it then fits."""
+        setting = replace(candidate.setting, offload=True)
+        self.on_trial(setting, self.best)
+        done = offload_pass(candidate.schedule, candidate.costs, memory_limit=limit)
+        if max(done.peak_after) <= self.task.memory_limit * _SLACK:
+            self._keep(Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs)))
+        return done
 
     def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
         """What needs too much memory and is faster than the best so far, without repetition."""
-        found: dict[tuple[object, ...], Candidate] = {}
-        for candidate in sorted(filter(self._promises, self._too_large), key=order):
-            if len(found) == most:
-                break
+        found: dict[object, Candidate] = {}
+        for candidate in sorted(filter(self._promises, self.too_large), key=order):
             found.setdefault(candidate.schedule.rows, candidate)
-        return list(found.values())
+        return list(found.values())[:most]
 
     def _promises(self, candidate: Candidate) -> bool:
         """Whether the candidate is faster than the best so far; no offload makes it faster than it is."""
         return self.best is None or self._key(candidate)[:2] < self._key(self.best)[:2]
 
     def _key(self, candidate: Candidate) -> tuple[float, float, float]:
-        return candidate.key(self.task.objective)
-
-    def _tell(self, setting: Setting) -> None:
-        if self.on_trial is not None:
-            self.on_trial(setting, self.best)
+        return order_key(self.task.objective, candidate.makespan, candidate.span, candidate.peak)
 
     def _try(self, setting: Setting) -> None:
-        self._tell(setting)
+        self.on_trial(setting, self.best)
         try:
             candidate = make(setting, self.task)
         except ScheduleError as error:
@@ -180,64 +147,53 @@ class _Search:
             return
         if not self.task.may_offload(candidate.costs) and offloaded_share(candidate.schedule, candidate.costs) > 0:
             self.reasons.append(f"{setting.family} {UNPRICED}")
-            self._offloads.add(setting.family)
-            return
-        if candidate.peak <= self.task.memory_limit * _SLACK:
+            self.refused.add(setting.family)
+        elif candidate.peak <= self.task.memory_limit * _SLACK:
             self._keep(candidate)
-            return
-        self._refuse(setting, candidate.peak)
-        if self.task.may_offload(candidate.costs):
-            self._too_large.append(candidate)
         else:
-            self._full.add((setting.family, setting.chunks, setting.memory_limit))
+            self._too_large(setting, candidate.peak)
+            if self.task.may_offload(candidate.costs):
+                self.too_large.append(candidate)
+            else:
+                self.refused.add(replace(setting, group=None))
 
-    def _known_too_large(self, setting: Setting, costs: CostProfile) -> bool:
-        """Whether the family's closed form says that it needs more than the limit, and nothing may be offloaded."""
-        known = FAMILIES[setting.family].peak_activations
-        if known is None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
-            return False
-        if setting.group is not None:
-            return False  # closed forms are for the family's own group
-        peak = known(self.task.ranks, self.task.microbatches, setting.chunks)
-        if peak is None or peak <= self.task.memory_limit * _SLACK:
-            return False
-        self._refuse(setting, peak)
-        return True
-
-    def _refuse(self, setting: Setting, peak: float) -> None:
+    def _too_large(self, setting: Setting, peak: float) -> None:
         self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
+
+    def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
+        """What the setting holds at least: its family's closed form, where nothing may be offloaded."""
+        known = FAMILIES[setting.family].peak_activations
+        if known is None or setting.group is not None:  # closed forms are for the family's own group
+            return 0.0
+        if self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
+            return 0.0
+        return known(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
             self.best = candidate
-            if self.on_better is not None:
-                self.on_better(candidate)
+            self.on_better(candidate)
 
     def _hopeless(self, setting: Setting) -> bool:
         """Whether the family offloads and must not, a smaller group of it needs too much memory already, or no schedule of the
         setting's placement is shorter than the best so far."""
-        if setting.family in self._offloads or (setting.family, setting.chunks, setting.memory_limit) in self._full:
+        task = self.task
+        if not self.refused.isdisjoint((setting.family, replace(setting, group=None))):
             return True
         try:
-            placement = FAMILIES[setting.family].placement(self.task.ranks, setting.chunks)
-            costs = self.task.costs_for(placement)
-            if self._known_too_large(setting, costs):
+            placement = FAMILIES[setting.family].placement(task.ranks, setting.chunks)
+            costs = task.costs_for(placement)
+            if (peak := self._known_peak(setting, costs)) > task.memory_limit * _SLACK:
+                self._too_large(setting, peak)
                 return True
             if self.best is None:
                 return False
-            if placement not in self._bounds:
-                self._bounds[placement] = bounds_within(
-                    placement,
-                    self.task.microbatches,
-                    costs,
-                    self.task.memory_limit,
-                    offload=self.task.may_offload(costs),
-                )
+            if placement not in self.bounds:
+                sizes, offload = (placement, task.microbatches, costs, task.memory_limit), task.may_offload(costs)
+                self.bounds[placement] = bounds_within(*sizes, offload=offload)
         except ScheduleError:
             return False  # generating it says why
-        makespan, span = self._bounds[placement]
-        least = (makespan, span) if self.task.objective == "makespan" else (span, makespan)
-        return tuple(nine_digits(x) for x in least) >= self._key(self.best)[:2]
+        return order_key(task.objective, *self.bounds[placement], 0.0)[:2] >= self._key(self.best)[:2]
 
 
 def bounds_within(
@@ -249,15 +205,11 @@ def bounds_within(
         ScheduleError: the costs are for another number of stages.
     """
     limit = None if memory_limit is None or memory_limit == float("inf") else memory_limit * _SLACK
-    makespan = lower_bound(placement, microbatches, costs, memory_limit=limit, offload=offload)
-    return makespan, span_lower_bound(placement, microbatches, costs, memory_limit=limit, offload=offload)
-
-
-def explore(
-    task: Task, families: Iterable[Family], on_better: Callable[[Candidate], None] | None = None
-) -> Candidate | None:
-    """The best of these families and their parameters, or None; ``on_better`` is called with each that beats all before it."""
-    return _Search(task, on_better).run(families)
+    makespan, span = (
+        find(placement, microbatches, costs, memory_limit=limit, offload=offload)
+        for find in (lower_bound, span_lower_bound)
+    )
+    return makespan, span
 
 
 def cheap_first(families: Iterable[Family]) -> list[Family]:
@@ -265,25 +217,22 @@ def cheap_first(families: Iterable[Family]) -> list[Family]:
     return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
 
 
-def best_of_family(family: Family, task: Task) -> Candidate:
-    """The best setting of one family.
+def best_of_family(
+    family: Family, task: Task, on_better: Callable[[Candidate], object] = lambda candidate: None
+) -> Candidate:
+    """The best setting of one family; ``on_better`` is called with each that beats all before it.
 
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
-    search = _Search(task)
-    best = search.run([family])
-    if best is None:
-        why = search.reasons or [_no_placement(family, task)]
-        raise ScheduleError(why[0], why)
-    return best
-
-
-def _no_placement(family: Family, task: Task) -> str:
-    chunks, most = family.default_chunks, task.max_chunks
-    if most is not None and chunks > most:
-        return f"{family.name} has {chunks} chunks per rank, more than the {most} allowed"
-    return f"{family.name} has no placement with as many stages as the costs"
+    search = _Search(task, on_better)
+    if (best := search.run([family])) is not None:
+        return best
+    why = f"{family.name} has no placement with as many stages as the costs"
+    if task.max_chunks is not None and family.default_chunks > task.max_chunks:
+        why = f"{family.name} has {family.default_chunks} chunks per rank, more than the {task.max_chunks} allowed"
+    reasons = search.reasons or [why]
+    raise ScheduleError(reasons[0], reasons)
 
 
 def best_schedule(
@@ -309,7 +258,9 @@ def best_schedule(
     return best_for(Task(ranks, microbatches, costs, memory_limit, chunks, group, offload, objective), families)
 
 
-def best_for(task: Task, families: Iterable[str] | None = None, on_trial: OnTrial | None = None) -> Candidate:
+def best_for(
+    task: Task, families: Iterable[str] | None = None, on_trial: OnTrial = lambda setting, best: None
+) -> Candidate:
     """:func:`best_schedule` of a task; ``on_trial`` is told what is tried."""
     chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
     best = _Search(task, on_trial=on_trial).run(chosen)
@@ -320,9 +271,12 @@ def best_for(task: Task, families: Iterable[str] | None = None, on_trial: OnTria
 
 def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
-    small = replace(task, memory_limit=1.0)
-    tried = [make_or_none(setting, task) for family in families for setting in settings_of(family, small)]
-    made = [c for c in tried if c and (task.may_offload(c.costs) or not offloaded_share(c.schedule, c.costs))]
+    made = []
+    for setting in chain.from_iterable(settings_of(family, replace(task, memory_limit=1.0)) for family in families):
+        with contextlib.suppress(ScheduleError):
+            candidate = make(setting, task)
+            if task.may_offload(candidate.costs) or not offloaded_share(candidate.schedule, candidate.costs):
+                made.append(candidate)
     if not made:
         return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
     peaks = [c.peak for c in made]
@@ -332,11 +286,3 @@ def _nothing(families: Iterable[Family], task: Task) -> str:
         f"no schedule of {task.ranks} ranks and {task.microbatches} microbatches keeps a memory limit of "
         f"{task.memory_limit:g}; the smallest found to work is {min(peaks):g}"
     )
-
-
-def make_or_none(setting: Setting, task: Task) -> Candidate | None:
-    """:func:`make`, or None where it raises."""
-    try:
-        return make(setting, task)
-    except ScheduleError:
-        return None

@@ -165,13 +165,10 @@ def _best(
     tried: list[tuple[str, Sequence[int]]] = [("first", firsts), ("split", splits), ("ahead", ahead), ("first", firsts)]
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]
     for goal in dict.fromkeys(("makespan", objective)):  # span after makespan, so that it is never the longer
-        before = None
-        while best != before:
-            before = best
-            for what, values in tried:
-                others: list[dict[str, Any]] = [{what: value} for value in values]
-                best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
-            best = min(best, _published(ranks), key=partial(key, goal))
+        for what, values in tried:
+            others: list[dict[str, Any]] = [{what: value} for value in values]
+            best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
+        best = min(best, _published(ranks), key=partial(key, goal))
     return made(best), figures(best)[-1]
 
 

@@ -46,7 +46,7 @@ class PipelineConfig:
     ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
     are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
     of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
-    braid a forward and a backward that stand side by side, too, where the cost model says that it pays.
+    braid two actions that stand side by side, too, where the cost model says that it pays.
     """
 
     ranks: int = 4

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from jaxpipe.wording import clipped
+
 
 class JaxpipeError(Exception):
     """Base of all errors that jaxpipe raises for a user to read. ``exit_code``: with which the command line ends."""
@@ -92,9 +94,5 @@ def gist(error: BaseException) -> str:
         lines = lines[last_frame + 1 :] or lines[-1:]
     text = " ".join(" ".join(lines).split())
     if len(text) <= 250 or len(lines) == 1:
-        return _clipped(text, 250)
-    return f"{_clipped(lines[0], 130)} … {_clipped(lines[-1].strip(), 117)}"
-
-
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+        return clipped(text, 250)
+    return f"{clipped(lines[0], 130)} … {clipped(lines[-1].strip(), 117)}"

@@ -18,6 +18,11 @@ def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {near!r}?" if near else otherwise
 
 
+def clipped(text: str, most: int) -> str:
+    """``text``, or its first ``most`` - 1 characters and …."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
 def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
     """``1.07 GB``; three significant digits, decimal units as the sizes of devices are given in; ``1 GiB`` if ``binary``."""
     value, unit = float(num_bytes), ""

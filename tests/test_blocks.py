@@ -9,12 +9,11 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
-from jaxpipe.schedule.blocks import BuildingBlock, Phases, Reorderer, Rule, place_weight_gradients, repeat
-from jaxpipe.schedule.blocks.finish import RECIPES, Finisher
-from jaxpipe.schedule.blocks.reorder import AS_GIVEN
+from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.blocks.v_ends import VEnds
 from jaxpipe.schedule.blocks.v_shape import VOffsets, searched
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v_block, v_half_block, v_min_block
+from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, Finisher, Phases, Rule
 from jaxpipe.schedule.placement import circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
@@ -116,29 +115,17 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
     p, m = rng.choice([2, 3, 5, 6]), rng.choice([1, 3, 7, 12])
     blocks = [v_min_block(p), v_half_block(p), one_f_one_b_v_block(p)]
     problem = Problem.of(v_shape(p), m, uneven(p, seed))
-    tables = Reorderer(problem)
+    finisher = Finisher(problem)
     for block in blocks:
         rows = repeat(block, problem)
-        before = tables.retimer.draft(rows)
+        before = finisher.squeezed(rows)
         assert before is not None
-        for rule in (*(rule for _, rule in RECIPES), Phases(Rule(backlog=1), AS_GIVEN, Rule())):
-            after = tables.retimer.draft(tables.rows(rows, before.peak, rule))
+        for view, rule in (*RECIPES, *DOMINATING, ("real", Phases(Rule(backlog=1), AS_GIVEN, Rule()))):
+            after = finisher.squeezed(finisher.filled(rows, before.peak, rule, view))
             assert after is not None and after.peak <= before.peak + 1e-9
             check_schedule(problem.schedule("reordered", after.rows))
-        best = Finisher(problem).best(rows, before.peak, 12)
+        best = finisher.best(rows, before.peak, 12)
         assert best is not None and best.makespan <= before.makespan + 1e-9
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
-def test_weight_gradients_are_placed_no_worse(name: str) -> None:
-    for p, m in [(1, 1), (3, 2), (4, 9)]:
-        costs = CostProfile.uniform(p, f=3, b=2, w=1.5, comm=0.2)
-        problem = Problem.of(one_to_one(p), m, costs)
-        rows = problem.codes(generate(name, p, m))
-        given = Retimer(problem).draft(rows)
-        placed = place_weight_gradients(problem, rows, p)
-        assert given is not None
-        assert placed.makespan <= given.makespan + 1e-9 and placed.span <= given.span + 1e-9
 
 
 def test_the_search_contains_the_named_blocks_and_no_collision() -> None:

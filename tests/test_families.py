@@ -60,15 +60,18 @@ PROMISED: dict[str, Callable[[int, int, int], float]] = {
     "stp": lambda p, m, v: min((3 * p + 1) / 2, m),
     "stp-memory": lambda p, m, v: min(p + 1, m),
     "stp-offload": lambda p, m, v: min((3 * p + 1) / 2, m),
+    "stp-published": lambda p, m, v: min(max(3 * p + 1, 4 * p - 1) / 2, m),
 }
 """(p, m, v) -> activations that no rank holds more of, at any sizes and costs: more than what the closed form says."""
 
 
 def most_activations(name: str, p: int, m: int, options: Options) -> float:
     """What the family promises: no more than its memory limit, than is ``PROMISED`` or its closed form says, and than m."""
+    if "memory_limit" in options:
+        return min(options["memory_limit"], m)
     promise = PROMISED.get(name, FAMILIES[name].peak_activations)
     known = promise(p, m, int(options.get("chunks", FAMILIES[name].default_chunks))) if promise else None
-    return min(options.get("memory_limit", float("inf")), m if known is None else known)
+    return m if known is None else known
 
 
 PROFILES = [
@@ -233,6 +236,7 @@ BAD = [
     ),
     ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": 0.5}, "use 1 or more"),
     ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": float("nan")}, "memory limit of nan"),
+    ("zb", {"ranks": 4, "microbatches": 4, "objective": "peak"}, "unknown objective 'peak'; there are makespan, span"),
     ("1fb1", {"ranks": 4, "microbatches": 4}, "did you mean '1f1b'"),
     ("zb", {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(3)}, "costs are for 3 stages; 4 ranks need 4"),
     (

@@ -29,7 +29,7 @@ from jaxpipe.schedule import (
     wave,
 )
 from jaxpipe.schedule.families.basic_units import unit_rows, unit_sizes
-from jaxpipe.schedule.families.reordered import RULES, improved, reorder
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
 
@@ -249,18 +249,18 @@ def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int)
     rows = unit_rows(problem, unit_sizes(problem)[0])
     known = Retimer(problem).draft(rows)
     assert known is not None
-    assert improved(problem, rows).no_worse_than(known)
-    for rule in RULES:
-        found = reorder(problem, known, rule)
-        assert found is not None or not rule.reserve or p == 1  # one rank holds both directions of one stage
-        if found is not None:
-            assert [sorted(row) for row in found] == [sorted(row) for row in rows]
+    found = improved(problem, [rows])
+    assert found.no_worse_than(known)
+    assert [sorted(row) for row in found.rows] == [sorted(row) for row in rows]
+    for before, after in zip(rows, found.rows, strict=True):
+        for kind in {code // m for code in before}:
+            assert [c for c in after if c // m == kind] == [c for c in before if c // m == kind]
 
 
-def test_loose_rules_close_gaps_between_units() -> None:
+def test_fillers_close_gaps_between_units() -> None:
     profile = CostProfile.uniform(8, f=1, b=1, w=1)
     problem = Problem.of(bidirectional(8), 16, profile)
     rows = unit_rows(problem, unit_sizes(problem)[0])
     known = Retimer(problem).draft(rows)
     assert known is not None
-    assert improved(problem, rows).makespan < known.makespan
+    assert improved(problem, [rows]).makespan < known.makespan

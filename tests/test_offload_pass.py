@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from schedule_strategies import random_costs, random_valid_schedules
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.planning.round_trip import k_of_layer
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, generate, simulate
-from jaxpipe.schedule.hardware import k_of, k_of_layer
+from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.passes import Offloaded, offload, prompt_weights
 from jaxpipe.schedule.passes.offload import without_offloads
 

@@ -19,6 +19,7 @@ from jaxpipe.cli.cost_flags import (
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
+    add_objective_flag,
     add_size_flags,
     check_limit,
     check_same_sizes,
@@ -32,13 +33,15 @@ from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, load_schedule, make, show, simulated, write_outputs
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
+    from jaxpipe.schedule.retime import Objective
     from jaxpipe.schedule.search_orders import Candidate
-    from jaxpipe.schedule.settings import Objective, Setting, Task
+    from jaxpipe.schedule.settings import Setting, Task
 
 _PLOTS = (".svg", ".png", ".html")
 _LONGEST_REASON = 100
@@ -160,7 +163,7 @@ def _entry(
     record = None
     try:
         schedule, profile, timeline = made()
-        within = limit if max(timeline.peak_activations) <= (limit or 0) * (1 + 1e-9) else None
+        within = limit if at_most(max(timeline.peak_activations), limit or 0) else None
         record = Record.of(schedule, timeline, profile, within, **facts)
         check_limit(timeline, limit)
     except JaxpipeError as error:
@@ -235,12 +238,7 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
 
 def configure_best(parser: argparse.ArgumentParser) -> None:
     _configure(parser)
-    parser.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help="what to minimise: the makespan (default), or the longest span of a rank",
-    )
+    add_objective_flag(parser)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -258,7 +256,7 @@ class _Choice:
 
 def run_best(arguments: argparse.Namespace) -> None:
     """Explore all families and their parameters, show and write the best schedule among these and the files."""
-    from jaxpipe.schedule.search_orders import order_key
+    from jaxpipe.schedule.retime import order_key
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)

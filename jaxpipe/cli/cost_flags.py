@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.cli.parser import amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
+from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from jaxpipe.plot.units import Units
@@ -146,7 +147,17 @@ def add_braid_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--braid",
         action="store_true",
-        help="run F and a backward that stand side by side as one slot, where that hides TP collectives and saves time",
+        help="run two actions that stand side by side as one slot, where that hides TP collectives and saves time",
+    )
+
+
+def add_objective_flag(parser: argparse.ArgumentParser) -> None:
+    """``--objective``."""
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what to minimise: the makespan (default), or the longest span of a rank",
     )
 
 
@@ -324,7 +335,7 @@ def check_limit(timeline: Timeline, limit: float | None) -> None:
         ConfigError: names the rank with the highest peak.
     """
     peaks: Sequence[float] = timeline.peak_activations
-    if limit is not None and peaks and max(peaks) > limit * (1 + 1e-9):
+    if limit is not None and peaks and not at_most(max(peaks), limit):
         rank = peaks.index(max(peaks))
         raise ConfigError(
             f"{timeline.name} holds {max(peaks):g} activations on rank {rank}, above --memory-limit {limit:g}"

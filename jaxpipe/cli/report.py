@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plot.units import Units, memory_scale, number, time_scale
+from jaxpipe.schedule.tolerance import TIME, at_most
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
 
 
-_SAME = 1e-9
 _MOST_STEPS = 400
 _MOST_RANKS = 16
 _FINER = (3, 2, 1)  # columns that the shortest action gets in a rounded picture, the best first
@@ -189,7 +189,7 @@ def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
         ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
     ]
     largest = max(record.rank_shares)
-    if largest > min(record.rank_shares) * (1 + _SAME):
+    if not at_most(largest, min(record.rank_shares)):
         memory = memory_scale(largest, units)
         each = _each([x * memory.factor for x in record.rank_shares])
         rows.append(("", f"each rank counts in its own share of a microbatch: {each} {memory.name}".rstrip()))
@@ -292,7 +292,7 @@ def _fits(picture: str, width: int) -> bool:
 def _common_step(times: Sequence[float]) -> float | None:
     """The longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
     longest = max(times, default=0.0)
-    tolerance = longest * 1e-9
+    tolerance = longest * TIME
     step = 0.0
     for time in times:
         a, b = time, step

@@ -13,6 +13,7 @@ from jaxpipe.cli.cost_flags import (
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
+    add_objective_flag,
     add_size_flags,
     check_agreement,
     check_copies,
@@ -25,14 +26,17 @@ from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_
 from jaxpipe.cli.parser import amount
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, print_json, print_summary, sketch
+from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
+    from jaxpipe.schedule.retime import Objective
 
 OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
 
@@ -59,11 +63,13 @@ def run_schedules(arguments: argparse.Namespace) -> None:
 
 
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a family; 'jaxpipe schedules' lists them")
+    parser.add_argument("name", metavar="NAME", help="a family ('jaxpipe schedules' lists them), or traverse")
     add_size_flags(parser)
     add_group_flag(parser)
+    add_traverse_flags(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    add_objective_flag(parser)
     add_braid_flag(parser)
     parser.add_argument(
         "--offload",
@@ -78,9 +84,16 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Generate, simulate, write and show one schedule."""
     check_outputs(arguments.output, OUTPUTS)
-    family = _family(arguments.name)
-    costs = chosen_costs(arguments)
-    schedule, profile, timeline = make(family, arguments, costs, arguments.chunks, arguments.group)
+    costs, told = chosen_costs(arguments), None
+    if arguments.name == TRAVERSE:
+        schedule, profile, timeline = _finished(*traversed(arguments, costs), arguments, costs)
+    else:
+        family = _family(arguments.name)
+        refuse_traverse_flags(arguments)
+        schedule, profile, timeline = make(
+            family, arguments, costs, arguments.chunks, arguments.group, arguments.objective
+        )
+        told = arguments.memory_limit if "memory_limit" in family.options else None
     offloaded = None
     if arguments.offload is not None:
         from jaxpipe.schedule import simulate
@@ -91,9 +104,7 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         schedule, timeline = offloaded.schedule, simulate(offloaded.schedule, profile)
     check_limit(timeline, arguments.memory_limit)
     write_outputs(arguments.output, schedule, timeline, profile, costs)
-    limit = arguments.memory_limit
-    told = limit if "memory_limit" in family.options else None
-    record = Record.of(schedule, timeline, profile, limit, group=arguments.group, family_limit=told)
+    record = Record.of(schedule, timeline, profile, arguments.memory_limit, group=arguments.group, family_limit=told)
     if offloaded is not None and not arguments.json:
         print(offloaded)
     show(arguments, record, timeline, costs)
@@ -171,7 +182,7 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
     if found is None:
         return
     time = time_scale(timeline.makespan, costs.units)
-    shorter = found.timeline.makespan < timeline.makespan * (1 - 1e-9)
+    shorter = not at_most(timeline.makespan, found.timeline.makespan)
     more = f" (and {found.others} more likewise)" if found.others else ""
     peaks = [number(max(t.peak_activations)) for t in (found.timeline, timeline)]
     gain = (
@@ -189,12 +200,19 @@ def _family(name: str) -> Family:
     from jaxpipe.schedule import FAMILIES
 
     if name not in FAMILIES:
-        raise ConfigError(f"unknown schedule {name!r}{closest(name, FAMILIES)}; known: {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"unknown schedule {name!r}{closest(name, (*FAMILIES, TRAVERSE))}; known: {', '.join((*FAMILIES, TRAVERSE))}"
+        )
     return FAMILIES[name]
 
 
 def make(
-    family: Family, arguments: argparse.Namespace, costs: CostChoice, chunks: int | None, group: int | None
+    family: Family,
+    arguments: argparse.Namespace,
+    costs: CostChoice,
+    chunks: int | None,
+    group: int | None,
+    objective: Objective = "makespan",
 ) -> tuple[Schedule, CostProfile, Timeline]:
     """Generate and simulate one family with the flags it takes; its peak is not checked.
 
@@ -202,7 +220,7 @@ def make(
         JaxpipeError: a flag it does not take, a size it does not work for, costs for another number of stages, or none for its
             copies to the host.
     """
-    from jaxpipe.schedule import generate, simulate
+    from jaxpipe.schedule import generate
 
     if chunks is not None and chunks != family.default_chunks and "chunks" not in family.options:
         raise ConfigError(f"{family.name} takes no --chunks; it always has {family.default_chunks} per rank")
@@ -219,7 +237,16 @@ def make(
         costs=profile if "costs" in family.options else None,
         memory_limit=arguments.memory_limit if "memory_limit" in family.options else None,
         group=group,
+        objective=objective,
     )
+    return _finished(schedule, profile, arguments, costs)
+
+
+def _finished(
+    schedule: Schedule, profile: CostProfile, arguments: argparse.Namespace, costs: CostChoice
+) -> tuple[Schedule, CostProfile, Timeline]:
+    from jaxpipe.schedule import simulate
+
     check_copies(schedule, profile, costs)
     if arguments.braid:
         schedule = braided(schedule, profile, arguments.memory_limit)

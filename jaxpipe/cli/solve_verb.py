@@ -26,7 +26,9 @@ from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
+from jaxpipe.cli.traverse_flags import PLACEMENTS, placement_of
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import Placement, Schedule
@@ -39,7 +41,6 @@ _MOST_PAIRS = 2_048  # pairs of stage and microbatch up to which many chunks are
 _FREE_CHUNKS = (
     f"chunks cost nothing here: at most {FREE_CHUNKS} a rank are tried; --comm prices them, --layers limits them"
 )
-_PLACEMENTS = ("auto", "one-to-one", "circular", "v", "wave", "bidirectional")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_chunk_limit_flags(parser)
     parser.add_argument(
         "--placement",
-        choices=_PLACEMENTS,
+        choices=("auto", *PLACEMENTS),
         default="auto",
         help="which ranks run which stages (default: all that suit the number of chunks)",
     )
@@ -143,7 +144,7 @@ def _headline(solution: Solution, placements: int) -> str:
     if solution.family is not None:
         name, seconds = solution.family
         family = f"; best family {name}: {seconds:.6g}"
-        if seconds > solution.value * (1 + 1e-9):
+        if not at_most(seconds, solution.value):
             family += f" ({seconds / solution.value - 1:.1%} longer)"
     return (
         f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}{where}, "
@@ -205,7 +206,7 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
     Raises:
         ConfigError: the placement has another number of chunks, or the profile's stages don't divide by the ranks.
     """
-    from jaxpipe.schedule.placement import bidirectional, circular, one_to_one, v_shape, wave
+    from jaxpipe.schedule.placement import circular, one_to_one, v_shape, wave
 
     ranks, chunks, kind = arguments.ranks, arguments.chunks, arguments.placement
     if costs.profile is not None:
@@ -219,17 +220,8 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
                 f"--chunks {chunks} contradicts {costs.path}: {stages} stages on {ranks} ranks are {stages // ranks}"
             )
         chunks = stages // ranks
-    if kind in ("one-to-one", "v"):
-        per_rank = 1 if kind == "one-to-one" else 2
-        if chunks not in (None, per_rank):
-            raise ConfigError(
-                f"--placement {kind} has {per_rank} chunk(s) per rank, --chunks is {chunks}; drop one of the flags"
-            )
-        return [one_to_one(ranks) if per_rank == 1 else v_shape(ranks)]
-    if kind == "bidirectional":
-        return [bidirectional(ranks)]
-    if kind in ("circular", "wave"):
-        return [(circular if kind == "circular" else wave)(ranks, chunks or 2)]
+    if kind != "auto":
+        return [placement_of(kind, ranks, chunks)]
     if chunks is None:
         return _family_placements(arguments)
     if chunks == 1:

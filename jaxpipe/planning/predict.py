@@ -22,7 +22,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding, Workbench, microbatch_size
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
-from jaxpipe.schedule.hardware import k_of
+from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.recompute_report import remarks
 from jaxpipe.train.assemble import build_schedule, order_for, within_memory_limit

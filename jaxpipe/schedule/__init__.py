@@ -25,6 +25,8 @@ from jaxpipe.schedule.ir import (
     register_op,
     registered_ops,
 )
+from jaxpipe.schedule.list_schedule.traversal import Traversal
+from jaxpipe.schedule.list_schedule.traverse import traverse
 from jaxpipe.schedule.placement import (
     Placement,
     bidirectional,
@@ -68,6 +70,7 @@ __all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
 __all__ += ["Event", "MemoryCurve", "Timeline", "replay", "simulate"]
 __all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
+__all__ += ["Traversal", "traverse"]
 __all__ += ["FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]
 __all__ += ["eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "one_f_one_b", "zb_h1", "zb_h2", "zero_bubble"]
 

@@ -40,9 +40,8 @@ def check_schedule(schedule: Schedule) -> None:
     """
     problems = find_problems(schedule)
     if problems:
-        shown = list(problems[:_SHOWN])
-        if len(problems) > _SHOWN:
-            shown.append(f"and {len(problems) - _SHOWN} more problems")
+        more = [f"and {len(problems) - _SHOWN} more problems"] * (len(problems) > _SHOWN)
+        shown = [*problems[:_SHOWN], *more]
         raise ScheduleError(f"schedule {schedule.name!r}: " + "; ".join(shown), problems)
 
 
@@ -118,10 +117,8 @@ def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
             continue
         for stage, i, rank in _places(graph.schedule):
             group = placement.ranks(stage, i)
-            if len(group) == 1 or (stage, i, rank) in known or graph.slot_of(spec.name, stage, i, rank) is not None:
-                continue
-            having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None]
-            if having:
+            having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None] if len(group) > 1 else []
+            if having and rank not in having and (stage, i, rank) not in known:
                 yield (
                     f"{Action(spec.name, stage, i)} is on rank {having[0]} but not on rank {rank}: "
                     f"stage {stage} runs on ranks {', '.join(map(str, group))} together"
@@ -170,8 +167,7 @@ def _memory_balance(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
 
 
 def _is_required(spec: OpSpec) -> bool:
-    required = {s.name for s in registered_ops() if s.required}
-    return bool(required.intersection(spec.performs()))
+    return any(s.required and s.name in spec.performs() for s in registered_ops())
 
 
 def _unbalanced(field: str, place: Place, total: int, present: Iterable[str]) -> str:

@@ -7,8 +7,8 @@ rank's share of one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from jaxpipe.errors import ScheduleError
@@ -109,51 +109,35 @@ class CostProfile:
         n = len(self.f_s)
         zeros = (0.0,) * n
         for name in ("cotangent_bytes", "boundary_bytes", "param_bytes", "optimizer_bytes", "tp_comm_s"):
-            if not getattr(self, name):
-                object.__setattr__(self, name, zeros)
-        if not self.tp_collectives:
-            object.__setattr__(self, "tp_collectives", (1,) * n)
-        if not self.offloadable_bytes:
-            object.__setattr__(self, "offloadable_bytes", self.residual_bytes)
-        if not self.offload_s:
-            h = self.host
-            object.__setattr__(
-                self, "offload_s", tuple(h.latency_s + x / h.d2h_bytes_per_s for x in self.offloadable_bytes)
-            )
-        if not self.load_s:
-            h = self.host
-            object.__setattr__(
-                self, "load_s", tuple(h.latency_s + x / h.h2d_bytes_per_s for x in self.offloadable_bytes)
-            )
-        problems = []
-        for name in PER_STAGE_FIELDS:
-            values = getattr(self, name)
-            if len(values) != n:
-                problems.append(f"{name} has {len(values)} entries for {n} stages")
-            problems += [
-                f"{name}[{s}] is {x}; want a finite number >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
-            ]
-        for field_name in ("temp_bytes", "extra"):
-            for name, values in getattr(self, field_name):
-                if len(values) != n:
-                    problems.append(f"{field_name}[{name}] has {len(values)} entries for {n} stages")
-                problems += [
-                    f"{field_name}[{name}][{s}] is {x}; want >= 0" for s, x in enumerate(values) if not 0 <= x < 1e300
-                ]
-        if len(self.tp_collectives) != n:
-            problems.append(f"tp_collectives has {len(self.tp_collectives)} entries for {n} stages")
-        problems += [
-            f"tp_collectives[{s}] is {x}; want a whole number of at least 1"
-            for s, x in enumerate(self.tp_collectives)
-            if not isinstance(x, int) or x < 1
-        ]
-        problems += [
-            f"memory_limit_bytes[{r}] is {x}; want >= 0, or inf for no limit"
-            for r, x in enumerate(self.memory_limit_bytes)
-            if not x >= 0
-        ]
+            self._default(name, zeros)
+        self._default("tp_collectives", (1,) * n)
+        self._default("offloadable_bytes", self.residual_bytes)
+        for name, rate in (("offload_s", self.host.d2h_bytes_per_s), ("load_s", self.host.h2d_bytes_per_s)):
+            self._default(name, tuple(self.host.latency_s + x / rate for x in self.offloadable_bytes))
+        problems = list(self._problems(n))
         if problems:
             raise ScheduleError("cost profile: " + "; ".join(problems), problems)
+
+    def _default(self, name: str, values: Sequence[float]) -> None:
+        if not getattr(self, name):
+            object.__setattr__(self, name, values)
+
+    def _problems(self, n: int) -> Iterator[str]:
+        tables = [(name, getattr(self, name)) for name in PER_STAGE_FIELDS]
+        tables += [(f"{x}[{name}]", values) for x in ("temp_bytes", "extra") for name, values in getattr(self, x)]
+        for name, values in (*tables, ("tp_collectives", self.tp_collectives)):
+            if len(values) != n:
+                yield f"{name} has {len(values)} entries for {n} stages"
+        for name, values in tables:
+            for s, x in enumerate(values):
+                if not 0 <= x < 1e300:
+                    yield f"{name}[{s}] is {x}; want a finite number >= 0"
+        for s, count in enumerate(self.tp_collectives):
+            if not isinstance(count, int) or count < 1:
+                yield f"tp_collectives[{s}] is {count}; want a whole number of at least 1"
+        for r, x in enumerate(self.memory_limit_bytes):
+            if not x >= 0:
+                yield f"memory_limit_bytes[{r}] is {x}; want >= 0, or inf for no limit"
 
     @property
     def num_stages(self) -> int:
@@ -233,19 +217,17 @@ class CostProfile:
         )
 
 
-PER_STAGE_FIELDS = (
-    "f_s",
-    "b_s",
-    "w_s",
-    "bw_s",
-    "residual_bytes",
-    "w_residual_bytes",
-    "cotangent_bytes",
-    "offloadable_bytes",
-    "boundary_bytes",
-    "param_bytes",
-    "optimizer_bytes",
-    "offload_s",
-    "load_s",
-    "tp_comm_s",
+PER_STAGE_FIELDS = tuple(
+    f.name for f in fields(CostProfile) if f.type == "tuple[float, ...]" and f.name != "memory_limit_bytes"
 )
+"""Costs and memory, one number a stage."""
+
+
+def k_of(costs: CostProfile) -> float:
+    """k of a cost profile: seconds of all O and L ÷ seconds of all F, B and W; inf where only the compute is 0. At most 1 means
+    that offloading everything can be hidden (`pipeoffload.txt` section 1; :mod:`jaxpipe.planning.round_trip` predicts it)."""
+    compute_s = sum(costs.f_s) + sum(costs.b_s) + sum(costs.w_s)
+    round_trip_s = sum(costs.offload_s) + sum(costs.load_s)
+    if compute_s > 0:
+        return round_trip_s / compute_s
+    return float("inf") if round_trip_s > 0 else 0.0

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.infer import schedule_of
 from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot
+from jaxpipe.wording import clipped
 
 LETTERS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 _TO_LETTER = {op: letter for letter, op in LETTERS.items()}
@@ -108,8 +109,7 @@ def _action(text: str) -> Action | None:
 
 
 def _refusal(cell: str) -> str:
-    shown = cell if len(cell) <= 40 else cell[:39] + "…"
     return (
-        f"{shown!r} is not an action; write stage, F, I, W or B, microbatch, for example 0F1, or two of them as one slot, "
-        "(0F1;1B0)OVERLAP_F_B (PyTorch's format)"
+        f"{clipped(cell, 40)!r} is not an action; write stage, F, I, W or B, microbatch, for example 0F1, or two of them "
+        "as one slot, (0F1;1B0)OVERLAP_F_B (PyTorch's format)"
     )

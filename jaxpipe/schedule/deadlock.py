@@ -52,10 +52,7 @@ def _line(graph: DependencyGraph, slot: int) -> str:
 
 def _holding(graph: DependencyGraph, run: Run, slot: int) -> int | None:
     """The slot, not yet run, that ``slot`` waits for; None when it waits for its group only."""
-    for number in graph.waits[slot]:
-        if run.end_s[number] is None:
-            return graph.source(number)
-    return None
+    return next((graph.source(number) for number in graph.waits[slot] if run.end_s[number] is None), None)
 
 
 def _absent_members(graph: DependencyGraph, run: Run, slot: int) -> Iterator[int]:
@@ -67,11 +64,7 @@ def _absent_members(graph: DependencyGraph, run: Run, slot: int) -> Iterator[int
 
 def _next(graph: DependencyGraph, run: Run, slot: int) -> int | None:
     held = _holding(graph, run, slot)
-    if held is not None:
-        return held
-    if slot in graph.joint_of:
-        return next(_absent_members(graph, run, slot), None)
-    return None
+    return held if held is not None or slot not in graph.joint_of else next(_absent_members(graph, run, slot), None)
 
 
 def _reason(graph: DependencyGraph, run: Run, slot: int) -> str:

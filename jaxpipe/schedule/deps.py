@@ -57,18 +57,18 @@ class DependencyGraph:
     """
 
     schedule: Schedule
-    slots: list[Slot]
-    rank_of: list[int]
-    row_start: list[int]
-    lanes: list[dict[str, list[int]]]
-    waits: list[tuple[int, ...]]
-    sends: dict[int, tuple[int, ...]]
-    transfers: list[Transfer]
-    joint_of: dict[int, int]
-    joints: list[tuple[int, ...]]
-    problems: tuple[str, ...]
-    unmet: tuple[Unmet, ...]
-    _ops: dict[str, _OpIndex]
+    slots: list[Slot] = field(default_factory=list)
+    rank_of: list[int] = field(default_factory=list)
+    row_start: list[int] = field(default_factory=list)
+    lanes: list[dict[str, list[int]]] = field(default_factory=list)
+    waits: list[tuple[int, ...]] = field(default_factory=list)
+    sends: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    joint_of: dict[int, int] = field(default_factory=dict)
+    joints: list[tuple[int, ...]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unmet: list[Unmet] = field(default_factory=list)
+    _ops: dict[str, _OpIndex] = field(default_factory=dict)
 
     def slot_of(self, op: str, stage: int, microbatch: int, rank: int) -> int | None:
         """Number of the slot on ``rank`` that holds this action, or None."""
@@ -138,34 +138,22 @@ def build_graph(schedule: Schedule) -> DependencyGraph:
     if builder.index():
         builder.link()
         builder.join()
-    return builder.graph()
+    return builder.graph
 
 
 class _Builder:
+    """Fills the lists of ``graph``."""
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.slots: list[Slot] = []
-        self.rank_of: list[int] = []
-        self.row_start: list[int] = []
-        self.lanes: list[dict[str, list[int]]] = []
-        self.waits: list[tuple[int, ...]] = []
-        self.sends: dict[int, tuple[int, ...]] = {}
-        self.transfers: list[Transfer] = []
-        self.joint_of: dict[int, int] = {}
-        self.joints: list[tuple[int, ...]] = []
-        self.problems: list[str] = []
-        self.unmet: list[Unmet] = []
-        self.ops: dict[str, _OpIndex] = {}
+        graph = self.graph = DependencyGraph(schedule)
+        self.slots, self.rank_of, self.row_start, self.lanes = graph.slots, graph.rank_of, graph.row_start, graph.lanes
+        self.waits, self.sends, self.transfers = graph.waits, graph.sends, graph.transfers
+        self.problems, self.unmet, self.ops = graph.problems, graph.unmet, graph._ops
         self.unknown: set[str] = set()
         self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
         self.outside: set[Action] = set()
         self.made: dict[tuple[int, int, int, str, int], int] = {}
-
-    def graph(self) -> DependencyGraph:
-        return DependencyGraph(
-            self.schedule, self.slots, self.rank_of, self.row_start, self.lanes, self.waits, self.sends, self.transfers,
-            self.joint_of, self.joints, tuple(self.problems), tuple(self.unmet), self.ops,
-        )  # fmt: skip
 
     # Step 1: number the slots, find every action.
 
@@ -307,14 +295,11 @@ class _Builder:
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
         if action.op in self.unknown or action in self.outside:
             return ()
-        key = (action.op, action.stage)
-        if key not in self.rules:
-            self.rules[key] = tuple(self._make_rules(self.ops[action.op].spec, action.stage))
-        return self.rules[key]
+        rules = self.rules[action.op, action.stage] = tuple(self._make_rules(self.ops[action.op].spec, action.stage))
+        return rules
 
-    def _make_rules(self, spec: OpSpec, stage: int) -> list[_Rule]:
+    def _make_rules(self, spec: OpSpec, stage: int) -> Iterator[_Rule]:
         placement, m = self.schedule.placement, self.schedule.num_microbatches
-        rules = []
         for wait in spec.waits:
             used = [self.ops[op] for op in wait.ops if op in self.ops]
             if wait.optional and not used:
@@ -323,9 +308,8 @@ class _Builder:
             if wait.where != "self":
                 targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
             for t in targets:
-                sources = tuple(_Source(index, _boundary(index.spec, wait, stage, t)) for index in used)
-                rules.append(_Rule(wait, t, t * m, sources))
-        return rules
+                sources = tuple(_Source(index, boundary_moved(index.spec, wait, stage, t)) for index in used)
+                yield _Rule(wait, t, t * m, sources)
 
     def _member(self, index: _OpIndex, rule: _Rule, rank: int, i: int) -> int:
         """On a group: the rank's own slot, else (from another stage) that of the group's first rank; -1 if there is none."""
@@ -357,12 +341,10 @@ class _Builder:
         """Transfers of one slot go out in the order of its actions, then by boundary and destination."""
         for producer, sent in self.sends.items():
             if len(sent) > 1:
-                actions = self.slots[producer].actions
-                by_action = [
-                    (actions.index(moved.action), moved.stage, moved.dst, k)
-                    for k, moved in ((k, self.transfers[k]) for k in sent)
-                ]
-                self.sends[producer] = tuple(k for *_, k in sorted(by_action))
+                actions, moved = self.slots[producer].actions, self.transfers
+                self.sends[producer] = tuple(
+                    sorted(sent, key=lambda k: (actions.index(moved[k].action), moved[k].stage, moved[k].dst, k))
+                )
 
     # Step 3: slots that start together.
 
@@ -384,11 +366,11 @@ class _Builder:
         for slot in sorted(parent):
             together.setdefault(root(slot), []).append(slot)
         for group in together.values():
-            self.joint_of.update(dict.fromkeys(group, len(self.joints)))
-            self.joints.append(tuple(group))
+            self.graph.joint_of.update(dict.fromkeys(group, len(self.graph.joints)))
+            self.graph.joints.append(tuple(group))
 
 
-def _boundary(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
+def boundary_moved(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
     """Stage whose boundary a wait of ``stage`` on ``target`` moves: the upstream one; None when nothing moves."""
     if wait.where == "pred" and producer.sends == "succ":
         return target

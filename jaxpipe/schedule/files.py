@@ -34,8 +34,7 @@ def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) ->
     Raises:
         ScheduleParseError: the file can't be read, is damaged, or has another suffix.
     """
-    path = Path(path)
-    suffix = _suffix(path, ScheduleParseError)
+    suffix = _suffix(path := Path(path), ScheduleParseError)
     text = _read(path)
     if suffix == ".sched":
         return parse_schedule(text, str(path))
@@ -50,14 +49,11 @@ def write_schedule(schedule: Schedule, path: StrPath) -> None:
     Raises:
         ScheduleError: unknown suffix, a CSV that can't hold this schedule, or the file can't be written.
     """
-    path = Path(path)
-    suffix = _suffix(path, ScheduleError)
-    if suffix == ".sched":
-        text = str(schedule)
-    elif suffix == ".csv":
-        text = format_csv(schedule)
-    else:
+    suffix = _suffix(path := Path(path), ScheduleError)
+    if suffix == ".json":
         text = _to_json(json_form.to_schedule(schedule))
+    else:
+        text = str(schedule) if suffix == ".sched" else format_csv(schedule)
     write_atomically(path, text)
 
 
@@ -67,8 +63,7 @@ def read_costs(path: StrPath) -> CostProfile:
     Raises:
         ScheduleParseError: the file can't be read or is not a cost profile.
     """
-    path = Path(path)
-    return _from_json(path, _read(path), json_form.from_costs)
+    return _from_json(Path(path), _read(Path(path)), json_form.from_costs)
 
 
 def write_costs(costs: CostProfile, path: StrPath) -> None:
@@ -82,8 +77,7 @@ def read_timeline(path: StrPath) -> Timeline:
     Raises:
         ScheduleParseError: the file can't be read or is not a timeline.
     """
-    path = Path(path)
-    return _from_json(path, _read(path), json_form.from_timeline)
+    return _from_json(Path(path), _read(Path(path)), json_form.from_timeline)
 
 
 def write_timeline(timeline: Timeline, path: StrPath) -> None:
@@ -104,7 +98,9 @@ def write_atomically(path: Path, text: str) -> None:
             # a name's half of a surrogate pair is written as JSON writes it, backslash and all
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
-            temporary.chmod(0o666 & ~_umask())
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)
             temporary.replace(path)
         except BaseException:
             temporary.unlink()
@@ -113,12 +109,6 @@ def write_atomically(path: Path, text: str) -> None:
         raise ScheduleError(
             f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
         ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _suffix(path: Path, error: type[ScheduleError]) -> str:
@@ -148,10 +138,8 @@ def _to_json(data: json_form.Json) -> str:
     """One line per top-level key, and per entry of a top-level list or object: short enough to read and to diff."""
     parts = []
     for key, value in data.items():
-        if isinstance(value, list) and value and isinstance(value[0], (list, dict)):
-            body = "[\n" + ",\n".join("    " + _compact(x) for x in value) + "\n  ]"
-        else:
-            body = _compact(value)
+        deep = isinstance(value, list) and value and isinstance(value[0], (list, dict))
+        body = "[\n" + ",\n".join("    " + _compact(x) for x in value) + "\n  ]" if deep else _compact(value)
         parts.append(f"  {json.dumps(key)}: {body}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 

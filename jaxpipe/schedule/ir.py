@@ -145,96 +145,84 @@ def registered_ops() -> tuple[OpSpec, ...]:
 
 _LOADED = Wait(("L",), "self", optional=True)
 
-F = register_op(
-    OpSpec(
-        "F",
-        "compute",
-        (Wait(("F",), "pred"),),
-        "f_s",
-        (MemoryEffect("start", +1, "residual_bytes"),),
-        required=True,
-        sends="succ",
-        colour="#0072b2",
-        description="forward",
-        collective="tp_comm_s",
-    )
+F = OpSpec(
+    "F",
+    "compute",
+    (Wait(("F",), "pred"),),
+    "f_s",
+    (MemoryEffect("start", +1, "residual_bytes"),),
+    required=True,
+    sends="succ",
+    colour="#0072b2",
+    description="forward",
+    collective="tp_comm_s",
 )
-B = register_op(
-    OpSpec(
-        "B",
-        "compute",
-        (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
-        "b_s",
-        (
-            MemoryEffect("start", +1, "cotangent_bytes"),
-            MemoryEffect("end", -1, "residual_bytes"),
-            MemoryEffect("end", -1, "cotangent_bytes"),
-            MemoryEffect("end", +1, "w_residual_bytes"),
-        ),
-        required=True,
-        sends="pred",
-        colour="#f0b429",
-        description="gradient of the stage input",
-        collective="tp_comm_s",
-    )
+B = OpSpec(
+    "B",
+    "compute",
+    (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
+    "b_s",
+    (
+        MemoryEffect("start", +1, "cotangent_bytes"),
+        MemoryEffect("end", -1, "residual_bytes"),
+        MemoryEffect("end", -1, "cotangent_bytes"),
+        MemoryEffect("end", +1, "w_residual_bytes"),
+    ),
+    required=True,
+    sends="pred",
+    colour="#f0b429",
+    description="gradient of the stage input",
+    collective="tp_comm_s",
 )
-W = register_op(
-    OpSpec(
-        "W",
-        "compute",
-        (Wait(("B",), "self"),),
-        "w_s",
-        (MemoryEffect("end", -1, "w_residual_bytes"),),
-        required=True,
-        colour="#009e73",
-        description="gradient of the stage weights",
-    )
+W = OpSpec(
+    "W",
+    "compute",
+    (Wait(("B",), "self"),),
+    "w_s",
+    (MemoryEffect("end", -1, "w_residual_bytes"),),
+    required=True,
+    colour="#009e73",
+    description="gradient of the stage weights",
 )
-BW = register_op(
-    OpSpec(
-        "BW",
-        "compute",
-        (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
-        "bw_s",
-        (MemoryEffect("end", -1, "residual_bytes"),),
-        parts=("B", "W"),
-        sends="pred",
-        colour="#d55e00",
-        description="gradients of input and weights together",
-    )
+BW = OpSpec(
+    "BW",
+    "compute",
+    (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
+    "bw_s",
+    (MemoryEffect("end", -1, "residual_bytes"),),
+    parts=("B", "W"),
+    sends="pred",
+    colour="#d55e00",
+    description="gradients of input and weights together",
 )
-O = register_op(  # noqa: E741
-    OpSpec(
-        "O",
-        "d2h",
-        (Wait(("F",), "self"),),
-        "offload_s",
-        (MemoryEffect("end", -1, "offloadable_bytes"),),
-        colour="#cc79a7",
-        description="offload residuals to host memory",
-    )
+O = OpSpec(  # noqa: E741
+    "O",
+    "d2h",
+    (Wait(("F",), "self"),),
+    "offload_s",
+    (MemoryEffect("end", -1, "offloadable_bytes"),),
+    colour="#cc79a7",
+    description="offload residuals to host memory",
 )
-L = register_op(
-    OpSpec(
-        "L",
-        "h2d",
-        (Wait(("O",), "self"), Wait(("S",), "self", optional=True)),
-        "load_s",
-        (MemoryEffect("start", +1, "offloadable_bytes"),),
-        colour="#56b4e9",
-        description="load residuals back",
-    )
+L = OpSpec(
+    "L",
+    "h2d",
+    (Wait(("O",), "self"), Wait(("S",), "self", optional=True)),
+    "load_s",
+    (MemoryEffect("start", +1, "offloadable_bytes"),),
+    colour="#56b4e9",
+    description="load residuals back",
 )
-S = register_op(
-    OpSpec(
-        "S",
-        "compute",
-        (Wait(("O",), "self"),),
-        "",
-        colour="#5f6368",
-        description="wait for an offload to end",
-    )
+S = OpSpec(
+    "S",
+    "compute",
+    (Wait(("O",), "self"),),
+    "",
+    colour="#5f6368",
+    description="wait for an offload to end",
 )
+for _spec in (F, B, W, BW, O, L, S):
+    register_op(_spec)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,17 +7,18 @@ lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``. Of a schedule, ``r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.schedule.costs import CostProfile, HostLink, Link
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile, Link
 from jaxpipe.schedule.infer import infer_microbatches, infer_placement
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.placement import Edges, Placement
 from jaxpipe.schedule.text import parse_slot
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
-from jaxpipe.wording import closest
+from jaxpipe.wording import clipped, closest
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -27,12 +28,6 @@ COSTS_FORMAT = "jaxpipe costs 1"
 TIMELINE_FORMAT = "jaxpipe timeline 1"
 
 _LANES = ("compute", "tp", "d2h", "h2d", "send")
-_PER_STAGE = tuple(
-    f.name
-    for f in fields(CostProfile)
-    if f.type == "tuple[float, ...]" and f.name not in ("memory_limit_bytes", "tp_comm_s")
-)
-_REQUIRED_COSTS = tuple(f.name for f in fields(CostProfile) if f.default is MISSING and f.default_factory is MISSING)
 
 
 def to_schedule(schedule: Schedule) -> Json:
@@ -48,7 +43,7 @@ def to_schedule(schedule: Schedule) -> Json:
 def from_schedule(data: object, name: str = "unnamed") -> Schedule:
     """``name``: of a schedule that has none. Raises ScheduleParseError, naming the key."""
     optional = ("name", "microbatches", "placement")
-    value = _object(data, "schedule", ("rows",), SCHEDULE_FORMAT, optional, need_format=False)
+    value = _object(data, "schedule", ("rows",), optional, SCHEDULE_FORMAT, need_format=False)
     rows = tuple(
         tuple(
             _at(f"rows[{r}][{k}]", parse_slot, _text(x, f"rows[{r}][{k}]"))
@@ -68,116 +63,50 @@ def to_placement(placement: Placement) -> Json:
     return {
         "kind": placement.kind,
         "ranks": placement.num_ranks,
-        "flows": [[list(group) for group in flow] for flow in placement.flows],
-        "edges": [list(edge) for edge in placement.edges],
+        "flows": _write(placement.flows),
+        "edges": _write(placement.edges),
     }
 
 
 def from_placement(data: object) -> Placement:
     """Raises ScheduleParseError, naming the key."""
     value = _object(data, "placement", ("kind", "ranks", "flows", "edges"))
-    flows = tuple(
-        tuple(
-            _wholes(group, f"placement.flows[{k}][{s}]") for s, group in enumerate(_list(flow, f"placement.flows[{k}]"))
-        )
-        for k, flow in enumerate(_list(value["flows"], "placement.flows"))
-    )
-    edges = []
-    for k, edge in enumerate(_list(value["edges"], "placement.edges")):
-        ends = _wholes(edge, f"placement.edges[{k}]")
-        if len(ends) != 2:
-            raise ScheduleParseError(f"placement.edges[{k}] is {edge!r}; want a pair [from, to]")
-        edges.append((ends[0], ends[1]))
-    ranks = _whole(value["ranks"], "placement.ranks")
+    flows = _read(tuple[tuple[tuple[int, ...], ...], ...], value["flows"], "placement.flows")
+    edges = _read(Edges, value["edges"], "placement.edges")
+    ranks, kind = _whole(value["ranks"], "placement.ranks"), _text(value["kind"], "placement.kind")
     named = {rank for flow in flows for group in flow for rank in group}
     if ranks > len(named):
         raise ScheduleParseError(
             f"placement.ranks is {ranks}, but the flows name only {len(named)} ranks; every rank needs a stage"
         )
-    return _at(
-        "placement", lambda kind: Placement(kind, ranks, flows, tuple(edges)), _text(value["kind"], "placement.kind")
-    )
+    return _at("placement", lambda kind: Placement(kind, ranks, flows, edges), kind)
 
 
 def to_costs(costs: CostProfile) -> Json:
+    """``tp_comm_s``, ``tp_collectives`` and ``boundary_buffers`` are written where they say something."""
     data: Json = {"format": COSTS_FORMAT, "source": costs.source}
-    data |= {name: _numbers_out(getattr(costs, name)) for name in _PER_STAGE}
-    data["temp_bytes"] = {op: _numbers_out(values) for op, values in costs.temp_bytes}
-    data["extra"] = {name: _numbers_out(values) for name, values in costs.extra}
-    data["link"] = _link_out(costs.link)
-    data["links"] = [{"src": a, "dst": b, **_link_out(link)} for (a, b), link in costs.links]
-    data["host"] = {
-        "d2h_bytes_per_s": _number_out(costs.host.d2h_bytes_per_s),
-        "h2d_bytes_per_s": _number_out(costs.host.h2d_bytes_per_s),
-        "latency_s": _number_out(costs.host.latency_s),
-        "mode": costs.host.mode,
-        "groups": [list(group) for group in costs.host.groups],
+    data |= {name: _write(getattr(costs, name)) for name in PER_STAGE_FIELDS if name != "tp_comm_s"}
+    data |= {name: {key: _write(x) for key, x in getattr(costs, name)} for name in ("temp_bytes", "extra")}
+    data["link"] = _write(costs.link)
+    data["links"] = [{"src": a, "dst": b, **_write(link)} for (a, b), link in costs.links]
+    data |= {"host": _write(costs.host), "memory_limit_bytes": _write(costs.memory_limit_bytes)}
+    said = {
+        "tp_comm_s": any(costs.tp_comm_s),
+        "tp_collectives": any(n > 1 for n in costs.tp_collectives),
+        "boundary_buffers": costs.boundary_buffers,
     }
-    data["memory_limit_bytes"] = _numbers_out(costs.memory_limit_bytes)
-    if any(costs.tp_comm_s):
-        data["tp_comm_s"] = _numbers_out(costs.tp_comm_s)
-    if any(n > 1 for n in costs.tp_collectives):
-        data["tp_collectives"] = list(costs.tp_collectives)
-    if costs.boundary_buffers:
-        data["boundary_buffers"] = True
-    return data
+    return data | {name: _write(getattr(costs, name)) for name, present in said.items() if present}
 
 
 def from_costs(data: object) -> CostProfile:
     """Only the keys of :class:`CostProfile` without a default are needed. Raises ScheduleParseError, naming the key."""
-    optional = tuple(f.name for f in fields(CostProfile) if f.name not in _REQUIRED_COSTS)
-    value = _object(data, "cost profile", _REQUIRED_COSTS, COSTS_FORMAT, optional, need_format=False)
-    given: dict[str, Any] = {
-        k: _floats(value[k], k) for k in (*_PER_STAGE, "tp_comm_s", "memory_limit_bytes") if k in value
-    }
-    if "tp_collectives" in value:
-        given["tp_collectives"] = _wholes(value["tp_collectives"], "tp_collectives")
-    for name in ("temp_bytes", "extra"):
-        if name in value:
-            table = _mapping(value[name], name)
-            given[name] = tuple((key, _floats(x, f"{name}.{key}")) for key, x in table.items())
-    if "source" in value:
-        given["source"] = _text(value["source"], "source")
-    if "link" in value:
-        given["link"] = _link_in(_object(value["link"], "link", (), optional=_LINK_KEYS), "link")
-    if "links" in value:
-        given["links"] = tuple(_pair_link(x, f"links[{k}]") for k, x in enumerate(_list(value["links"], "links")))
-    if "host" in value:
-        given["host"] = _host_in(value["host"])
-    if "boundary_buffers" in value:
-        if not isinstance(value["boundary_buffers"], bool):
-            raise ScheduleParseError(f"boundary_buffers is {value['boundary_buffers']!r}; want true or false")
-        given["boundary_buffers"] = value["boundary_buffers"]
-    return _at("cost profile", lambda kwargs: CostProfile(**kwargs), given)
-
-
-_LINK_KEYS = ("latency_s", "bytes_per_s")
-
-
-def _link_out(link: Link) -> Json:
-    return {key: _number_out(getattr(link, key)) for key in _LINK_KEYS}
-
-
-def _link_in(value: Mapping[str, Any], where: str) -> Link:
-    given = {key: _float(value[key], f"{where}.{key}") for key in _LINK_KEYS if key in value}
-    return _at(where, lambda kwargs: Link(**kwargs), given)
+    return _record(CostProfile, data, "cost profile", COSTS_FORMAT)
 
 
 def _pair_link(data: object, where: str) -> tuple[tuple[int, int], Link]:
-    value = _object(data, where, ("src", "dst"), optional=_LINK_KEYS)
-    return (_whole(value["src"], f"{where}.src"), _whole(value["dst"], f"{where}.dst")), _link_in(value, where)
-
-
-def _host_in(data: object) -> HostLink:
-    rates = ("d2h_bytes_per_s", "h2d_bytes_per_s", "latency_s")
-    value = _object(data, "host", (), optional=(*rates, "mode", "groups"))
-    given: dict[str, Any] = {key: _float(value[key], f"host.{key}") for key in rates if key in value}
-    if "mode" in value:
-        given["mode"] = _text(value["mode"], "host.mode")
-    if "groups" in value:
-        groups = _list(value["groups"], "host.groups")
-        given["groups"] = tuple(_wholes(group, f"host.groups[{k}]") for k, group in enumerate(groups))
-    return _at("host", lambda kwargs: HostLink(**kwargs), given)
+    value = _object(data, where, ("src", "dst"), tuple(_hints(Link)))
+    ends = _whole(value["src"], f"{where}.src"), _whole(value["dst"], f"{where}.dst")
+    return ends, _record(Link, {key: x for key, x in value.items() if key not in ("src", "dst")}, where)
 
 
 def to_timeline(timeline: Timeline) -> Json:
@@ -187,50 +116,32 @@ def to_timeline(timeline: Timeline) -> Json:
         "ranks": timeline.num_ranks,
         "source": timeline.source,
         "events": [[e.rank, e.lane, str(e.action), e.start_s, e.end_s] for e in timeline.events],
-        "memory": [{"times_s": list(m.times_s), "bytes": list(m.bytes)} for m in timeline.memory],
-        "peak_activations": list(timeline.peak_activations),
-        "static_bytes": list(timeline.static_bytes),
     }
-    if timeline.tp_exposed_s:
-        data["tp_exposed_s"] = list(timeline.tp_exposed_s)
-    return data
+    data |= {name: _write(getattr(timeline, name)) for name in ("memory", "peak_activations", "static_bytes")}
+    return data | ({"tp_exposed_s": _write(timeline.tp_exposed_s)} if timeline.tp_exposed_s else {})
 
 
 def from_timeline(data: object) -> Timeline:
     """Raises ScheduleParseError, naming the key."""
     keys = ("format", "name", "ranks", "source", "events", "memory", "peak_activations", "static_bytes")
-    value = _object(data, "timeline", keys, TIMELINE_FORMAT, ("tp_exposed_s",))
-    ranks = _whole(value["ranks"], "ranks")
-    curves = tuple(_curve(x, f"memory[{k}]") for k, x in enumerate(_list(value["memory"], "memory")))
-    peaks, static = (_floats(value[key], key) for key in ("peak_activations", "static_bytes"))
-    exposed = _floats(value.get("tp_exposed_s", []), "tp_exposed_s")
-    for key, size in (
-        ("memory", len(curves)),
-        ("peak_activations", len(peaks)),
-        ("static_bytes", len(static) or ranks),
-        ("tp_exposed_s", len(exposed) or ranks),
-    ):
-        if size != ranks:
+    value = _object(data, "timeline", keys, ("tp_exposed_s",), TIMELINE_FORMAT)
+    ranks, hints = _whole(value["ranks"], "ranks"), _hints(Timeline)
+    given = {key: _read(hints[key], x, key) for key, x in value.items() if key in hints}
+    for key in ("memory", "peak_activations", "static_bytes", "tp_exposed_s"):
+        size = len(given.get(key, ()))
+        if size != ranks and (size or key in ("memory", "peak_activations")):
             raise ScheduleParseError(f"{key} has {size} entries for {ranks} ranks")
-    return Timeline(
-        name=_text(value["name"], "name"),
-        num_ranks=ranks,
-        events=tuple(_event(x, f"events[{k}]", ranks) for k, x in enumerate(_list(value["events"], "events"))),
-        memory=curves,
-        peak_activations=peaks,
-        static_bytes=static,
-        source=_text(value["source"], "source"),
-        tp_exposed_s=exposed,
-    )
+    for k, event in enumerate(given["events"]):
+        if event.rank >= ranks:
+            raise ScheduleParseError(f"events[{k}] is on rank {event.rank}, but ranks are 0..{ranks - 1}")
+    return Timeline(num_ranks=ranks, **given)
 
 
-def _event(data: object, where: str, ranks: int) -> Event:
+def _event(data: object, where: str) -> Event:
     parts = _list(data, where)
     if len(parts) != 5:
         raise ScheduleParseError(f"{where} has {len(parts)} entries; want [rank, lane, action, start_s, end_s]")
     rank = _whole(parts[0], f"{where}[0]")
-    if rank >= ranks:
-        raise ScheduleParseError(f"{where} is on rank {rank}, but ranks are 0..{ranks - 1}")
     if parts[1] not in _LANES:
         raise ScheduleParseError(f"{where} is on lane {parts[1]!r}; want one of {' '.join(_LANES)}")
     start, end = _float(parts[3], f"{where}[3]"), _float(parts[4], f"{where}[4]")
@@ -241,15 +152,52 @@ def _event(data: object, where: str, ranks: int) -> Event:
 
 def _curve(data: object, where: str) -> MemoryCurve:
     value = _object(data, where, ("times_s", "bytes"))
-    curve = MemoryCurve(_floats(value["times_s"], f"{where}.times_s"), _floats(value["bytes"], f"{where}.bytes"))
-    if len(curve.times_s) != len(curve.bytes):
-        raise ScheduleParseError(
-            f"{where} has {len(curve.times_s)} times and {len(curve.bytes)} levels; want as many of each"
-        )
-    return curve
+    times, levels = (_read(tuple[float, ...], value[key], f"{where}.{key}") for key in ("times_s", "bytes"))
+    if len(times) != len(levels):
+        raise ScheduleParseError(f"{where} has {len(times)} times and {len(levels)} levels; want as many of each")
+    return MemoryCurve(times, levels)
 
 
-# Readers of single values: each names the key when it refuses.
+# By type.
+
+
+def _write(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_write(x) for x in value]
+    if is_dataclass(value):
+        return {f.name: _write(getattr(value, f.name)) for f in fields(value)}
+    return "inf" if value == float("inf") else value
+
+
+@cache
+def _hints(record: Any) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _record(record: type[T], data: object, where: str, form: str | None = None) -> T:
+    """A ``record`` of the keys that ``data`` holds; those without a default must be there."""
+    every, hints = fields(record), _hints(record)  # type: ignore[arg-type]
+    required = [f.name for f in every if f.default is MISSING and f.default_factory is MISSING]
+    value = _object(data, where, required, [f.name for f in every], form, need_format=False)
+    prefix = f"{where}." if form is None else ""
+    given = {key: _read(hints[key], x, prefix + key) for key, x in value.items() if key != "format"}
+    return _at(where, lambda given: record(**given), given)
+
+
+def _read(hint: Any, data: object, where: str) -> Any:
+    """``data`` as the type ``hint`` says."""
+    if hint in _READERS:
+        return _READERS[hint](data, where)
+    if is_dataclass(hint):
+        return _record(hint, data, where)  # type: ignore[arg-type]
+    if get_origin(hint) is Literal:
+        return _text(data, where)
+    kinds, items = get_args(hint), _list(data, where)
+    if kinds[-1] is ...:
+        return tuple(_read(kinds[0], x, f"{where}[{k}]") for k, x in enumerate(items))
+    if len(items) != len(kinds):
+        raise ScheduleParseError(f"{where} is {data!r}; want a pair [from, to]")
+    return tuple(_read(kind, x, f"{where}[{k}]") for k, (kind, x) in enumerate(zip(kinds, items, strict=True)))
 
 
 def _at(where: str, make: Callable[[Any], T], value: Any) -> T:
@@ -263,16 +211,15 @@ def _object(
     data: object,
     what: str,
     required: Iterable[str],
-    form: str | None = None,
     optional: Iterable[str] = (),
+    form: str | None = None,
     *,
     need_format: bool = True,
 ) -> Mapping[str, Any]:
     value = _mapping(data, what)
     if form is not None and value.get("format", None if need_format else form) != form:
         raise ScheduleParseError(f'the {what} has format {value.get("format")!r}; want "format": "{form}"')
-    required = tuple(required)
-    known = (*required, *optional, *(["format"] if form else []))
+    known = list(dict.fromkeys([*required, *optional, *(["format"] if form else [])]))
     listed = f"; known: {' '.join(known)}"
     problems = [f"unknown key {key!r}{closest(key, known, listed)}" for key in value if key not in known]
     problems += [f"key {key!r} is missing" for key in required if key not in value]
@@ -281,61 +228,53 @@ def _object(
     return value
 
 
-def _mapping(data: object, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ScheduleParseError(f"{where} is {_kind(data)}; want an object")
-    return data
+def _of_type(kind: type[T], want: str) -> Callable[[object, str], T]:
+    def read(data: object, where: str) -> T:
+        if not isinstance(data, kind):
+            raise ScheduleParseError(f"{where} is {_shown(data)}; want {want}")
+        return data
+
+    return read
 
 
-def _list(data: object, where: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise ScheduleParseError(f"{where} is {_kind(data)}; want a list")
-    return data
-
-
-def _text(data: object, where: str) -> str:
-    if not isinstance(data, str):
-        raise ScheduleParseError(f"{where} is {_kind(data)}; want a string")
-    return data
+_mapping = _of_type(dict, "an object")
+_list = _of_type(list, "a list")
+_text = _of_type(str, "a string")
 
 
 def _whole(data: object, where: str) -> int:
     if not isinstance(data, int) or isinstance(data, bool) or data < 0:
-        raise ScheduleParseError(f"{where} is {_kind(data)}; want a whole number >= 0")
+        raise ScheduleParseError(f"{where} is {_shown(data)}; want a whole number >= 0")
     return data
-
-
-def _wholes(data: object, where: str) -> tuple[int, ...]:
-    return tuple(_whole(x, f"{where}[{k}]") for k, x in enumerate(_list(data, where)))
 
 
 def _float(data: object, where: str) -> float:
     if data == "inf":
         return float("inf")
     if not isinstance(data, (int, float)) or isinstance(data, bool):
-        raise ScheduleParseError(f"{where} is {_kind(data)}; want a number")
+        raise ScheduleParseError(f"{where} is {_shown(data)}; want a number")
     try:
         return float(data)
     except OverflowError:
         raise ScheduleParseError(f"{where} is too large for a number") from None
 
 
-def _floats(data: object, where: str) -> tuple[float, ...]:
-    return tuple(_float(x, f"{where}[{k}]") for k, x in enumerate(_list(data, where)))
+def _table(data: object, where: str) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    items = _mapping(data, where).items()
+    return tuple((key, _read(tuple[float, ...], x, f"{where}.{key}")) for key, x in items)
 
 
-def _number_out(value: float) -> float | str:
-    return "inf" if value == float("inf") else value
+def _shown(data: object) -> str:
+    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else clipped(repr(data), 40)
 
 
-def _numbers_out(values: Iterable[float]) -> list[float | str]:
-    return [_number_out(x) for x in values]
-
-
-def _kind(data: object) -> str:
-    if isinstance(data, dict):
-        return "an object"
-    if isinstance(data, list):
-        return "a list"
-    shown = repr(data)
-    return shown if len(shown) <= 40 else shown[:39] + "…"
+_READERS: Mapping[Any, Callable[[object, str], Any]] = {
+    str: _text,
+    int: _whole,
+    float: _float,
+    bool: _of_type(bool, "true or false"),
+    Event: _event,
+    MemoryCurve: _curve,
+    tuple[tuple[str, tuple[float, ...]], ...]: _table,
+    tuple[tuple[int, int], Link]: _pair_link,
+}

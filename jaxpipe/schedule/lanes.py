@@ -23,9 +23,9 @@ from itertools import product
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import OpSpec, op_spec
+from jaxpipe.schedule.tolerance import TIME, at_most
 
 _RULES = tuple(product(("longest", "first", "last"), (0.0, 0.5, 1.0)))
-_ROUND = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> 
     best = _in_turn(strands, compute_s)
     for first, reach in _RULES if len(strands) > 1 else (("first", 1.0),):
         found = _Lanes(strands, first, reach).run(compute_s)
-        if found.seconds < best.seconds * (1 - _ROUND):
+        if not at_most(best.seconds, found.seconds):
             best = found
     return best
 
@@ -161,10 +161,10 @@ class _Lanes:
     def run(self, compute_s: float) -> Woven:
         while waiting := [k for k, x in enumerate(self.strands) if self.next[k] < x.units]:
             soonest = min(self.ready[k] for k in waiting)
-            able = [k for k in waiting if self.ready[k] <= self.now + _ROUND * self.now]
+            able = [k for k in waiting if at_most(self.ready[k], self.now)]
             if able:
                 self._unit(max(able, key=self._preference))
-            elif self.pool and self.now + self.pool[0] <= soonest * (1 + _ROUND) + self.reach * self.pool[0]:
+            elif self.pool and self.now + self.pool[0] <= soonest * (1 + TIME) + self.reach * self.pool[0]:
                 self.now += self.pool.pop(0)
             else:
                 self.now = soonest
@@ -194,7 +194,7 @@ def _fillers(x: Strand) -> list[float]:
 def _merged(busy: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     merged: list[tuple[float, float]] = []
     for begin, end in busy:
-        if merged and begin <= merged[-1][1] * (1 + _ROUND):
+        if merged and at_most(begin, merged[-1][1]):
             merged[-1] = merged[-1][0], end
         else:
             merged.append((begin, end))

@@ -161,14 +161,9 @@ def _boundaries_waiting(
 
 
 def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple[MemoryCurve, float]:
-    times, levels = [], []
-    peak_units = 0
-    for time, live, units in _levels(changes):
-        times.append(time)
-        levels.append(live / grid.scale)
-        if units > peak_units:
-            peak_units = units
-    return MemoryCurve(tuple(times), tuple(levels)), peak_units / UNIT
+    levels = list(_levels(changes))
+    curve = MemoryCurve(tuple(time for time, _, _ in levels), tuple(live / grid.scale for _, live, _ in levels))
+    return curve, max([0, *(units for _, _, units in levels)]) / UNIT
 
 
 def _levels(changes: Sequence[tuple[float, int, int]]) -> Iterator[tuple[float, int, int]]:

@@ -12,7 +12,6 @@ Host lanes and transfers to other ranks are left out. Times that are no multiple
 from __future__ import annotations
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.ir import Action
 from jaxpipe.schedule.timeline import Event, Timeline
 
 
@@ -26,7 +25,7 @@ def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
         raise ScheduleError(f"unit_s is {unit_s}; want seconds per column, above 0")
     chunk_of = _chunks(timeline)
     cells = [
-        [(_column(e.start_s, unit_s), _column(e.end_s, unit_s), _label(e, chunk_of)) for e in timeline.of(r, "compute")]
+        [(round(e.start_s / unit_s), round(e.end_s / unit_s), _label(e, chunk_of)) for e in timeline.of(r, "compute")]
         for r in range(timeline.num_ranks)
     ]
     width = max((-(-(len(label) + 1) // max(1, b - a)) for row in cells for a, b, label in row), default=1)
@@ -42,10 +41,6 @@ def _line(row: list[tuple[int, int, str]], width: int) -> str:
     return line.rstrip()
 
 
-def _column(seconds: float, unit_s: float) -> int:
-    return round(seconds / unit_s)
-
-
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
     """(rank, stage) -> which of the rank's stages it is."""
     stages: dict[int, set[int]] = {}
@@ -56,8 +51,5 @@ def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
 
 
 def _label(event: Event, chunk_of: dict[tuple[int, int], int]) -> str:
-    def one(a: Action) -> str:
-        chunk = chunk_of[event.rank, a.stage]
-        return f"{a.op}{a.microbatch}{chr(ord('a') + chunk) if chunk else ''}"
-
-    return "+".join(one(a) for a in event.action.actions)
+    chunks = [(a, chunk_of[event.rank, a.stage]) for a in event.action.actions]
+    return "+".join(f"{a.op}{a.microbatch}{chr(ord('a') + chunk) if chunk else ''}" for a, chunk in chunks)

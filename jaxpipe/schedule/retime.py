@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.clock import Feed
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
+from jaxpipe.schedule.tolerance import nine_digits as nine_digits
 
+Objective = Literal["makespan", "span"]
 _NEVER = float("inf")
 
 
@@ -49,10 +52,10 @@ class Draft:
     span: float
     peak: float
 
-    def no_worse_than(self, other: Draft) -> bool:
-        """Neither makespan nor span nor peak is larger (up to rounding)."""
+    def no_worse_than(self, other: Draft, objective: Objective = "makespan") -> bool:
+        """Neither makespan nor span nor peak is larger (up to rounding); for ``span`` the makespan may be."""
         return (
-            self.makespan <= other.makespan * _SLACK
+            (objective == "span" or self.makespan <= other.makespan * _SLACK)
             and self.span <= other.span * _SLACK
             and self.peak <= other.peak * _SLACK
         )
@@ -157,28 +160,31 @@ def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
     return tuple(found)
 
 
-def best_of(drafts: Iterable[Draft | None], anchor: Draft | None = None) -> Draft | None:
-    """The draft with the shortest makespan, then span, then the lowest peak, among those no worse than ``anchor``.
+def best_of(
+    drafts: Iterable[Draft | None], anchor: Draft | None = None, objective: Objective = "makespan"
+) -> Draft | None:
+    """The first of the drafts by :func:`order_key`, among those :meth:`no worse <Draft.no_worse_than>` than ``anchor``.
 
     An anchor is a known answer: with one, the result is at least as good in makespan *and* in span *and* in peak, where
     choosing by makespan alone would trade one for another.
     """
     best = anchor
     for draft in drafts:
-        if draft is None or (anchor is not None and not draft.no_worse_than(anchor)):
+        if draft is None or (anchor is not None and not draft.no_worse_than(anchor, objective)):
             continue
-        if best is None or _key(draft) < _key(best):
+        if best is None or _key(draft, objective) < _key(best, objective):
             best = draft
     return best
 
 
-def _key(draft: Draft) -> tuple[float, float, float]:
-    return nine_digits(draft.makespan), nine_digits(draft.span), nine_digits(draft.peak)
+def _key(draft: Draft, objective: Objective) -> tuple[float, float, float]:
+    return order_key(objective, draft.makespan, draft.span, draft.peak)
 
 
-def nine_digits(x: float) -> float:
-    """``x`` as it is compared: equal but for rounding is equal."""
-    return float(f"{x:.9g}")
+def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
+    """What is minimised: the objective, the other of makespan and span, the peak."""
+    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
+    return nine_digits(first), nine_digits(second), nine_digits(peak)
 
 
 def retime(problem: Problem, rows: CodeRows) -> Times:

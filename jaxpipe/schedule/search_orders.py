@@ -25,8 +25,8 @@ from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import nine_digits
-from jaxpipe.schedule.settings import Costs, Objective, Setting, Task, settings_of
+from jaxpipe.schedule.retime import Objective, nine_digits, order_key
+from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 
@@ -54,12 +54,6 @@ class Candidate:
         object.__setattr__(self, "peak", max(self.timeline.peak_activations))
 
 
-def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
-    """What is minimised: the objective, the other of makespan and span, the peak."""
-    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
-    return nine_digits(first), nine_digits(second), nine_digits(peak)
-
-
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
     actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
@@ -76,7 +70,7 @@ def make(setting: Setting, task: Task) -> Candidate:
     """
     costs = task.costs_for(FAMILIES[setting.family].placement(task.ranks, setting.chunks))
     sizes = task.ranks, task.microbatches, setting.chunks
-    schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group)
+    schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group, task.objective)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
     return Candidate(setting, schedule, costs, simulate(schedule, costs))

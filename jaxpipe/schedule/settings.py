@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import floor
-from typing import Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family
 from jaxpipe.schedule.placement import Placement, one_to_one
+from jaxpipe.schedule.retime import Objective
 
 Costs = CostProfile | Callable[[Placement], CostProfile] | None
-Objective = Literal["makespan", "span"]
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Chunks per rank that are tried when costs don't fix the number of stages."""

@@ -141,14 +141,9 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _transfer_seconds(graph: DependencyGraph, costs: CostProfile) -> list[float]:
-    known: dict[tuple[int, int, int], float] = {}
-    seconds = []
-    for _, _, src, dst, stage in graph.transfers:
-        value = known.get((src, dst, stage))
-        if value is None:
-            value = known[src, dst, stage] = costs.transfer_s(src, dst, stage)
-        seconds.append(value)
-    return seconds
+    moves = [(moved.src, moved.dst, moved.stage) for moved in graph.transfers]
+    known = {move: costs.transfer_s(*move) for move in set(moves)}
+    return [known[move] for move in moves]
 
 
 def _timeline(

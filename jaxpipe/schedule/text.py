@@ -30,7 +30,7 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
-from jaxpipe.wording import closest
+from jaxpipe.wording import clipped, closest
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ def _known(word: str, known: Iterable[str]) -> str:
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= _EXCERPT else text[: _EXCERPT - 1] + "…"
+    return clipped(text, _EXCERPT)
 
 
 def _unquote(text: str) -> str:
@@ -209,7 +209,9 @@ class _Parser:
             if key not in self.headers:
                 self._fail(len(self.lines), "", f"the line '{key}: …' is missing; is the file truncated?")
         name = self._header("name", _unquote, "write plain text or a JSON string")
-        microbatches = self._header("microbatches", int_text, "write a whole number, for example 'microbatches: 8'")
+        microbatches = self._header(
+            "microbatches", lambda text: _number(text, text), "write a whole number, for example 'microbatches: 8'"
+        )
         placement = self._placement()
         return Schedule(name, placement, microbatches, tuple(self._row(rank) for rank in range(placement.num_ranks)))
 
@@ -243,7 +245,7 @@ class _Parser:
         number, value = self.headers[key]
         try:
             return read(value)
-        except ValueError:
+        except (ValueError, ScheduleError):
             self._fail(number, f"{key}: {value}", fix)
 
     def _placement(self) -> Placement:
@@ -277,10 +279,3 @@ class _Parser:
     def _fail(self, number: int, excerpt: str, what: str) -> NoReturn:
         shown = f" (in {_clip(excerpt)!r})" if excerpt else ""
         raise ScheduleParseError(f"{self.path}: line {number}: {what}{shown}")
-
-
-def int_text(text: str) -> int:
-    """A whole number written plainly. Raises ValueError."""
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(text)
-    return int(text)

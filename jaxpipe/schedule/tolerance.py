@@ -8,6 +8,8 @@ here. Both are relative, so units don't matter; where something may be 0, compar
 
 from __future__ import annotations
 
+from math import floor
+
 TIME = 1e-9
 """Of a time: what two orders of the same work may differ by."""
 MEMORY = 1e-9
@@ -22,6 +24,11 @@ def close(a: float, b: float) -> bool:
 def at_most(x: float, most: float) -> bool:
     """Whether ``x`` is no more than ``most``: a level and its limit, or a time and a bound (both ≥ 0)."""
     return x <= most * (1 + MEMORY)
+
+
+def how_many(size: float, limit: float) -> int:
+    """How many of ``size`` (> 0) fit into a finite ``limit``."""
+    return floor(limit / size * (1 + MEMORY))
 
 
 def soon(at: float, now: float, duration: float) -> bool:

@@ -23,6 +23,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.train.sections import PipelineConfig
@@ -168,7 +169,7 @@ def within_memory_limit(
     if limit is None:
         return schedule
     peak = max(simulate(schedule, costs).peak_activations)
-    if peak <= limit * (1 + 1e-9):
+    if at_most(peak, limit):
         return schedule
     if pipe.schedule not in FAMILIES:
         raise ScheduleError(

@@ -30,6 +30,7 @@ from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.solve import SolveTask
+from jaxpipe.schedule.tolerance import TIME, at_most
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
 from jaxpipe.train.metrics import format_gain
@@ -55,7 +56,7 @@ def with_replannable_start(config: TrainConfig, pipeline: Pipeline) -> Pipeline:
         return pipeline
     split = pipeline.with_schedule(split_backwards(pipeline.schedule))
     limit = config.pipeline.memory_limit
-    if limit is not None and max(split.predicted_timeline().peak_activations) > limit * (1 + 1e-9):
+    if limit is not None and not at_most(max(split.predicted_timeline().peak_activations), limit):
         return pipeline
     return split
 
@@ -254,7 +255,7 @@ class Replanner:
         """The pipeline that runs what was found, if it is worth it. What claims too little is not even looked at."""
         running = self._running.pipeline
         now_s = solve.makespan(running.schedule)
-        most_s = now_s * (1 - max(self.config.min_gain, 1e-9))
+        most_s = now_s * (1 - max(self.config.min_gain, TIME))
         schedule = replace(found.schedule, name=f"solved-{self._adopted + 1}", placement=self._start.placement)
         if not found.makespan_s < most_s or replace(schedule, name="") in self._rejected:
             return None

@@ -26,6 +26,7 @@ from jaxpipe.schedule import CostProfile, Schedule, simulate
 from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, Solution, SolveTask, solve
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.train.interchange import why_not
 
 _INFINITE = "inf"
@@ -172,7 +173,7 @@ class _Search:
         if why_not(fitted, running):
             return
         timeline = simulate(fitted, self.problem.costs)
-        if timeline.makespan < self.best_s * (1 - 1e-9) and self.task.fits(timeline):
+        if not at_most(self.best_s, timeline.makespan) and self.task.fits(timeline):
             self.best_s = timeline.makespan
             self.send(Found(fitted, timeline.makespan, source).line())
 

@@ -1,30 +1,18 @@
-"""Schedules from building blocks: block → collision check → repeat → squeeze → reorder (`controllable-memory.txt` section 2).
+"""Schedules from building blocks: block → collision check → repeat → squeeze → fill (`controllable-memory.txt` section 2).
 
     block = BuildingBlock.of_chain(v_shape(4), 6, forward=[1] * 7, turn=1, backward=[1] * 7).require_no_collision()
     print(block)                                        # its cells; block.predicted_peaks() is equation 1
     problem = Problem.of(block.placement, 8, costs)     # real, uneven costs
     rows = repeat(block, problem)                       # the order; uniform or in groups
-    draft = Retimer(problem).draft(rows)                # squeezed: makespan, span, peak
-    draft = Reorderer(problem).best(rows, limit, anchor=draft)   # warm-up and cool-down filled
-    draft = place_weight_gradients(problem, draft.rows, limit)   # or only W moved, for any order
-    draft = Finisher(problem).best(rows, limit, tries=40)        # or many recipes of reordering, the best kept
+    finisher = Finisher(problem)                        # of list_schedule/fillers.py
+    draft = finisher.squeezed(rows)                     # makespan, span, peak
+    draft = finisher.best(rows, limit, tries=40)        # waits filled by many recipes, the best kept
 
-Reading order: ``block.py``, ``repeat.py``, ``reorder.py``, ``finish.py``; ``compact.py`` reorders on the grid,
-``v_shape.py`` lists the blocks on the V placement that the adaptive search looks at; ``v_ends.py`` lays their warm-up and
-cool-down by rule.
+Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
+placement that the adaptive search looks at; ``v_ends.py`` lays their warm-up and cool-down by rule.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.schedule.blocks.reorder import RULES, Phases, Reorderer, Rule, place_weight_gradients
 from jaxpipe.schedule.blocks.repeat import repeat
 
-__all__ = [
-    "RULES",
-    "BuildingBlock",
-    "Phases",
-    "Reorderer",
-    "Rule",
-    "place_weight_gradients",
-    "repeat",
-    "with_weight_gradients",
-]
+__all__ = ["BuildingBlock", "repeat", "with_weight_gradients"]

@@ -3,7 +3,7 @@
 Source: `controllable-memory.txt` appendix C, here over the whole schedule, and for fused BW too. One walk over the repeated
 block, in order of cells. Backward passes move as early as they can; an F moves up only through cells where the rank holds
 less than the block's peak over all ranks. Looking at cells, not seconds, it keeps the rhythm of the block where costs are near
-one another; use it as another start for :class:`~jaxpipe.schedule.blocks.finish.Finisher`.
+one another; use it as another start for :class:`~jaxpipe.schedule.list_schedule.fillers.Finisher`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ activations and two chunks, half of the third can't be used, whatever the averag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
 
 from jaxpipe.schedule.bounds.resident import Confined, Resident
-
-_ROUND = 1e-9
+from jaxpipe.schedule.tolerance import at_most, how_many
 
 
 def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
@@ -37,10 +35,10 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
     """
     last, before = stays[-1], stays[-2]
     held = sum(x.held for x in stays)
-    lanes = floor(limit / held * (1 + _ROUND)) if held > 0 else last.count
+    lanes = how_many(held, limit) if held > 0 else last.count
     if not 1 <= lanes < last.count:
         return Confined(0.0, 0.0)
-    whole = last.kept >= last.held * (1 - _ROUND)
+    whole = at_most(last.held, last.kept)
     way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if whole else 0.0)
     back, passed = sum(x.back_s for x in stays), sum(x.b_s for x in stays)
     starts: list[float] = []

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, inf
+from math import inf
 
 from jaxpipe.schedule.bounds.resident import Confined, Resident
+from jaxpipe.schedule.tolerance import TIME, at_most, how_many
 
-_ROUND = 1e-9
 _CHOICES = 4
 """How many distances between the two lanes, and how many last microbatches, are tried at most."""
 
@@ -42,11 +42,11 @@ class Run:
 def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Confined:
     """Least time of rank e's work when no more than ``limit`` may be held there; ``starts``: least start of its j-th F."""
     m = top.count
-    lanes = floor(limit / top.held + _ROUND) if top.held > 0 else m
+    lanes = how_many(top.held, limit) if top.held > 0 else m
     bound = Confined(0.0, 0.0)
     if not 2 <= lanes < m:
         return bound
-    legs = _Legs(run, whole=top.kept >= top.held * (1 - _ROUND))
+    legs = _Legs(run, whole=at_most(top.held, top.kept))
     step = -(-lanes // _CHOICES)
     for apart in range(1, lanes, step):
         for last in range(m - 1, max(m - 1 - lanes, lanes), -step):
@@ -133,7 +133,7 @@ def _plus(begin: Sequence[float], after: Sequence[float]) -> float:
 
 def _steady(old: Sequence[float], new: Sequence[float]) -> bool:
     added = list(map(float.__sub__, new, old))
-    return max(added) - min(added) <= _ROUND * max(new)
+    return max(added) - min(added) <= TIME * max(new)
 
 
 def _repeat(old: Sequence[float], new: Sequence[float], cycles: int) -> list[float]:

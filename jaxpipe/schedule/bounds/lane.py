@@ -25,11 +25,8 @@ which bounds T, as it stands on the right with a minus sign only.
 
 from __future__ import annotations
 
-from math import floor
-
 from jaxpipe.schedule.bounds.resident import Resident
-
-_ROUND = 1e-9
+from jaxpipe.schedule.tolerance import at_most, how_many
 
 
 def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:
@@ -45,10 +42,10 @@ class _Crowd:
 
     def __init__(self, x: Resident, limit: float) -> None:
         self.x = x
-        self.fit = floor(limit / x.held + _ROUND) if x.held > 0 else 0
+        self.fit = how_many(x.held, limit) if x.held > 0 else 0
         self.copies = x.d2h_s + x.h2d_s
         # what gives an activation back: B, and W where that keeps all of it
-        last_s = x.back_s if x.kept >= x.held * (1 - _ROUND) else x.b_s
+        last_s = x.back_s if at_most(x.held, x.kept) else x.b_s
         self.stay_s = x.trip_s + last_s
         gaps = [gap / copy for gap, copy in ((x.f_s, x.d2h_s), (last_s, x.h2d_s)) if copy > 0]
         ratio = min(gaps, default=0.0)

@@ -20,8 +20,7 @@ from math import ceil, floor, inf
 
 from jaxpipe.schedule.bounds.lane import with_whole_trips
 from jaxpipe.schedule.bounds.resident import Confined, Resident
-
-_ROUND = 1e-9
+from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
 
 
 def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
@@ -30,7 +29,7 @@ def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
     work = Confined(sum(x.count * (x.f_s + x.back_s) for x in stays), sum(x.count * (x.f_s + x.b_s) for x in stays))
     if limit == inf or not stays:
         return work
-    if _least_room(stays, offload) > limit * (1 + _ROUND):
+    if not at_most(_least_room(stays, offload), limit):
         return Confined(inf, inf)
     bound = work.or_longer(_windows(stays, limit, work, offload)).or_longer(_areas(stays, limit, work.own, offload))
     if len(stays) == 1 and not offload:
@@ -54,9 +53,9 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
     total = 0.0
     equal = len({size for _, size, _ in items}) == 1
     for value, size, count in sorted(items, key=lambda x: x[0] / x[1] if x[1] > 0 else inf, reverse=True):
-        fits = count if size <= 0 else min(count, room / size * (1 + _ROUND))
+        fits = count if size <= 0 else min(count, room / size * (1 + MEMORY))
         if equal and size > 0:
-            fits = floor(fits + _ROUND)
+            fits = floor(fits + MEMORY)
         if fits > 0:
             total += fits * value
             room -= fits * size
@@ -90,7 +89,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     bound = bound.or_longer(Confined(0.0, work.own + warm - pending))
     if offload:
         return bound
-    if sum(x.count * x.held for x in stays) <= limit * (1 + _ROUND):
+    if at_most(sum(x.count * x.held for x in stays), limit):
         warm = 0.0
     ends = [_cool_down(stays, limit, k) for k in sorted({x.flow for x in stays})]
     own, through = (min(end[k] for end in ends) + work.own + warm for k in (0, 1))
@@ -102,7 +101,7 @@ def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> flo
     if len(stays) > 1:
         return seconds / slowest
     (x,) = stays
-    return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + _ROUND) + _ROUND) * x.leaves
+    return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + MEMORY) + MEMORY) * x.leaves
 
 
 def _backs(stays: Sequence[Resident]) -> tuple[list[float], list[float]]:
@@ -147,10 +146,10 @@ def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
     limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stays))
     sizes = {size for x in stays for size in (x.held, x.kept) if size > 0}
     if offload:
-        sizes |= {x.held - x.leaves for x in stays if 0 < x.leaves < x.held * (1 - _ROUND)}
+        sizes |= {x.held - x.leaves for x in stays if x.leaves > 0 and not at_most(x.held, x.leaves)}
     if len(sizes) == 1:
         (size,) = sizes
-        return floor(limit / size + _ROUND) * size
+        return how_many(size, limit) * size
     return limit
 
 
@@ -162,7 +161,7 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
     largest = max(size for size, _ in kinds)
     if len({size for size, _ in kinds}) == 1:
         s = min(s for _, s in kinds)
-        steps = max(0, ceil(full / largest - _ROUND) - 1)
+        steps = max(0, ceil(full / largest - MEMORY) - 1)
         return sum(full - k * largest for k in range(1, steps + 1)) * s, steps * s
     rate = max(size / s for size, s in kinds)
     missing = max(0.0, full - largest)
@@ -200,13 +199,13 @@ def releases(x: Resident, limit: float) -> list[float]:
     has an F no earlier than the (b−1)-th; so t ≥ start(b − 1) + trip + B, and likewise for w with W. And the rank did j F's, b
     B's and w W's and idled through the warm-up (:func:`_windows`).
     """
-    most = min(x.count, floor(limit / x.held + _ROUND)) if x.held > 0 else x.count
+    most = min(x.count, how_many(x.held, limit)) if x.held > 0 else x.count
     idle = max(0.0, x.trip_s - most * x.f_s)
     starts = [0.0]
     for j in range(1, x.count):
         earliest = starts[-1] + x.f_s
         excess = (j + 1) * x.held - limit
-        if excess > _ROUND * x.held and x.held <= limit * (1 + _ROUND):  # else all of it takes no time
+        if excess > MEMORY * x.held and at_most(x.held, limit):  # else all of it takes no time
             earliest = max(earliest, _released(x, starts, j, excess, idle))
         starts.append(earliest)
     return starts
@@ -224,18 +223,18 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
     def terms(b: int) -> tuple[float, float]:
         need = max(0.0, excess - freed * b)
         up = starts[b - 1] + x.trip_s + x.b_s
-        if need <= _ROUND:
+        if need <= MEMORY:
             w, down = 0.0, 0.0
-        elif kept <= 0 or (w := need / kept) > b * (1 + _ROUND):
+        elif kept <= 0 or not at_most(w := need / kept, b):
             return up, inf
         else:
-            down = starts[max(0, ceil(w - _ROUND) - 1)] + x.trip_s + x.back_s
+            down = starts[max(0, ceil(w - MEMORY) - 1)] + x.trip_s + x.back_s
         busy = j * x.f_s + b * x.b_s + w * x.w_s + idle
         rises = freed * x.w_s <= kept * x.b_s
         return (max(up, busy), down) if rises or w == 0 else (up, max(down, busy))
 
-    low = max(1, ceil(excess / x.held - _ROUND))
-    high = max(low, min(j, ceil(excess / freed))) if freed > _ROUND * x.held else low
+    low = max(1, ceil(excess / x.held - MEMORY))
+    high = max(low, min(j, ceil(excess / freed))) if freed > MEMORY * x.held else low
     while low < high:
         middle = (low + high) // 2
         up, down = terms(middle)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, inf
+from math import inf
 
 from jaxpipe.schedule.bounds.chunk_turns import chunk_turns
 from jaxpipe.schedule.bounds.crossing import Run, meet
 from jaxpipe.schedule.bounds.flows import Flow, Flows, Visit
 from jaxpipe.schedule.bounds.memory import confine, releases
 from jaxpipe.schedule.bounds.resident import Confined, Resident
+from jaxpipe.schedule.tolerance import how_many
 
 _TOP_RANKS = 1
 """From how many ranks down the crossing argument is made: those where the limit costs most."""
@@ -37,7 +38,7 @@ def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -
 
 
 def _slowness(top: Resident, limit: float) -> float:
-    lanes = floor(limit / top.held * (1 + 1e-9)) if top.held > 0 else top.count
+    lanes = how_many(top.held, limit) if top.held > 0 else top.count
     return top.trip_s / max(1, lanes)
 
 

@@ -20,28 +20,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock
-from jaxpipe.schedule.blocks.reorder import AS_GIVEN, Phases, Reorderer, Rule
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, nine_digits, peaks
+from jaxpipe.schedule.retime import Draft, peaks
 
-_BACKLOGS = (0, 1, 2, 4, 8, float("inf"))
+
+def _with_backlogs(*, forward: bool) -> Recipes:
+    rule = Rule(forward=forward, backward=False, w_gap=0.0)
+    return [("real", replace(rule, lazy=most > 0, backlog=most)) for most in (0, 1, 2, 4, 8, float("inf"))]
+
+
+_ONLY_W, _F_AND_W = _with_backlogs(forward=False), _with_backlogs(forward=True)
 _FILLS = (1.0, 1.5, 2.0)
 _INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
-_STEADY_FILLS = tuple(
-    Phases(AS_GIVEN, rule, rule)
+_STEADY_FILLS = tuple(  # and the part of PipeOffload's memory that they may hold
+    (Phases(AS_GIVEN, rule, rule), part)
     for rule in (Rule(backward=False, w_gap=0.0, backlog=1), Rule(backward=False, w_gap=0.0, lazy=False))
+    for part in (1.0, 0.75, 0.5)
 )
-_PARTS = (1.0, 0.75, 0.5)
 _NEVER = 1e9
 _TRIES = 16
 _SMALL = 20_000
@@ -86,35 +93,28 @@ class _Search:
     limit: float
 
     def schedule(self) -> Schedule:
-        dense = sorted(self.dense(), key=_shortness)
-        for draft in [d for d in dense if self.least(d.rows) <= self.limit * _SLACK][:_TRIES]:
-            found = self.plans(draft.rows).free_within(self.limit, sparing=True)
+        dense = {shortness(draft): draft.rows for draft in self.dense()}
+        fitting = (dense[key] for key in sorted(dense) if self.least(dense[key]) <= self.limit * _SLACK)
+        for rows in islice(fitting, _TRIES):
+            found = self.plans(rows).free_within(self.limit, sparing=True)
             if found is not None:
                 return found
         return self.sparse()
 
     def dense(self) -> Iterator[Draft]:
         """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
-        tables = Reorderer(self.problem)
-        start = po_rows(self.problem)
-        plain = tables.retimer.draft(start)
+        finisher, start = Finisher(self.problem), po_rows(self.problem)
+        plain = finisher.squeezed(start)
         assert plain is not None, "PipeOffload's order deadlocks"
         yield plain
-        seen = set()
-        for fill in _FILLS:
-            for backlog in _BACKLOGS:
-                for forward in (True, False) if fill == 1 else (True,):
-                    rule = Rule(forward=forward, backward=False, w_gap=0.0, lazy=backlog > 0, backlog=backlog)
-                    draft = tables.retimer.draft(tables.rows(start, plain.peak * fill, rule))
-                    if draft is not None and (key := (draft.makespan, draft.span, draft.peak)) not in seen:
-                        seen.add(key)
-                        yield draft
+        for fill, recipes in ((1.0, _ONLY_W), *((fill, _F_AND_W) for fill in _FILLS)):
+            yield from finisher.drafts(start, plain.peak * fill, len(recipes), recipes)
 
     def sparse(self) -> Schedule:
         """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L."""
         best: tuple[float, Schedule] | None = None
         plain = po_rows(self.problem)
-        for draft in (d for drafts in self.spread(plain) for d in sorted(drafts, key=_shortness)):
+        for draft in (d for drafts in self.spread(plain) for d in sorted(drafts, key=shortness)):
             if best is None or draft.makespan < best[0]:
                 found = self.plans(draft.rows).free_within(self.limit, sparing=True)
                 best = best if found is None else (draft.makespan, found)
@@ -134,16 +134,12 @@ class _Search:
     def spread(self, plain: CodeRows) -> Iterator[list[Draft]]:
         """Orders with ever longer intervals, as they are and with the steady phase filled; ends two intervals after the
         first that could fit without any offload."""
-        tables = Reorderer(self.problem)
-        in_flight = max(peaks(self.problem, plain))
-        small = sum(map(len, plain)) <= _SMALL
-        after = 0
+        finisher, in_flight, after = Finisher(self.problem), max(peaks(self.problem, plain)), 0
+        fills = _STEADY_FILLS if sum(map(len, plain)) <= _SMALL else _STEADY_FILLS[:1]
         for interval in sorted({min(round(self.block.interval * x), self.alone) for x in (*_INTERVALS, _NEVER)}):
             rows = self.at_interval(interval)
-            orders = [rows]
-            for rule in _STEADY_FILLS if small else _STEADY_FILLS[:1]:
-                orders += [tables.rows(rows, in_flight * part, rule) for part in (_PARTS if small else _PARTS[:1])]
-            drafts = [d for d in map(tables.retimer.draft, orders) if d is not None]
+            orders = [rows, *(finisher.filled(rows, in_flight * part, rule) for rule, part in fills)]
+            drafts = [d for d in map(finisher.squeezed, orders) if d is not None]
             yield [d for d in drafts if self.least(d.rows) <= self.limit * _SLACK]
             after += drafts[0].peak <= self.limit * _SLACK
             if after == 2:
@@ -168,10 +164,6 @@ class _Search:
         """What an order holds if all that may leave is away as soon as it is made: the W's outstanding."""
         nothing = tuple(0.0 for _ in self.problem.held)
         return max(peaks(replace(self.problem, held=nothing), rows), default=0.0)
-
-
-def _shortness(draft: Draft) -> tuple[float, float, float]:
-    return nine_digits(draft.makespan), nine_digits(draft.span), draft.peak
 
 
 ADA_OFFLOAD = Family(

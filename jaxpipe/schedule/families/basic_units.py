@@ -7,14 +7,14 @@ times (Hanayo); with odd p two chains do meet in a column, and the grid then giv
 an action waits for comes before it, so the order runs at any size. Units may be short.
 
 Where BW takes longer than F a gap stays between units; it is closed as far as
-:func:`~jaxpipe.schedule.families.reordered.improved` finds a way. Forward doubling (pairs of microbatches) is not made here.
+:func:`~jaxpipe.schedule.list_schedule.fillers.improved` finds a way. Forward doubling (pairs of microbatches) is not made here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpipe.schedule.families.reordered import improved
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.problem import BW, F, Problem
 from jaxpipe.schedule.retime import Draft, best_of
 
@@ -22,7 +22,7 @@ from jaxpipe.schedule.retime import Draft, best_of
 def units_in_a_row(problem: Problem) -> Draft:
     """Basic units with the costs of ``problem``: for each way to size them, the best order that dominates theirs; the best
     of all. At most p activations are held on a rank."""
-    best = best_of(improved(problem, unit_rows(problem, sizes)) for sizes in unit_sizes(problem))
+    best = best_of(improved(problem, [unit_rows(problem, sizes)]) for sizes in unit_sizes(problem))
     assert best is not None
     return best
 

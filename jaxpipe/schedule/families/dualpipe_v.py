@@ -17,8 +17,8 @@ from itertools import count
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import OPS, B, F, Problem, W
 from jaxpipe.schedule.retime import Retimer, best_of
@@ -56,7 +56,7 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
         retimer.draft([_row(problem, rank, skipped) for rank in range(ranks)]) for skipped in sorted({0, missing})
     )
     assert plain is not None, "the phases of all ranks fit together"
-    return problem.schedule("dualpipe-v", improved(problem, plain.rows).rows)
+    return problem.schedule("dualpipe-v", improved(problem, [plain.rows]).rows)
 
 
 def _row(problem: Problem, rank: int, skipped: int) -> list[int]:

@@ -23,24 +23,13 @@ from itertools import pairwise
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock
-from jaxpipe.schedule.blocks.reorder import Reorderer, Rule
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-
-RULES = (  # those that won most often over sizes, costs and transfer times, in that order
-    Rule(pull_gap=1.0, w_gap=0.5),
-    Rule(forward=False, backward=False, w_gap=0.5),
-    Rule(w_gap=0.5),
-    Rule(pull_gap=0.5),
-    Rule(),
-    Rule(forward=False, backward=False),
-    Rule(forward=False, backward=False, w_gap=0.25),
-)
-_MOST_PLACED = 100_000  # actions placed for the first order, over all rules; a rule takes about 4 µs for each
 
 
 def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
@@ -133,28 +122,12 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
-def gaps_filled(problem: Problem, orders: Sequence[CodeRows]) -> CodeRows:
-    """The best of ``orders``, gaps filled, no worse than the first order in makespan, longest span and peak.
-
-    Fewer rules are tried on large problems, and on the orders after the first.
-    """
-    tables = Reorderer(problem)
-    anchor = tables.retimer.draft(orders[0])
-    assert anchor is not None, "a building block's order deadlocks"
-    rules = RULES[: max(3, _MOST_PLACED // sum(map(len, orders[0])))]
-    best = tables.best(orders[0], anchor.peak, rules, anchor) or anchor
-    few = rules[: (len(rules) - 1) // 2]
-    for rows in orders[1:]:
-        best = tables.best(rows, anchor.peak, few, best) or best
-    return best.rows
-
-
 def _problem(ranks: int, microbatches: int, chunks: int, costs: CostProfile | None) -> Problem:
     return Problem.of(circular(ranks, chunks), microbatches, costs)
 
 
 def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
-    return problem.schedule(name, gaps_filled(problem, [*_orders(problem, group)]))
+    return problem.schedule(name, improved(problem, [*_orders(problem, group)]).rows)
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:

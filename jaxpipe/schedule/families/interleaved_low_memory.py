@@ -17,8 +17,8 @@ from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.interleaved import best_order, slots
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 
@@ -66,7 +66,7 @@ def interleaved_low_memory(
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     block = low_memory_block(ranks, chunks)
     orders = [_order(block, problem, places) for places in slots(microbatches, ranks, chunks)]
-    return problem.schedule("interleaved-low-memory", improved(problem, best_order(problem, orders)).rows)
+    return problem.schedule("interleaved-low-memory", improved(problem, [best_order(problem, orders)]).rows)
 
 
 def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> CodeRows:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
-from jaxpipe.schedule.families.reordered import improved
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 
@@ -61,12 +61,12 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
         rank 1 |    F0- F1- F0b BW0b--- F2- F1b BW0---- BW1b--- F2b BW2b--- BW1---- BW2----
 
     It differs from ``interleaved-1f1b`` in that no groups of p are fixed: with the real ``costs`` (one entry per stage, p·v), a
-    free rank runs the backward that has arrived, else the furthest forward that its memory allows (or keeps to the order of
-    interleaved 1F1B), and the best such order that is no worse than interleaved 1F1B in makespan, span and peak is taken.
+    rank fills its waits with what is ready later in its row, as far as the memory of interleaved 1F1B goes; the best such order
+    that is no worse than interleaved 1F1B in makespan, span and peak is taken.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
-    return problem.schedule("looped-dfs", improved(problem, known).rows)
+    return problem.schedule("looped-dfs", improved(problem, [known]).rows)

@@ -15,8 +15,9 @@ from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.gis import gaps_filled, interleaved_block, smallest_group
+from jaxpipe.schedule.families.gis import interleaved_block, smallest_group
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 
@@ -33,7 +34,7 @@ def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfi
     """
     require_sizes("po", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    return problem.schedule("po", gaps_filled(problem, [po_rows(problem)]))
+    return problem.schedule("po", improved(problem, [po_rows(problem)]).rows)
 
 
 def po_rows(problem: Problem) -> list[list[int]]:

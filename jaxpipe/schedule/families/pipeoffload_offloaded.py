@@ -10,27 +10,25 @@ stops there); gaps of the order are filled where that makes it shorter and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
-from jaxpipe.schedule.blocks.reorder import AS_GIVEN, Phases, Reorderer, Rule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.pipeoffload import po_rows
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
 from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, nine_digits
 
-RULES = (
-    Rule(lazy=False, w_gap=0.0),
-    Rule(lazy=False, backward=False, w_gap=0.0),
-    Rule(lazy=False, forward=False, w_gap=0.0),
-    Rule(lazy=False),
-    Rule(lazy=False, backward=False),
-    Phases(AS_GIVEN, AS_GIVEN, Rule(forward=False, backward=False, w_gap=0.0, backlog=1)),
+_RECIPES: Recipes = (  # W soon after its B: what a W needs stays on the device
+    ("real", Rule(lazy=False, w_gap=0.0)),
+    ("real", Rule(lazy=False, backward=False, w_gap=0.0)),
+    ("real", Rule(lazy=False, forward=False, w_gap=0.0)),
+    ("real", Rule(lazy=False)),
+    ("real", Rule(lazy=False, backward=False)),
+    ("real", Phases(AS_GIVEN, AS_GIVEN, Rule(forward=False, backward=False, w_gap=0.0, backlog=1))),
 )
 _TRIES = 4
 
@@ -82,26 +80,16 @@ def _offloaded(
     return offloaded.schedule
 
 
-def _shorter(problem: Problem) -> Iterator[CodeRows]:
+def _shorter(problem: Problem) -> list[CodeRows]:
     """Orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
-    tables = Reorderer(problem)
-    start = po_rows(problem)
-    anchor = tables.retimer.draft(start)
+    finisher, start = Finisher(problem), po_rows(problem)
+    anchor = finisher.squeezed(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
-    drafts: dict[tuple[float, float, float], Draft] = {}
-    for rule in RULES:
-        draft = tables.retimer.draft(tables.rows(start, anchor.peak, rule))
-        if draft is None or not replace(draft, peak=0.0).no_worse_than(anchor):
-            continue
-        if _shortness(draft) < _shortness(anchor):
-            drafts.setdefault((*_shortness(draft), draft.peak), draft)
-    for key in sorted(drafts)[:_TRIES]:
-        yield drafts[key].rows
-
-
-def _shortness(draft: Draft) -> tuple[float, float]:
-    """Makespan and longest span at nine digits, to compare by."""
-    return nine_digits(draft.makespan), nine_digits(draft.span)
+    found: dict[tuple[float, float, float], CodeRows] = {}
+    for draft in finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES):
+        if draft.no_worse_than(anchor) and shortness(draft)[:2] < shortness(anchor)[:2]:
+            found.setdefault(shortness(draft), draft.rows)
+    return [found[key] for key in sorted(found)[:_TRIES]]
 
 
 def _family(name: str, function: Callable[..., Schedule], description: str) -> Family:

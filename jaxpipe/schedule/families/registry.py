@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.schedule.check import check_schedule
@@ -27,6 +27,7 @@ from jaxpipe.schedule.families.family import (
 )
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
+from jaxpipe.schedule.retime import Objective
 from jaxpipe.wording import closest
 
 
@@ -65,17 +66,20 @@ def generate(
     costs: CostProfile | None = None,
     memory_limit: float | None = None,
     group: int | None = None,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """The schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
     order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per
     rank in units of one rank's share of a microbatch, for families that take it. ``group``: microbatches that run in turn
-    through one chunk, for families that take it.
+    through one chunk, for families that take it. ``objective``: what families that choose minimise first, the makespan or the
+    longest rank span (what counts where the optimizer step does not wait for the slowest rank); the others have nothing to
+    choose and ignore it, as they do costs.
 
     Raises:
-        ScheduleError: unknown family, a size it doesn't work for, an option it doesn't take, costs for another number of
-            stages, or (families from outside) no valid schedule of these sizes.
+        ScheduleError: unknown family or objective, a size it doesn't work for, an option it doesn't take, costs for another
+            number of stages, or (families from outside) no valid schedule of these sizes.
     """
     family = family_named(name)
     asked = {"chunks": chunks, "memory_limit": memory_limit, "group": group}
@@ -92,6 +96,10 @@ def generate(
         require_stages(family, ranks, chunks, costs)
         if "costs" in family.options:
             options["costs"] = costs if family.sees_collectives else collectives_exposed(costs)
+    if objective not in get_args(Objective):
+        raise ScheduleError(f"unknown objective {objective!r}; there are {', '.join(get_args(Objective))}")
+    if "objective" in family.options:
+        options["objective"] = objective
     if name in _OURS:
         return family.function(ranks, microbatches, **options)
     return _made_outside(family, ranks, microbatches, chunks, options)

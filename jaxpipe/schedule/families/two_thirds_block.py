@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpipe.schedule.blocks import BuildingBlock, repeat, with_weight_gradients
-from jaxpipe.schedule.blocks.finish import RECIPES, Finisher
+from jaxpipe.schedule.list_schedule.fillers import RECIPES, Finisher
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft

@@ -7,7 +7,7 @@ is wider than the authors' search (δ¹ is not fixed to 1). Thousands fit a limi
    blocks it is made of, so a few hundred serve all of them; a longer lifespan within the limit shortens warm-up and cool-down;
 2. the best by score get warm-up and cool-down by rule (:mod:`~jaxpipe.schedule.blocks.v_ends`), those within the authors' own
    space in any case: the best of these is what the result may not be behind, neither in makespan nor in span;
-3. others are repeated, squeezed with the real costs and reordered by a few recipes;
+3. others are repeated, squeezed with the real costs and their waits filled by a few recipes;
 4. the best of both get all recipes, W laid anew, and the best of all is kept.
 
 All of this is done with the microbatches of warm-up and cool-down only; the steady phase is then repeated up to the number
@@ -28,7 +28,6 @@ from math import isnan
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.schedule.blocks.finish import Finisher, merit
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.blocks.v_ends import VEnds
 from jaxpipe.schedule.blocks.v_shape import T, VOffsets, searched
@@ -40,6 +39,7 @@ from jaxpipe.schedule.families.v_blocks import v_min_block
 from jaxpipe.schedule.families.v_heuristic import best_v_draft, improved
 from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, order_of
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import B, CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, Retimer, nine_digits
@@ -240,10 +240,10 @@ def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> 
 
 def _refilled(drafts: Iterable[Draft], short: Finisher, limit: float) -> Iterator[Draft]:
     """The same orders of F and B, W laid anew by passes of the profile rule."""
-    filling = WeightFilling(short.problem, limit, short.real.retimer)
+    filling = WeightFilling(short.problem, limit, short.retimer)
     greedy = Rule((-float("inf"),) * short.problem.num_ranks)
     for draft in drafts:
-        order = order_of(short.problem, draft.rows, short.real.retimer)
+        order = order_of(short.problem, draft.rows, short.retimer)
         start = None if order is None else filling.fill(order, replace(greedy, profile_s=(0.0,) * len(order)))
         if order is not None and start is not None:
             filled = filling.draft(improved(filling, order, start, _PASSES).rows)

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.compact import compact
-from jaxpipe.schedule.blocks.finish import Finisher, affordable, merit
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.fillers import Finisher, affordable, merit
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import Problem
 

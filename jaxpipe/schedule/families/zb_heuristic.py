@@ -34,7 +34,7 @@ from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, Retimer, best_of, nine_digits
+from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
 
 _POLICIES_AT_ANY_SIZE, _MORE_POLICIES = 12, 28
 _ACTIONS_FOR_MORE = 10_000
@@ -42,7 +42,11 @@ _SMALL, _SWAPS = 400, 200
 
 
 def zero_bubble(
-    ranks: int, microbatches: int, costs: CostProfile | None = None, memory_limit: float | None = None
+    ranks: int,
+    microbatches: int,
+    costs: CostProfile | None = None,
+    memory_limit: float | None = None,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """The heuristic under ``memory_limit`` (default p, 1F1B's peak), in units of one rank's share of one microbatch.
 
@@ -54,16 +58,18 @@ def zero_bubble(
         rank 3 |         F0 B0 F1 B1 W0 W1          F2 B2 W2 F3 B3 W3             F4 B4 W4 F5 B5 W5
 
     ``costs``: one stage per rank; default F = B = W. A rank whose w-residuals are smaller than its residuals gets more
-    forwards under the same limit.
+    forwards under the same limit. ``objective``: what is minimised first, the makespan or the longest rank span.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, ``costs`` is for another number of stages, or the limit is
             below what one microbatch needs.
     """
-    return _zero_bubble("zb", ranks, microbatches, costs, memory_limit)
+    return _zero_bubble("zb", ranks, microbatches, costs, memory_limit, objective)
 
 
-def zb_1p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+def zb_1p(
+    ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
+) -> Schedule:
     """The heuristic at 1F1B's memory, p activations::
 
         rank 0 |F0 F1 F2 F3          B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
@@ -74,10 +80,12 @@ def zb_1p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
     Raises:
         ScheduleError: as :func:`zero_bubble`.
     """
-    return _zero_bubble("zb-1p", ranks, microbatches, costs, None)
+    return _zero_bubble("zb-1p", ranks, microbatches, costs, None, objective)
 
 
-def zb_2p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+def zb_2p(
+    ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
+) -> Schedule:
     """The heuristic at twice 1F1B's memory, 2p activations::
 
         rank 0 |F0 F1 F2 F3 F4 F5 F6 B0 F7 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7
@@ -89,10 +97,12 @@ def zb_2p(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
         ScheduleError: as :func:`zero_bubble`.
     """
     require_sizes("zb-2p", ranks=ranks, microbatches=microbatches)
-    return _zero_bubble("zb-2p", ranks, microbatches, costs, 2 * ranks)
+    return _zero_bubble("zb-2p", ranks, microbatches, costs, 2 * ranks, objective)
 
 
-def _zero_bubble(name: str, ranks: int, m: int, costs: CostProfile | None, limit: float | None) -> Schedule:
+def _zero_bubble(
+    name: str, ranks: int, m: int, costs: CostProfile | None, limit: float | None, objective: Objective
+) -> Schedule:
     require_sizes(name, ranks=ranks, microbatches=m)
     if costs is None:
         costs = CostProfile.uniform(ranks)
@@ -105,28 +115,33 @@ def _zero_bubble(name: str, ranks: int, m: int, costs: CostProfile | None, limit
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
     bounded = Bounded(problem, max(ranks, need) if limit is None else limit)
-    bounds = [
+    makespan, span = (
         find(bounded.problem.placement, m, costs, memory_limit=bounded.limit)
         for find in (lower_bound, span_lower_bound)
-    ]
-    return bounded.problem.schedule(name, best_draft(bounded, *bounds).rows)
+    )
+    return bounded.problem.schedule(name, best_draft(bounded, makespan, span, objective).rows)
 
 
-def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0) -> Draft:
-    """The best of all drafts, polished if small; stops early at one that takes no more than ``makespan`` and ``span``."""
+def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0, objective: Objective = "makespan") -> Draft:
+    """The best of all drafts, polished if small; stops early at one that takes no more than ``makespan`` and ``span``.
+
+    The best by makespan is polished for either objective, so that choosing by span never gives a longer one.
+    """
     retimer = Retimer(bounded.problem)
     anchor = _paper_draft(retimer, bounded.limit)
     limit = (bounded.limit if anchor is None else anchor.peak) + 1e-9
-    best = anchor
+    best: dict[Objective, Draft | None] = {"makespan": anchor, objective: anchor}
     for draft in _drafts(retimer, bounded, limit):
-        if best is not None and best.makespan <= makespan * (1 + 1e-9) and best.span <= span * (1 + 1e-9):
-            return best
-        if anchor is None or draft.no_worse_than(anchor):
-            best = best_of([draft] if best is None else [best, draft])
-    assert best is not None
-    if 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL:
-        best = move_weight_gradients(retimer, best, limit, _SWAPS)
-    return fuse_backwards(retimer, best, limit)
+        for goal, found in best.items():
+            if found is not None and found.makespan <= makespan * (1 + 1e-9) and found.span <= span * (1 + 1e-9):
+                return found
+            if anchor is None or draft.no_worse_than(anchor, goal):
+                best[goal] = best_of([found, draft], objective=goal)
+    swaps = _SWAPS if 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL else 0
+    drafts = [move_weight_gradients(retimer, found, limit, swaps) for found in best.values() if found is not None]
+    chosen = best_of((fuse_backwards(retimer, draft, limit) for draft in drafts), objective=objective)
+    assert chosen is not None
+    return chosen
 
 
 def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
@@ -166,7 +181,7 @@ ZB_1P = Family(
     function=zb_1p,
     description="the zero-bubble heuristic with real costs, at 1F1B's memory (limit p)",
     source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
-    options=("costs",),
+    options=("costs", "objective"),
     picture={"ranks": 4, "microbatches": 6},
 )
 ZB_2P = Family(
@@ -174,7 +189,7 @@ ZB_2P = Family(
     function=zb_2p,
     description="the zero-bubble heuristic with real costs, at twice 1F1B's memory (limit 2p)",
     source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
-    options=("costs",),
+    options=("costs", "objective"),
     picture={"ranks": 4, "microbatches": 8},
 )
 ZB = Family(
@@ -182,6 +197,6 @@ ZB = Family(
     function=zero_bubble,
     description="the zero-bubble heuristic with real costs under any --memory-limit >= 1 (default p)",
     source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt appendix I for limits below p",
-    options=("costs", "memory_limit"),
+    options=("costs", "memory_limit", "objective"),
     picture={"ranks": 4, "microbatches": 6, "memory_limit": 2},
 )

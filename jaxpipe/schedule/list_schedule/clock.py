@@ -121,6 +121,10 @@ class Clock:
                 else:
                     self.start(rank, code, now)
 
+    def wake(self) -> None:
+        """After a run in which nothing happened any more: the next one asks every rank again."""
+        self._events += [(self.now, r) for r in range(self.tables.num_ranks)]
+
     def _start_together(self, code: int, now: float) -> None:
         """Start ``code`` if it is what every rank of its group has promised next, and all of them are free."""
         members = self.tables.ranks[code // self.tables.num_microbatches]

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
-from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.hardware import k_of
+from jaxpipe.schedule.costs import CostProfile, k_of
 from jaxpipe.schedule.ir import Braid, Schedule, Slot
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.passes.prompt import prompt_weights

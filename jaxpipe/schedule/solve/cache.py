@@ -33,6 +33,7 @@ from jaxpipe.schedule.solve.cache_entry import CacheEntry, format_entry, merit, 
 from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
 from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import at_most
 
 VARIABLE = "JAXPIPE_CACHE_DIR"
 MAX_ENTRIES = 2_000
@@ -44,7 +45,6 @@ _TEMPORARY = re.compile(rf"\.{_ENTRY.pattern}\.[A-Za-z0-9_]+\.tmp")
 _STALE_S = 3600.0  # a temporary file this old has lost its writer
 _TRIES = 5
 _LOCK_WAIT_S = 5.0
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class ScheduleCache:
                 continue
             try:
                 distance = crude.distance(entry.crude)
-                too_high = any(a > x * _SLACK for a, x in zip(entry.peaks, limits, strict=True))
+                too_high = any(not at_most(a, x) for a, x in zip(entry.peaks, limits, strict=True))
             except ValueError:
                 self.tell(f"ignored {path}", "it is for another placement than its name says")
                 continue
@@ -197,7 +197,7 @@ class ScheduleCache:
                 offloaded=count_offloads(hit.schedule),
                 schedule_json=old.schedule_json,
             )
-        if hit.lower_bound is None or hit.lower_bound > new.value * _SLACK:
+        if hit.lower_bound is None or not at_most(hit.lower_bound, new.value):
             return new
         limits_s = [x for x in (new.time_limit_s, old.time_limit_s) if x is not None]
         return replace(
@@ -291,7 +291,7 @@ def _private_temporary() -> Path:
 
 def _doubt(path: Path, bound: float, value: float) -> str:
     """Why a bound read from a file is not believed; empty if it is. ``value``: what the file's schedule takes."""
-    if bound > value * _SLACK:
+    if not at_most(bound, value):
         return f"it is {bound:g}, and the schedule takes {value:g}"
     try:
         about = path.stat()

@@ -29,10 +29,10 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
 from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads, gap_of
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import nine_digits
 
 VERSION = 1
 _HEAD = re.compile(rb'\{\n"format": "jaxpipe cached schedule (\d{1,9})",\n')

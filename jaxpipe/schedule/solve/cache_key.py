@@ -28,7 +28,7 @@ STEP = 0.05
 """Two times are a step apart when they differ by this fraction; two ratios when they differ by this much."""
 _NEGLIGIBLE = 1e-3  # of the mean F+B+W: far below it all times are alike, far above it steps are proportional
 _LARGEST = 1e12
-_LIMITS_A_CHUNK = 4
+_LIMITS_A_CHUNK = 4  # steps of the memory limit in a chunk; not tuned
 _OTHERWISE = 20.0  # steps that another objective, host link or permission to offload counts: more than a factor 2
 
 

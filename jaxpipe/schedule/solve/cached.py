@@ -9,8 +9,7 @@ from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.solver import bound_of, solve_any
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.solve.worker import family_schedules, quick_families
-
-_SLACK = 1 + 1e-9
+from jaxpipe.schedule.tolerance import at_most
 
 
 def solve_cached(
@@ -44,12 +43,12 @@ def solve_cached(
 
 def _answer(task: SolveTask, hit: CacheHit, tell: Callable[[str, object], None]) -> Solution | None:
     """A hit that is proven optimal for this very problem: anew and at once, or by a stored bound that no family contradicts."""
-    if hit.lower_bound is None or hit.value > hit.lower_bound * _SLACK or task.objective == "lexicographic":
+    if hit.lower_bound is None or not at_most(hit.value, hit.lower_bound) or task.objective == "lexicographic":
         return None
-    if hit.value > bound_of(task) * _SLACK:
+    if not at_most(hit.value, bound_of(task)):
         incumbent = Incumbent([task], [hit.lower_bound], None)
         family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
-        if incumbent.value * _SLACK < hit.lower_bound:
+        if not at_most(hit.lower_bound, incumbent.value):
             tell(
                 "ignored a bound",
                 f"it is {hit.lower_bound:g}, and {incumbent.improvements[-1].source} takes {incumbent.value:g}",

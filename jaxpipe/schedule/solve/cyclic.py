@@ -17,15 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil
 from typing import Any
 
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.solve.cp_sat import LITE, run
+from jaxpipe.schedule.tolerance import MEMORY, how_many
 
-_FINEST = 24  # cells that the mean action takes at most
-_ROUNDING = 1e-9
-_UNITS = 60  # units of memory that the largest residual is divided into, where sizes differ
+_FINEST = 24
+"""Cells that the mean action takes at most. README's proofs that no cycle of one does better at half memory used 20 to 26."""
+_UNITS = 60  # units of memory that the largest residual is divided into, where sizes differ: divisible by 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ class Grid:
         down, up = (tuple(ceil(x / cell - 0.25) for x in s) for s in (problem.down_s, problem.up_s))
         sizes = {x for x in (*problem.held, *problem.kept) if x > 0}
         unit = max(sizes, default=1.0) if len(sizes) <= 1 else max(sizes) / _UNITS
-        held, kept = (tuple(ceil(x / unit - _ROUNDING) for x in s) for s in (problem.held, problem.kept))
+        held, kept = (tuple(ceil(x / unit * (1 - MEMORY)) for x in s) for s in (problem.held, problem.kept))
         most = problem.num_microbatches * (sum(held) + 1)
-        limit = tuple(most if x == float("inf") else floor(x / unit + _ROUNDING) for x in limits)
+        limit = tuple(most if x == float("inf") else how_many(unit, x) for x in limits)
         return cls(problem, tuple(cells), down, up, held, kept, limit)
 
     def chain(self) -> Iterator[tuple[int, int, int, int, int]]:

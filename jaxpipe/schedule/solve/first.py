@@ -8,12 +8,10 @@ at any size, and something is left if everything else is cut short.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
 
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.problem import B, F, Problem, W
-
-_SLACK = 1 + 1e-9
+from jaxpipe.schedule.tolerance import how_many
 
 
 def group_size(problem: Problem, limits: Sequence[float]) -> int:
@@ -25,7 +23,7 @@ def group_size(problem: Problem, limits: Sequence[float]) -> int:
             (sum(max(problem.held[k], problem.kept[k]) for k in mine) for mine in _by_flow(problem, rank)), default=0.0
         )
         if share > 0 and limit < float("inf"):
-            fits = min(fits, floor(limit * _SLACK / share))
+            fits = min(fits, how_many(share, limit))
     return max(0, fits) if flows == 1 else max(0, fits // flows * flows) or (1 if fits else 0)
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.retime import Draft, nine_digits
+from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.task import OnProgress, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.timeline import Timeline
-
-_SLACK = 1 + 1e-9
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 
 class Incumbent:
@@ -48,7 +47,7 @@ class Incumbent:
 
     @property
     def solved(self) -> bool:
-        return self.value <= self.lower_bound * _SLACK
+        return at_most(self.value, self.lower_bound)
 
     def offer_first(self, number: int, schedule: Schedule, draft: Draft) -> None:
         """Take the first answer as its generator's re-timing has it; simulating it can wait."""
@@ -91,7 +90,7 @@ class Incumbent:
             return False
         if self.schedule is None:
             self.first_feasible_s = self.wall_s
-        better = key[0] < self.value * (1 - 1e-9)
+        better = not at_most(self.value, key[0])
         self.number, self.schedule, self._timeline, self._key = number, schedule, timeline, key
         progress = Progress(self.wall_s, self.value, self.lower_bound, source)
         if better:
@@ -114,7 +113,7 @@ class Incumbent:
 
     def prove(self, number: int, bound: float, source: str) -> None:
         """Take a proven bound of task ``number``, in seconds."""
-        if bound <= self.bounds[number] * _SLACK:
+        if at_most(bound, self.bounds[number]):
             return
         self.bounds[number] = bound
         if self.on_progress is not None and self.schedule is not None:
@@ -132,7 +131,7 @@ class Incumbent:
             check_schedule(self.schedule)
             self._timeline = simulate(self.schedule, task.costs)
         seconds = task.seconds(self._timeline)
-        solved = self.solved or seconds <= self.lower_bound * _SLACK
+        solved = self.solved or at_most(seconds, self.lower_bound)
         own_bound = self.bounds[self.number]
         return Solution(
             task=task,
@@ -146,5 +145,5 @@ class Incumbent:
             offloaded=count_offloads(self.schedule),
             family=self.family,
             failures=tuple(failures),
-            placement_bound=seconds if seconds <= own_bound * _SLACK else own_bound,
+            placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
         )

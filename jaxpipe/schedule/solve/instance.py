@@ -18,6 +18,7 @@ from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.problem import Problem, shares
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import FINE, MemoryUnits, Ticks, memory_units, time_grid
+from jaxpipe.schedule.tolerance import at_most
 
 OPS = ("F", "B", "W", "BW", "O", "L")
 
@@ -91,7 +92,7 @@ class Instance:
             "O": tuple(costs.offload_s[s] for s in stages),
             "L": tuple(costs.load_s[s] for s in stages),
         }
-        fuse = tuple(bw < (b + w) * (1 - 1e-9) for b, w, bw in zip(problem.b_s, problem.w_s, problem.bw_s, strict=True))
+        fuse = tuple(not at_most(b + w, bw) for b, w, bw in zip(problem.b_s, problem.w_s, problem.bw_s, strict=True))
         used = [op for op in OPS if (op != "BW" or any(fuse)) and (op not in "OL" or task.offload)]
         times = [*(x for op in used for x in seconds[op]), *problem.down_s, *problem.up_s]
         ticks = time_grid(times, 2 * sum(times) * task.num_microbatches, parts)

@@ -12,11 +12,12 @@ from dataclasses import replace
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask
+from jaxpipe.schedule.tolerance import at_most
 
 TIME_SHARE = 0.6
-"""Part of the budget that the time is minimised in."""
-_EACH = 0.35  # part of what is left that one more solve may take
-_SLACK = 1 + 1e-9
+"""Part of the budget that the time is minimised in; like ``_EACH``, the part of what is left that one more solve may take, not
+tuned."""
+_EACH = 0.35
 _LEAST_S = 0.2
 
 Again = Callable[[SolveTask, Options], Solution]
@@ -49,17 +50,17 @@ def _try(best: Solution, limit: float, offload: bool, options: Options, again: A
         found = again(replace(best.task, memory_limit=limit, offload=offload, objective="makespan"), options)
     except ScheduleError:
         return None
-    if found.value > best.value * _SLACK:
+    if not at_most(found.value, best.value):
         return None
     wall_s = best.wall_s + found.wall_s
     improvements = list(best.improvements)
-    if found.value < best.value / _SLACK:
+    if not at_most(best.value, found.value):
         improvements.append(Progress(wall_s, found.value, best.lower_bound, "neighbourhood"))
     return replace(
         best,
         schedule=found.schedule,
         timeline=found.timeline,
-        status="optimal" if found.value <= best.lower_bound * _SLACK else "feasible",
+        status="optimal" if at_most(found.value, best.lower_bound) else "feasible",
         wall_s=wall_s,
         improvements=tuple(improvements),
         offloaded=found.offloaded,

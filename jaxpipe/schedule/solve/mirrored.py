@@ -31,10 +31,11 @@ from jaxpipe.schedule.problem import B, F, W
 from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.solve.cyclic import Cycle, Grid
 
-_MOST_RANKS = 9  # that repeat
-_MOST_MICROBATCHES = 3
-_TURNS = 1.0  # chunks that the turns add at least
-_LONGEST_WAIT = 8  # W's that a W waits for at most
+_MOST_RANKS, _MOST_MICROBATCHES = 9, 3
+"""Ranks that repeat, microbatches in a period. The best known at p/2 has 5 ranks and 2 microbatches (README)."""
+_TURNS = 1.0
+"""Chunks that the turns add at least: a lower estimate, for they took 3 to 5 (README)."""
+_LONGEST_WAIT = 8  # W's that a W waits for at most: bounds a variable, not tuned
 
 
 @dataclass(frozen=True, slots=True)

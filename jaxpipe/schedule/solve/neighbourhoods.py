@@ -21,6 +21,7 @@ from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
 from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.schedule.solve.ticks import common_step
+from jaxpipe.schedule.tolerance import MEMORY
 
 _TICKS, _FINEST = 128, 1024  # per mean action
 _UNITS = 1 << 20  # per rank's share of a microbatch
@@ -63,7 +64,7 @@ class TickedProblem:
         self.longest = max(actions) + max(*self.in_ticks.down_s, *self.in_ticks.up_s)
         self.size = [int(x) for name in ("f_s", "b_s", "w_s", "bw_s") for x in getattr(self.in_ticks, name)]
         most = problem.num_microbatches + 1.0
-        self.limits = [int(min(x, most) * _UNITS * (1 + 1e-9)) for x in limits]
+        self.limits = [int(min(x, most) * _UNITS * (1 + MEMORY)) for x in limits]
         held, kept = ([-int(-x * _UNITS // 1) for x in sizes] for sizes in (problem.held, problem.kept))
         given = [k - h for h, k in zip(held, kept, strict=True)]
         self.change = [*held, *given, *(-k for k in kept), *(-h for h in held)]

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.hints import times_of
 from jaxpipe.schedule.solve.instance import Instance
@@ -23,8 +22,8 @@ from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget, some_nei
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import COARSE
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
-_SLACK = 1 + 1e-9
 _TIE_BREAKS = 0.3  # of neighbourhoods
 _BY_MICROBATCH = 0.2
 _EDGE = 0.2  # of neighbourhoods are at the start, and as many at the end
@@ -63,7 +62,7 @@ class _Search:
     def run(self, timeline: Timeline, bound_s: float, budget: Budget) -> Iterator[Schedule]:
         """Plateaus are walked by the model's own times; only what promises to be better becomes rows."""
         starts, best = times_of(self.instance, timeline), self._merit(timeline)
-        while starts is not None and budget.left > 0 and best[0] > bound_s * _SLACK:
+        while starts is not None and budget.left > 0 and not at_most(best[0], bound_s):
             proposal, merit = self._propose(starts, budget), self._ticks(starts)
             self.stale += 1
             if proposal is None or self._ticks(proposal) > merit:

@@ -20,10 +20,9 @@ from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.solve.model_memory import add_memory, has_reservoirs
 from jaxpipe.schedule.solve.rows import Starts, schedule_of
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import TIME, at_most
 
 ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
-
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class Search:
             status, bound = "infeasible", float("inf")
         elif schedule is not None:
             bound = min(bound, value)
-            status = "optimal" if value <= bound * _SLACK else "feasible"
+            status = "optimal" if at_most(value, bound) else "feasible"
         exact, size = self.instance.ticks.exact, answer.size
         every = not (self.ordered and any(self.instance.may_leave))
         return ExactResult(
@@ -231,7 +230,7 @@ class Search:
         value = self.instance.task.seconds(timeline)
         if not self.instance.task.fits(timeline):
             return
-        allowed = self.value * (_SLACK if self.instance.ticks.exact else 1 + 1e-4)
+        allowed = self.value * (1 + TIME if self.instance.ticks.exact else 1 + 1e-4)
         if self.best is not None and (value > allowed if phase.aim != "time" else value >= self.value):
             return
         self.first_s = min(self.first_s, time.perf_counter() - self.began)

@@ -24,6 +24,7 @@ from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.formulation import Key
 from jaxpipe.schedule.solve.instance import Instance
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 _SYNC = "S"
 _ROUNDS = 50
@@ -160,7 +161,7 @@ class _Lane:
             else []
         )
         share = sum(task.costs.residual_bytes[s] for s in task.placement.stages_of(self.rank))
-        if task.memory_limit < float("inf") and timeline.peak_activations[self.rank] > task.memory_limit * (1 + 1e-9):
+        if task.memory_limit < float("inf") and not at_most(timeline.peak_activations[self.rank], task.memory_limit):
             allowed.append(task.memory_limit * share)
-        limit = min(allowed, default=float("inf")) * (1 + 1e-9)
+        limit = min(allowed, default=float("inf")) * (1 + MEMORY)
         return next((t for t, level in zip(curve.times_s, curve.bytes, strict=True) if level > limit), None)

@@ -12,10 +12,10 @@ from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import at_most
 
 Objective = Literal["makespan", "span", "lexicographic"]
 Status = Literal["optimal", "feasible"]
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class SolveTask:
 
     def fits_peak(self, peak: float) -> bool:
         """Whether a schedule that holds no more than ``peak`` activations on any rank keeps to the limits for sure."""
-        return peak <= min(self.safe_limits()) * _SLACK
+        return at_most(peak, min(self.safe_limits()))
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether a timeline keeps to the limits: in activations, and in bytes with workspace where the costs limit them."""
-        if any(peak > self.memory_limit * _SLACK for peak in timeline.peak_activations):
+        if not all(at_most(peak, self.memory_limit) for peak in timeline.peak_activations):
             return False
         allowed = self.costs.memory_limit_bytes or (float("inf"),) * timeline.num_ranks
-        return all(peak <= x * _SLACK for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
+        return all(at_most(peak, x) for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
 
 
 def gap_of(value: float, lower_bound: float) -> float:
@@ -168,7 +168,7 @@ class Solution:
     @property
     def optimal_in_placement(self) -> bool:
         """Whether no schedule of the same placement takes less time."""
-        return self.value <= self.placement_bound * _SLACK
+        return at_most(self.value, self.placement_bound)
 
     @property
     def value(self) -> float:

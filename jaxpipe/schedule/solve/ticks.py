@@ -22,9 +22,9 @@ from fractions import Fraction
 from math import ceil, floor, gcd, lcm
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.tolerance import MEMORY
 
 _SAME = 1e-11
-_LIMIT_SLACK = 1e-9
 _MAX_DENOMINATOR = 10_000
 _MAX_MULTIPLE = 2**30
 _HORIZON = 2**40
@@ -47,7 +47,7 @@ class Ticks:
     def at_least(self, seconds: float) -> int:
         """The fewest ticks that a value in ticks has if it is at least ``seconds`` (a lower bound that is known)."""
         ticks = seconds / self.step_s
-        return ceil(ticks - 1e-6 - 1e-9 * ticks) if self.exact else floor(ticks * (1 - _LIMIT_SLACK))
+        return ceil(ticks - 1e-6 - 1e-9 * ticks) if self.exact else floor(ticks * (1 - MEMORY))
 
     def seconds(self, ticks: float) -> float:
         return ticks * self.step_s
@@ -114,7 +114,7 @@ class MemoryUnits:
     def limit(self, amount: float) -> int:
         """Units that surely fit into ``amount``, up to the 1e-9 that the checks of limits forgive."""
         units = amount / self.unit
-        return floor(units * (1 + _LIMIT_SLACK) if self.exact else units)
+        return floor(units * (1 + MEMORY) if self.exact else units)
 
     def amount(self, units: float) -> float:
         return units * self.unit

@@ -38,6 +38,7 @@ from jaxpipe.schedule.solve.search import (
     mirrored_cycles,
 )
 from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.tolerance import at_most
 
 _NICE = 5
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
@@ -198,7 +199,7 @@ def _exact(task: SolveTask, job: Job, tell: Tell) -> None:
             every_order=every_order,
         )
         tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
-        if result.every_order or result.value <= job["bound"] * (1 + 1e-9):
+        if result.every_order or at_most(result.value, job["bound"]):
             return
         start = result.schedule or start
 

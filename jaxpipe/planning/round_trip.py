@@ -16,13 +16,12 @@ s = 2k and at s ≈ 14k for h = 4k, and k < 1 for h ≥ 8k, or for s ≥ 16k
 with h ≥ 4k.
 
 Not modelled: grouped-query attention, gated or sparse MLPs (fewer or more bytes per operation); for those, measure a
-profile and use :func:`k_of`.
+profile and use :func:`jaxpipe.schedule.costs.k_of`.
 """
 
 from __future__ import annotations
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.costs import CostProfile
 
 BYTES_PER_TOKEN_AND_CHANNEL = 20.0
 """Activations of a layer in bytes per token and hidden channel, LayerNorm, GeLU and dropout recomputed (34 without that)."""
@@ -61,12 +60,3 @@ def k_of_layer(
     round_trip_s = kept * (1 / d2h_bytes_per_s + 1 / back)
     compute_s = (72 * hidden + 12 * sequence) / flops_per_s
     return round_trip_s / compute_s
-
-
-def k_of(costs: CostProfile) -> float:
-    """k of a cost profile: seconds of all O and L ÷ seconds of all F, B and W; inf where only the compute is 0."""
-    compute_s = sum(costs.f_s) + sum(costs.b_s) + sum(costs.w_s)
-    round_trip_s = sum(costs.offload_s) + sum(costs.load_s)
-    if compute_s > 0:
-        return round_trip_s / compute_s
-    return float("inf") if round_trip_s > 0 else 0.0

@@ -1,0 +1,119 @@
+"""Flags of ``schedule traverse``: which ranks run which stages, and by which rules they choose."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.cli.cost_flags import CostChoice, check_size, require_file
+from jaxpipe.errors import ConfigError, JaxpipeError
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule import CostProfile, Placement, Schedule
+
+PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
+TRAVERSE = "traverse"
+
+
+def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
+    """``--placement --rules --steps``."""
+    group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
+    group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
+    group.add_argument(
+        "--rules",
+        metavar="RULES",
+        help="such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a "
+        "mapping from ranks to them, or a function (placement, microbatches) that gives one",
+    )
+    group.add_argument(
+        "--steps", action="store_true", help="choose as if every action took one step (default: by the costs)"
+    )
+
+
+def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
+    """For families, which have a placement and rules of their own.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for flag in ("placement", "rules", "steps"):
+        if getattr(arguments, flag):
+            raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {TRAVERSE}'")
+
+
+def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedule, CostProfile]:
+    """The schedule that the flags ask for, and its costs.
+
+    Raises:
+        JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
+    """
+    from jaxpipe.schedule import traverse
+
+    if arguments.rules is None:
+        raise ConfigError("traverse needs --rules, such as --rules 'backward in-flight=4,3,2,1'")
+    if arguments.group is not None:
+        raise ConfigError("traverse takes no --group; give an interval, such as forward=breadth:4")
+    placement = placement_of(arguments.placement or "one-to-one", arguments.ranks, arguments.chunks)
+    check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
+    profile = costs.for_placement(placement, TRAVERSE)
+    rules = _rules(arguments.rules, placement, arguments.microbatches)
+    return traverse(placement, arguments.microbatches, rules, None if arguments.steps else profile), profile
+
+
+def placement_of(kind: str, ranks: int, chunks: int | None) -> Placement:
+    """The placement called ``kind``; ``chunks`` a rank, where it may have any number of them (default 2).
+
+    Raises:
+        ConfigError: it has another number of chunks.
+    """
+    from jaxpipe.schedule.placement import bidirectional, circular, one_to_one, v_shape, wave
+
+    if kind in ("circular", "wave"):
+        return (circular if kind == "circular" else wave)(ranks, chunks or 2)
+    fixed = 2 if kind == "v" else 1
+    if chunks not in (None, fixed):
+        raise ConfigError(
+            f"--placement {kind} has {fixed} chunk(s) per rank, --chunks is {chunks}; drop one of the flags"
+        )
+    return {"one-to-one": one_to_one, "v": v_shape, "bidirectional": bidirectional}[kind](ranks)
+
+
+def _rules(text: str, placement: Placement, microbatches: int) -> Any:
+    """The rules in a line, or of that name in a Python file."""
+    from jaxpipe.schedule import Traversal
+
+    path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        raise ConfigError(f"--rules {text} names a file; say which of its names: {text}:NAME")
+    if not path.endswith(".py"):
+        return Traversal.parse(text)
+    found = _from_file(path, name)
+    if not callable(found):
+        return found
+    try:
+        return found(placement, microbatches)
+    except Exception as error:
+        raise ConfigError(f"--rules {text}: {_said(error)}") from error
+
+
+def _from_file(path: str, name: str) -> Any:
+    """What ``name`` is in the Python file ``path``, which is run."""
+    require_file(path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"--rules {path}: it can't be run: {_said(error)}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"--rules {path}:{name}: the file has no {name!r}")
+    return getattr(module, name)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, JaxpipeError) else " ".join(f"{type(error).__name__}: {error}".split())

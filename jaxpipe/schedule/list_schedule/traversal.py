@@ -1,0 +1,190 @@
+"""The rules of a schedule in one line: which type of action a free rank takes, of which stage, within which limits.
+
+Source: FlexPipe (`flexpipe.txt`) section 4.2, table 2, section 5.2. :func:`~jaxpipe.schedule.list_schedule.traverse.traverse`
+makes schedules of these rules, and says how they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Action
+from jaxpipe.schedule.list_schedule.actions import BACKWARD, FORWARD, Actions
+from jaxpipe.schedule.list_schedule.clock import Clock
+
+FIRST = ("forward", "backward", "interleaved")
+DIRECTIONS = ("breadth", "depth")
+
+
+@dataclass(frozen=True)
+class View:
+    """What checks and choosers see: what ``rank`` knows at the time it is asked.
+
+    ``actions``: the placement and what codes mean. ``held[kind]``: microbatches in flight, by kind of F.
+    """
+
+    rank: int
+    actions: Actions
+    clock: Clock
+    held: Sequence[int]
+    _seen: list[int]
+    _ended: list[int]
+
+    @property
+    def now(self) -> float:
+        """Seconds since the step began; steps where there are no costs."""
+        return self.clock.now
+
+    @property
+    def row(self) -> tuple[Action, ...]:
+        """What the rank has started, in order."""
+        return tuple(map(self.actions.action, self.clock.rows[self.rank]))
+
+    def done(self, op: str, stage: int) -> int:
+        """Microbatches whose ``op`` of ``stage`` has ended; on a group, on all its ranks. 0 if there is no such stage."""
+        m, kinds, seen = self.actions.num_microbatches, self.actions.kinds, self._seen
+        for rank, row in enumerate(self.clock.rows):
+            running = self.clock.free[rank] > self.clock.now + self.clock.tiny
+            for code in row[seen[rank] : len(row) - running]:
+                seen[rank] += 1
+                self._ended[code // m] += kinds[code // m].ranks[0] == rank
+        by_flow: dict[int, list[int]] = {}
+        for k, kind in enumerate(kinds):
+            if kind.op == op and kind.stage == stage:
+                by_flow.setdefault(kind.flow, []).append(self._ended[k])
+        return sum(map(min, by_flow.values()))
+
+    def in_flight(self, stage: int | None = None) -> int:
+        """Microbatches on the rank whose F was chosen and whose BW was not, of one stage or summed over its stages."""
+        return sum(
+            held
+            for kind, held in zip(self.actions.kinds, self.held, strict=False)
+            if self.rank in kind.ranks and stage in (None, kind.stage)
+        )
+
+
+Check = Callable[[View, Action], bool]
+Choose = Callable[[View, tuple[Action, ...]], Action | None]
+
+
+@dataclass(frozen=True)
+class Traversal:
+    """How the free ranks choose. ``str()`` gives one line, :meth:`parse` reads it; functions print as their names.
+
+    ``first``: the type that goes first: ``forward``, ``backward``, or ``interleaved``, each in turn. ``units``: how many
+    forwards, and backwards, go in a row once one has started, before the types are compared again. ``forward`` and
+    ``backward``: the stage that goes first: ``breadth`` the earliest, ``depth`` the latest; ``breadth:4``: four in a row of a
+    stage, then the next one. ``in_flight``: microbatches a rank may hold between F and BW, each stage counts; one number or one
+    a rank. ``in_flight_per_stage``: the same of each stage on it (in each flow); one number or one a stage. ``checks``:
+    functions ``(view, action) -> bool`` that may veto. ``choose``: a function ``(view, ready) -> Action | None`` in place of
+    the priorities; ``ready`` are the actions that may start now, in the order of the priorities; None waits until something
+    happens.
+
+    Raises:
+        ScheduleError: a value is none of these.
+    """
+
+    first: str
+    _: KW_ONLY
+    forward: str = "breadth"
+    backward: str = "breadth"
+    in_flight: int | Sequence[int] | None = None
+    in_flight_per_stage: int | Sequence[int] | None = None
+    units: Sequence[int] = (1, 1)
+    checks: Sequence[Check] = ()
+    choose: Choose | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_flight", "in_flight_per_stage", "units", "checks"):
+            value = getattr(self, name)
+            if isinstance(value, list | range | tuple):
+                alone = len(value) == 1 and name.startswith("in_flight")
+                object.__setattr__(self, name, value[0] if alone else tuple(value))
+        problems = list(self._problems())
+        if problems:
+            raise ScheduleError("traversal: " + "; ".join(problems), problems)
+
+    def _problems(self) -> Iterator[str]:
+        if self.first not in FIRST:
+            yield f"the type that goes first is {self.first!r}; want {', '.join(FIRST[:-1])} or {FIRST[-1]}"
+        for name, order in (("forward", self.forward), ("backward", self.backward)):
+            direction, colon, interval = order.partition(":") if isinstance(order, str) else ("", "", "")
+            if direction not in DIRECTIONS or (colon and not _is_count(_number(interval))):
+                yield f"{name} is {order!r}; want breadth, depth, breadth:K or depth:K with K at least 1"
+        for name in ("in_flight", "in_flight_per_stage"):
+            limit = getattr(self, name)
+            if limit is not None and not _is_count(limit) and not (_is_counts(limit) and limit):
+                yield f"{name} is {limit!r}; want a whole number of at least 1, or one for each"
+        if not (_is_counts(self.units) and len(self.units) == 2):
+            yield f"units is {self.units!r}; want two whole numbers of at least 1: forwards, backwards"
+        if not (isinstance(self.checks, tuple) and all(map(callable, self.checks))):
+            yield f"checks is {self.checks!r}; want functions (view, action) -> bool"
+        if self.choose is not None and not callable(self.choose):
+            yield f"choose is {self.choose!r}; want a function (view, ready) -> Action or None"
+
+    def stage_order(self, op: str) -> tuple[bool, int]:
+        """Whether the latest stage goes first among actions of ``op``, and how many of a stage go in a row (0: no matter)."""
+        direction, _, interval = {FORWARD: self.forward, BACKWARD: self.backward}.get(op, "breadth").partition(":")
+        return direction == "depth", int(interval or 0)
+
+    def __str__(self) -> str:
+        words = [self.first, _joined(self.units), f"forward={self.forward}", f"backward={self.backward}"]
+        for key in ("in_flight", "in_flight_per_stage"):
+            limit = getattr(self, key)
+            if limit is not None:
+                words.append(f"{key.replace('_', '-')}={_joined(limit)}")
+        if self.checks:
+            words.append("checks=" + ",".join(map(name_of, self.checks)))
+        return " ".join([*words, f"choose={name_of(self.choose)}"] if self.choose is not None else words)
+
+    @classmethod
+    def parse(cls, text: str) -> Traversal:
+        """The rules that ``str()`` printed: ``interleaved 1,1 forward=breadth:4 backward=depth:4 in-flight=4,3,2,1``. All but
+        the first word may be left out.
+
+        Raises:
+            ScheduleError: it can't be read; functions have only their names in a line.
+        """
+        first, *words = text.split() or [""]
+        given: dict[str, Any] = {}
+        for word in words:
+            key, equals, value = word.partition("=")
+            name = key.replace("-", "_") if equals else "units"
+            if name in ("checks", "choose"):
+                raise ScheduleError(
+                    f"rules {text!r}: {word} is a function, which a line can't hold; name a file, FILE.py:NAME"
+                )
+            if name not in ("forward", "backward", "in_flight", "in_flight_per_stage", "units"):
+                raise ScheduleError(
+                    f"rules {text!r}: {key!r} is unknown; known: forward= backward= in-flight= in-flight-per-stage= units="
+                )
+            if name in given:
+                raise ScheduleError(f"rules {text!r} give {name.replace('_', '-')} twice; keep one")
+            numbers: Any = tuple(map(_number, (value or word).split(",")))
+            several = len(numbers) > 1 or name == "units"
+            given[name] = value if name in ("forward", "backward") else numbers if several else numbers[0]
+        return cls(first, **given)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How a function is called in messages and in print."""
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _joined(numbers: int | Sequence[int]) -> str:
+    return str(numbers) if isinstance(numbers, int) else ",".join(map(str, numbers))
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else text
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_count, value))

@@ -234,10 +234,10 @@ MISTAKES = {
         "got pipeline.chunks=2: set pipeline.chunks=1 or a schedule that takes chunks",
     ),
     "misspelt schedule": ("pipeline.schedule=zb_h1", "did you mean 'zb-h1'?"),
-    "unknown schedule": ("pipeline.schedule=qqq", "known: 1f1b"),
+    "unknown schedule": ("pipeline.schedule=qqq", "known: 1f1b, 1f1b-v"),
     "memory limit where none is taken": (
         "pipeline.memory_limit=4",
-        "takes no pipeline.memory_limit: leave it out or use ada-offload",
+        "takes no pipeline.memory_limit: leave it out or use ada-offload,",
     ),
     "zero tensor-parallel devices": ("pipeline.tp=0", "pipeline.tp is 0, must be at least 1"),
     "dp that does not divide": (

@@ -11,12 +11,13 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Placement, check_schedule, circular, simulate, v_shape, wave
 from jaxpipe.schedule.costs import Link
-from jaxpipe.schedule.families.chunk_list_scheduler import least_limit, list_schedule_chunks
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_heuristic import best_v_draft
 from jaxpipe.schedule.families.v_rounds import rounds_order
 from jaxpipe.schedule.families.v_zb import v_zb
-from jaxpipe.schedule.families.weight_filling import Rule, WeightFilling, balanced, order_of
+from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.policies import CHUNKS, chunk_drafts
+from jaxpipe.schedule.list_schedule.weights import Rule, WeightFilling, balanced, order_of
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
@@ -155,9 +156,10 @@ def test_list_scheduling_on_other_placements(shape: object) -> None:
         costs = uneven(rng, placement)
         problem = Problem.of(placement, m, costs)
         limit = rng.choice((0.7, 1.0, 0.5 * p, p, 1.5 * p))
-        draft = list_schedule_chunks(problem, limit)
-        assert (draft is None) == (least_limit(problem) > limit)
-        if draft:
+        drafts = chunk_drafts(problem, limit)
+        assert len(drafts) >= (len(CHUNKS) if least_limit(problem) <= limit else 0)
+        assert not drafts or least_limit(problem) <= limit
+        for draft in drafts:
             verify(problem, costs, draft, limit)
 
 
@@ -189,7 +191,7 @@ def test_second_passes_never_lengthen_the_span() -> None:
 
 def test_too_little_memory_gives_none() -> None:
     assert best_v_draft(v_problem(4, 8), 0.9) is None
-    assert list_schedule_chunks(v_problem(4, 8), 0.9) is None
+    assert chunk_drafts(v_problem(4, 8), 0.9) == []
     assert WeightFilling(v_problem(4, 8), 2).fill(rounds_order(v_problem(4, 8), 4) or [], Rule((0.0,) * 4)) is None
 
 

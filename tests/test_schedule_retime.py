@@ -10,7 +10,7 @@ from schedule_strategies import random_costs, random_placements, random_valid_sc
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simulate, with_shared
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.retime import Draft, Retimer, best_of, drafted, peaks, retime
+from jaxpipe.schedule.retime import Draft, Retimer, best_of, drafted, peaks
 
 CHAINS = random_placements(chains_only=True, single_rank_stages=True)
 
@@ -23,7 +23,7 @@ def test_equals_the_simulator(data: st.DataObject, schedule: Schedule) -> None:
     rows = problem.codes(schedule)
     assert problem.schedule(schedule.name, rows) == schedule
     timeline = simulate(schedule, costs)
-    times = retime(problem, rows)
+    times = Retimer(problem).times(rows)
     assert not times.deadlocked
     assert times.makespan == pytest.approx(timeline.makespan)
     assert times.span == pytest.approx(timeline.max_span)
@@ -58,7 +58,7 @@ def test_offloads_are_left_out_and_braids_refused() -> None:
 def test_deadlock_is_seen() -> None:
     problem = Problem.of(one_to_one(1), 1)
     rows = [[problem.code(op, 0, 0) for op in (B, F, W)]]
-    assert retime(problem, rows).deadlocked
+    assert Retimer(problem).times(rows).deadlocked
     assert Retimer(problem).draft(rows) is None
 
 

@@ -342,7 +342,7 @@ def test_solve_writes_and_reports(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (["--ranks", "0"], "want 1 to"),
-        (["--placement", "v", "--chunks", "3"], "drop one of the flags"),
+        (["--placement", "v", "--chunks", "3"], "v has 2 chunk(s) per rank, not 3"),
         (["--memory-limit", "-1"], "limit"),
         (["--time-limit", "0"], "time limit"),
         (["--workers", "0"], "workers"),

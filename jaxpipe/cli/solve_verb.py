@@ -26,7 +26,6 @@ from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
-from jaxpipe.cli.traverse_flags import PLACEMENTS, placement_of
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.tolerance import at_most
 
@@ -44,6 +43,8 @@ _FREE_CHUNKS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    from jaxpipe.schedule.placement import PLACEMENTS
+
     add_size_flags(parser)
     add_chunk_limit_flags(parser)
     parser.add_argument(
@@ -206,7 +207,7 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
     Raises:
         ConfigError: the placement has another number of chunks, or the profile's stages don't divide by the ranks.
     """
-    from jaxpipe.schedule.placement import circular, one_to_one, v_shape, wave
+    from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
 
     ranks, chunks, kind = arguments.ranks, arguments.chunks, arguments.placement
     if costs.profile is not None:
@@ -221,7 +222,7 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
             )
         chunks = stages // ranks
     if kind != "auto":
-        return [placement_of(kind, ranks, chunks)]
+        return [placement_named(kind, ranks, chunks)]
     if chunks is None:
         return _family_placements(arguments)
     if chunks == 1:

@@ -14,12 +14,13 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Placement, Schedule
 
-PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
 TRAVERSE = "traverse"
 
 
 def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
     """``--placement --rules --steps``."""
+    from jaxpipe.schedule.placement import PLACEMENTS
+
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
     group.add_argument(
@@ -51,34 +52,17 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
         JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
     """
     from jaxpipe.schedule import traverse
+    from jaxpipe.schedule.placement import placement_named
 
     if arguments.rules is None:
         raise ConfigError("traverse needs --rules, such as --rules 'backward in-flight=4,3,2,1'")
     if arguments.group is not None:
         raise ConfigError("traverse takes no --group; give an interval, such as forward=breadth:4")
-    placement = placement_of(arguments.placement or "one-to-one", arguments.ranks, arguments.chunks)
+    placement = placement_named(arguments.placement or "one-to-one", arguments.ranks, arguments.chunks)
     check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
     profile = costs.for_placement(placement, TRAVERSE)
     rules = _rules(arguments.rules, placement, arguments.microbatches)
     return traverse(placement, arguments.microbatches, rules, None if arguments.steps else profile), profile
-
-
-def placement_of(kind: str, ranks: int, chunks: int | None) -> Placement:
-    """The placement called ``kind``; ``chunks`` a rank, where it may have any number of them (default 2).
-
-    Raises:
-        ConfigError: it has another number of chunks.
-    """
-    from jaxpipe.schedule.placement import bidirectional, circular, one_to_one, v_shape, wave
-
-    if kind in ("circular", "wave"):
-        return (circular if kind == "circular" else wave)(ranks, chunks or 2)
-    fixed = 2 if kind == "v" else 1
-    if chunks not in (None, fixed):
-        raise ConfigError(
-            f"--placement {kind} has {fixed} chunk(s) per rank, --chunks is {chunks}; drop one of the flags"
-        )
-    return {"one-to-one": one_to_one, "v": v_shape, "bidirectional": bidirectional}[kind](ranks)
 
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:

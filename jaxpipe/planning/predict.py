@@ -128,7 +128,7 @@ def predict(
     def costs_of(stages: Sequence[PlannedStage]) -> CostProfile:
         return cost_profile(stages, pipe.ranks, target, efficiency, sharding, limit_bytes)
 
-    schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages])
+    schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages], config.traverse)
     stages = planned(schedule.num_stages)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
     stages = bench.compiled(stages, ops)

@@ -198,6 +198,27 @@ def bidirectional(ranks: int) -> Placement:
     return Placement("bidirectional", ranks, (down, down[::-1]), chain(ranks))
 
 
+PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
+
+
+def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placement:
+    """The placement of one of the :data:`PLACEMENTS`; ``chunks`` a rank where it may have any number of them (default 2).
+
+    Raises:
+        ScheduleError: it has another number of chunks, or there is none of that name.
+    """
+    if kind in ("circular", "wave"):
+        return (circular if kind == "circular" else wave)(ranks, 2 if chunks is None else chunks)
+    fixed = {"one-to-one": one_to_one, "v": v_shape, "bidirectional": bidirectional}
+    if kind not in fixed:
+        raise ScheduleError(f"placement {kind!r} is unknown; known: {', '.join(PLACEMENTS)}")
+    if chunks not in (None, 1 + (kind == "v")):
+        raise ScheduleError(
+            f"placement {kind} has {1 + (kind == 'v')} chunk(s) per rank, not {chunks}; drop one of the two"
+        )
+    return fixed[kind](ranks)
+
+
 def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
     """``base`` with each of ``stages`` spread over all ranks (a vocabulary layer shared by the whole pipeline)."""
     shared = set(stages)

@@ -1,7 +1,7 @@
 """When the actions of an order happen, and how much memory it holds: the simulator's answer, fast, for generators.
 
-:func:`retime` starts every action as early as its row, its producer and the links allow (DESIGN.md section 4), so it is also
-the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
+A :class:`Retimer` starts every action as early as its row, its producer and the links allow (DESIGN.md section 4), so it is
+also the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
 action. It equals :func:`~jaxpipe.schedule.simulate.simulate` without O and L (a test). Memory of an order does not depend
 on times, since a rank takes and gives back only where its own actions start and end.
 """
@@ -59,6 +59,10 @@ class Draft:
             and self.span <= other.span * _SLACK
             and self.peak <= other.peak * _SLACK
         )
+
+    def key(self, objective: Objective = "makespan") -> tuple[float, float, float]:
+        """What is minimised, of this draft."""
+        return order_key(objective, self.makespan, self.span, self.peak)
 
 
 _SLACK = 1 + 1e-9
@@ -163,7 +167,7 @@ def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
 def best_of(
     drafts: Iterable[Draft | None], anchor: Draft | None = None, objective: Objective = "makespan"
 ) -> Draft | None:
-    """The first of the drafts by :func:`order_key`, among those :meth:`no worse <Draft.no_worse_than>` than ``anchor``.
+    """The first of the drafts by :meth:`Draft.key`, among those :meth:`no worse <Draft.no_worse_than>` than ``anchor``.
 
     An anchor is a known answer: with one, the result is at least as good in makespan *and* in span *and* in peak, where
     choosing by makespan alone would trade one for another.
@@ -172,24 +176,15 @@ def best_of(
     for draft in drafts:
         if draft is None or (anchor is not None and not draft.no_worse_than(anchor, objective)):
             continue
-        if best is None or _key(draft, objective) < _key(best, objective):
+        if best is None or draft.key(objective) < best.key(objective):
             best = draft
     return best
-
-
-def _key(draft: Draft, objective: Objective) -> tuple[float, float, float]:
-    return order_key(objective, draft.makespan, draft.span, draft.peak)
 
 
 def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
     """What is minimised: the objective, the other of makespan and span, the peak."""
     first, second = (makespan, span) if objective == "makespan" else (span, makespan)
     return nine_digits(first), nine_digits(second), nine_digits(peak)
-
-
-def retime(problem: Problem, rows: CodeRows) -> Times:
-    """Times of one order. For many orders of one problem make one :class:`Retimer`."""
-    return Retimer(problem).times(rows)
 
 
 def drafted(problem: Problem, schedule: Schedule) -> Draft | None:

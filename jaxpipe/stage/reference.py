@@ -125,32 +125,46 @@ def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: 
 def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
 
+    Raises:
+        ConfigError: as :func:`resolved`; or what comes out is no :class:`~jaxpipe.stage.layer.Model`.
+    """
+    model = resolved("model", name, options)
+    if not isinstance(model, Model):
+        raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.layer.Model")
+    return model
+
+
+def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
+    """What the function or class ``module:attribute`` makes of ``options``, and of what it takes of ``offered``. ``what`` it
+    is to be: ``model``.
+
     Modules are looked for on ``sys.path`` and then in the working directory. Nothing of the standard library is imported or
     called, nor what the module has only imported from another package.
 
     Raises:
         ConfigError: with the nearest name that exists, for a wrong module, attribute or option; importing the module or calling
-            the attribute fails; or what comes out is no :class:`~jaxpipe.stage.layer.Model`.
+            the attribute fails.
     """
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
-        raise ConfigError(f"model name {name!r}; want module:attribute, as in models.gpt:GPT")
+        raise ConfigError(f"{what} name {name!r}; want module:attribute, as in models.gpt:GPT")
     package = module_name.partition(".")[0]
     if package in sys.stdlib_module_names:
-        raise ConfigError(f"model {name}: {package} is part of Python; name a function of yours that makes a model")
-    module = _import(module_name, name)
+        raise ConfigError(f"{what} {name}: {package} is part of Python; name a function of yours that makes a {what}")
+    module = _import(module_name, f"{what} {name}")
     factory: Any = getattr(module, attribute, None)
     if not _is_function_or_class(factory):
         own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module_name]
         hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
-        raise ConfigError(f"model {name}: {module_name} has no function or class {attribute!r}{hint}")
+        raise ConfigError(f"{what} {name}: {module_name} has no function or class {attribute!r}{hint}")
     origin = str(factory.__module__)
     if origin.partition(".")[0] != package:
-        raise ConfigError(f"model {name}: {attribute} is of {origin}; name a function or class that {package} defines")
+        raise ConfigError(f"{what} {name}: {attribute} is of {origin}; name a function or class that {package} defines")
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:
-        raise ConfigError(f"model {name}: {attribute} does not say what arguments it takes; name a function") from None
+        raise ConfigError(f"{what} {name}: {attribute} does not say what arguments it takes; name a function") from None
+    options = {**{key: value for key, value in (offered or {}).items() if key in parameters}, **options}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [option for option in options if option not in parameters]
         if unknown:
@@ -159,14 +173,11 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
         if missing:
             raise ConfigError(f"{name} needs the option {missing[0]}; give {missing[0]}=…")
     try:
-        model = factory(**options)
+        return factory(**options)
     except JaxpipeError:
         raise
     except Exception as error:
-        raise ConfigError(f"model {name} can't be made: {_told(error)}") from error
-    if not isinstance(model, Model):
-        raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.layer.Model")
-    return model
+        raise ConfigError(f"{what} {name} can't be made: {_told(error)}") from error
 
 
 def _run(
@@ -216,14 +227,14 @@ def _import(module_name: str, name: str) -> ModuleType:
             sys.path.remove(here)
         missing = error.name or module_name
         if not (module_name == missing or module_name.startswith(missing + ".")):
-            raise ConfigError(f"model {name}: {module_name} imports {missing}, which is not installed") from error
+            raise ConfigError(f"{name}: {module_name} imports {missing}, which is not installed") from error
         package, _, last = module_name.rpartition(".")
         hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
-        raise ConfigError(f"model {name}: no module {missing!r} on sys.path or in {here}{hint}") from error
+        raise ConfigError(f"{name}: no module {missing!r} on sys.path or in {here}{hint}") from error
     except JaxpipeError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"model {name}: {module_name} can't be imported: {_told(error)}") from error
+        raise ConfigError(f"{name}: {module_name} can't be imported: {_told(error)}") from error
 
 
 def _siblings(package: str) -> list[str]:

@@ -26,7 +26,8 @@ from jaxpipe.schedule.passes import braid
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.own_schedules import made_by_function, traversed
+from jaxpipe.train.sections import PipelineConfig, TraverseConfig
 
 Progress = Callable[[str], None]
 
@@ -68,17 +69,20 @@ def read_checked(path: str | Path) -> Schedule:
     return schedule
 
 
-def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[float]]) -> Schedule:
-    """The schedule of ``pipe``: a family's, with the stages' relative costs, or a file's.
+def build_schedule(
+    pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[float]], rules: TraverseConfig | None = None
+) -> Schedule:
+    """The schedule of ``pipe``: a family's, one by ``rules``, or a function's, with the stages' relative costs; or a file's.
 
     ``stage_costs(n)``: relative forward cost of each stage when the model is cut into n.
 
     Raises:
-        ScheduleError: the family refuses these sizes, or the file is wrong.
-        ConfigError: the file is for other sizes.
+        ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
+        ConfigError: what was read or made is for other sizes.
     """
-    if is_schedule_file(pipe.schedule):
-        schedule = read_checked(pipe.schedule)
+    costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(pipe.ranks * pipe.chunks))
+    if costs is None or ":" in pipe.schedule:
+        schedule = read_checked(pipe.schedule) if costs is None else made_by_function(pipe.schedule, pipe, costs)
         for what, have, want in (
             ("ranks", schedule.num_ranks, pipe.ranks),
             ("microbatches", schedule.num_microbatches, pipe.microbatches),
@@ -89,8 +93,9 @@ def build_schedule(pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[f
                     f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
                 )
         return schedule
+    if rules is not None and pipe.schedule == "traverse":
+        return traversed(pipe, rules, costs)
     chunks = family_chunks(pipe)
-    costs = relative_costs(stage_costs(pipe.ranks * pipe.chunks))
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
     )

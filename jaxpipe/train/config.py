@@ -1,4 +1,4 @@
-"""What a training run is told: seven small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
+"""What a training run is told: eight small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for

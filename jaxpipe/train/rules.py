@@ -10,13 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule import Traversal
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.policies import POLICIES
 from jaxpipe.train import settings
-from jaxpipe.train.sections import Sections
+from jaxpipe.train.sections import Sections, TraverseConfig
 from jaxpipe.train.settings import Problem
 from jaxpipe.wording import nearest
 
@@ -58,6 +60,7 @@ _POSITIVE = (
 _FLOAT32 = ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm")
 _FLOAT32_LEAST, _FLOAT32_MOST = 1.2e-38, 3.4e38
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
 
 
@@ -80,7 +83,7 @@ def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     target = values.get("model.target", "m:f")
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", target):
+    if not _FUNCTION.fullmatch(target):
         yield "model.target", f"model.target is {target!r}, expected module:function such as models.gpt:GPT"
     for i, beta in enumerate(values.get("optimizer.betas", ())):
         if not 0 <= beta < 1 - 2**-25:  # what is nearer to 1 is 1 in float32
@@ -92,10 +95,10 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"data.suffixes has {suffix!r}, expected suffixes that start with a dot, such as .txt",
             )
     schedule = values.get("pipeline.schedule", "1f1b")
-    if schedule not in FAMILIES and not schedule.endswith(_SCHEDULE_FILES):
-        near = nearest(schedule, FAMILIES)
-        known = f"known: {', '.join(FAMILIES)}, or a file ({' '.join(_SCHEDULE_FILES)})"
-        advice = f"did you mean {near!r}?" if near else known
+    names = (*FAMILIES, "traverse")
+    if schedule not in names and not (schedule.endswith(_SCHEDULE_FILES) or _FUNCTION.fullmatch(schedule)):
+        known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
+        advice = _advice(schedule, names, known)
         yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
     yield from _policy_rules(values.get("pipeline.recompute", "none"))
     cut = values.get("pipeline.cut", "")
@@ -108,9 +111,13 @@ def _policy_rules(recompute: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in [recompute] if isinstance(recompute, str) else recompute:
         for part in name.split("+"):
             if part.strip() not in POLICIES:
-                near = nearest(part, POLICIES)
-                advice = f"did you mean {near!r}?" if near else f"known: {', '.join(POLICIES)}, or several joined by +"
+                advice = _advice(part, POLICIES, f"known: {', '.join(POLICIES)}, or several joined by +")
                 yield "pipeline.recompute", f"pipeline.recompute has {part!r}, which is no policy: {advice}"
+
+
+def _advice(word: str, known: Iterable[str], otherwise: str) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near else otherwise
 
 
 def _batch_rule(config: Sections) -> str:
@@ -207,6 +214,30 @@ def _memory_rule(config: Sections) -> str:
     return f"pipeline.schedule={family.name} takes no pipeline.memory_limit: leave it out or use {others}"
 
 
+def rules_of(settings: TraverseConfig) -> Traversal:
+    """The rules that the settings describe.
+
+    Raises:
+        ScheduleError: a value is none of the rules'.
+    """
+    return Traversal(
+        settings.first,
+        forward=settings.forward,
+        backward=settings.backward,
+        in_flight=settings.in_flight,
+        in_flight_per_stage=settings.in_flight_per_stage,
+        units=settings.units,
+    )
+
+
+def _traverse_rule(config: Sections) -> str:
+    try:
+        rules_of(config.traverse)
+    except ScheduleError as error:
+        return f"[traverse]: {error}"
+    return ""
+
+
 def _pairs_rule(config: Sections) -> str:
     """A schedule of these sizes can be made in seconds."""
     pipe = config.pipeline
@@ -262,6 +293,7 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.ranks", "pipeline.chunks", "pipeline.microbatches"): _pairs_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
+    ("traverse.first", "traverse.forward", "traverse.backward", "traverse.in_flight", "traverse.units"): _traverse_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("model.options", "data.seq_len"): _seq_len_rule,

@@ -1,4 +1,4 @@
-"""The seven sections of a training config, and all of them together, unchecked: :mod:`.rules` says what they must satisfy."""
+"""The eight sections of a training config, and all of them together, unchecked: :mod:`.rules` says what they must satisfy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class DataConfig:
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``tp``, ``dp``: devices of each rank that share its layers, and that share
-    each microbatch's sequences. ``schedule``: the name of a family, or a schedule file (``.sched`` ``.json`` ``.csv``).
+    each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``),
+    ``traverse`` (by the section of that name), or ``module:function``, which makes a schedule.
     ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
     ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy, such as ``cheap`` or
     ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or
@@ -45,7 +46,7 @@ class PipelineConfig:
     ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
     are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
     of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
-    braid a forward and a backward that stand side by side, too, where the cost model says that it pays.
+    braid two actions that stand side by side, too, where the cost model says that it pays.
     """
 
     ranks: int = 4
@@ -150,6 +151,22 @@ class ReplanConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraverseConfig:
+    """Rules of ``pipeline.schedule = "traverse"``, as :class:`jaxpipe.schedule.Traversal` has them. ``placement``: which ranks
+    run which stages, ``pipeline.chunks`` a rank. ``in_flight`` is one number or one a rank, ``in_flight_per_stage`` one
+    number or one a stage.
+    """
+
+    placement: Literal["one-to-one", "circular", "v", "wave", "bidirectional"] = "one-to-one"
+    first: Literal["forward", "backward", "interleaved"] = "backward"
+    forward: str = "breadth"
+    backward: str = "breadth"
+    in_flight: int | tuple[int, ...] | None = None
+    in_flight_per_stage: int | tuple[int, ...] | None = None
+    units: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Sections:
     """The settings of a run, as they were given."""
 
@@ -160,3 +177,4 @@ class Sections:
     run: RunConfig = field(default_factory=RunConfig)
     replan: ReplanConfig = field(default_factory=ReplanConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
+    traverse: TraverseConfig = field(default_factory=TraverseConfig)

@@ -95,7 +95,7 @@ def prepare(config: TrainConfig) -> Prepared:
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
     planner = stage_planner(config.pipeline, model, microbatch_size(config))
-    schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages])
+    schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages], config.traverse)
     plan = planner(schedule.num_stages)
     return Prepared(config, dataset, model, schedule, plan)
 

@@ -26,7 +26,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
@@ -55,6 +55,13 @@ _SMALL = 20_000
 _SLACK = 1 + 1e-9
 
 
+@family(
+    "ada-offload",
+    "PipeOffload with the densest fill phase that a memory limit allows (--memory-limit, default p)",
+    "optpipe.txt §4.1.3, appendix D",
+    placement=circular,
+    picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
+)
 def ada_offload(
     ranks: int,
     microbatches: int,
@@ -74,7 +81,6 @@ def ada_offload(
         ScheduleError: a size is not a whole number of at least 1, the costs are for another number of stages, or nothing
             fits the limit; names one that works.
     """
-    require_sizes("ada-offload", ranks=ranks, microbatches=microbatches, chunks=chunks)
     limit = float(ranks) if memory_limit is None else memory_limit
     if not limit > 0:
         raise ScheduleError(f"ada-offload: memory limit of {limit:g}; want activations per rank, above 0")
@@ -164,15 +170,3 @@ class _Search:
         """What an order holds if all that may leave is away as soon as it is made: the W's outstanding."""
         nothing = tuple(0.0 for _ in self.problem.held)
         return max(peaks(replace(self.problem, held=nothing), rows), default=0.0)
-
-
-ADA_OFFLOAD = Family(
-    name="ada-offload",
-    function=ada_offload,
-    description="PipeOffload with the densest fill phase that a memory limit allows (--memory-limit, default p)",
-    source="optpipe.txt §4.1.3, appendix D",
-    options=("chunks", "costs", "memory_limit"),
-    placement=circular,
-    default_chunks=1,
-    picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
-)

@@ -25,13 +25,22 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 
 
+@family(
+    "gis",
+    "interleaved 1F1B with B and W apart and a shorter warm-up (--chunks, default 2): 1F1B's memory",
+    "pipeoffload.txt §3.1",
+    placement=circular,
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * f / v if m % p == 0 and f == b == w else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS: groups of p microbatches, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
@@ -41,10 +50,16 @@ def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("gis", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis", _problem(ranks, microbatches, chunks, costs), ranks)
+    return _in_groups("gis", ranks, microbatches, chunks, costs, ranks)
 
 
+@family(
+    "gis-g",
+    "GIS in groups of p/2 to p microbatches (--group): the smaller, the less memory and the longer the warm-up",
+    "pipeoffload.txt §3.2, G(T)",
+    placement=circular,
+    picture={"ranks": 4, "microbatches": 3, "chunks": 2, "group": 3},
+)
 def gis_g(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None, group: int | None = None
 ) -> Schedule:
@@ -59,15 +74,21 @@ def gis_g(
         ScheduleError: a size is not a whole number of at least 1, ``group`` is outside its range, or the costs are for
             another number of stages.
     """
-    require_sizes("gis-g", ranks=ranks, microbatches=microbatches, chunks=chunks)
     g = ranks if group is None else group
-    require_sizes("gis-g", group=g)
     least = smallest_group(ranks)
     if not least <= g <= ranks:
         raise ScheduleError(f"gis-g: a group of {g} does not suit {ranks} ranks; use a group from {least} to {ranks}")
-    return _in_groups("gis-g", _problem(ranks, microbatches, chunks, costs), g)
+    return _in_groups("gis-g", ranks, microbatches, chunks, costs, g)
 
 
+@family(
+    "gis-h",
+    "GIS in groups of p/2, the smallest: towards half of 1F1B's memory with more chunks",
+    "pipeoffload.txt §3.2, GIS-H",
+    placement=circular,
+    peak_activations=lambda p, m, v: min((v - 1) * smallest_group(p) + p, v * m) / v if m >= p else None,
+    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+)
 def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
 
@@ -78,8 +99,7 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("gis-h", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis-h", _problem(ranks, microbatches, chunks, costs), smallest_group(ranks))
+    return _in_groups("gis-h", ranks, microbatches, chunks, costs, smallest_group(ranks))
 
 
 def smallest_group(ranks: int) -> int:
@@ -122,11 +142,10 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
-def _problem(ranks: int, microbatches: int, chunks: int, costs: CostProfile | None) -> Problem:
-    return Problem.of(circular(ranks, chunks), microbatches, costs)
-
-
-def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
+def _in_groups(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, group: int
+) -> Schedule:
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     return problem.schedule(name, improved(problem, [*_orders(problem, group)]).rows)
 
 
@@ -159,49 +178,3 @@ def _without(problem: Problem, block: BuildingBlock, missing: range) -> list[lis
         split = (divmod(code, larger.num_microbatches) for code in row)
         rows.append([kind * m + number[i] for kind, i in split if i in number])
     return rows
-
-
-def _group_peak(p: int, m: int, v: int, group: int) -> float | None:
-    return min((v - 1) * group + p, v * m) / v if m >= p else None
-
-
-def _gis_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    """For F = B = W; otherwise it depends on how well W fits the gaps, and is at most the paper's (p − 1)(F + B)/v idle."""
-    return m * (f + b + w) + (p - 1) * f / v if m % p == 0 and f == b == w else None
-
-
-GIS = Family(
-    name="gis",
-    function=gis,
-    description="interleaved 1F1B with B and W apart and a shorter warm-up (--chunks, default 2): 1F1B's memory",
-    source="pipeoffload.txt §3.1",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: min(p, m),
-    makespan=_gis_makespan,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)
-
-GIS_G = Family(
-    name="gis-g",
-    function=gis_g,
-    description="GIS in groups of p/2 to p microbatches (--group): the smaller, the less memory and the longer the warm-up",
-    source="pipeoffload.txt §3.2, G(T)",
-    options=("chunks", "costs", "group"),
-    placement=circular,
-    default_chunks=2,
-    picture={"ranks": 4, "microbatches": 3, "chunks": 2, "group": 3},
-)
-
-GIS_H = Family(
-    name="gis-h",
-    function=gis_h,
-    description="GIS in groups of p/2, the smallest: towards half of 1F1B's memory with more chunks",
-    source="pipeoffload.txt §3.2, GIS-H",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: _group_peak(p, m, v, smallest_group(p)),
-    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
-)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.gis import interleaved_block, smallest_group
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import improved
@@ -22,6 +22,13 @@ from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import Problem
 
 
+@family(
+    "po",
+    "PipeOffload's order without offload: GIS-H's block, one microbatch after the other",
+    "pipeoffload.txt §2, §3.2",
+    placement=circular,
+    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+)
 def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PipeOffload without offload, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
@@ -32,7 +39,6 @@ def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfi
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("po", ranks=ranks, microbatches=microbatches, chunks=chunks)
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     return problem.schedule("po", improved(problem, [po_rows(problem)]).rows)
 
@@ -73,15 +79,3 @@ def shortest_distance(problem: Problem) -> int:
     while distance < p and distance * max(turn_s) < round_s:
         distance += 1
     return distance
-
-
-PO = Family(
-    name="po",
-    function=pipeoffload,
-    description="PipeOffload's order without offload: GIS-H's block, one microbatch after the other",
-    source="pipeoffload.txt §2, §3.2",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
-)

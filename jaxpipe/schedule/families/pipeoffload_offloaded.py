@@ -10,10 +10,8 @@ stops there); gaps of the order are filled where that makes it shorter and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.pipeoffload import po_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
@@ -33,6 +31,13 @@ _RECIPES: Recipes = (  # W soon after its B: what a W needs stays on the device
 _TRIES = 4
 
 
+@family(
+    "po-h",
+    "PipeOffload with the longest-lived half of the chunks offloaded",
+    "pipeoffload.txt §2, §3.2, §4.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PO-H: the longest-lived half of each rank's chunks is offloaded; any ``ranks``, ``microbatches``, ``chunks`` >= 1::
 
@@ -48,6 +53,13 @@ def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: Cost
     return _offloaded("po-h", ranks, microbatches, chunks, costs, 0.5)
 
 
+@family(
+    "po-f",
+    "PipeOffload with every chunk offloaded that the host lane can take",
+    "pipeoffload.txt §2, §3.2, §4.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def pipeoffload_full(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PO-F: every chunk is offloaded where its lifespan and the host lane allow it; sizes as :func:`pipeoffload_half`::
 
@@ -66,7 +78,6 @@ def _offloaded(
     name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, fraction: float | None
 ) -> Schedule:
     """PipeOffload's order offloaded, or a shorter one whose peak is no higher once it is offloaded."""
-    require_sizes(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = circular(ranks, chunks)
     if costs is None:
         costs = CostProfile.uniform(placement.num_stages, chunks=chunks)
@@ -90,20 +101,3 @@ def _shorter(problem: Problem) -> list[CodeRows]:
         if draft.no_worse_than(anchor) and shortness(draft)[:2] < shortness(anchor)[:2]:
             found.setdefault(shortness(draft), draft.rows)
     return [found[key] for key in sorted(found)[:_TRIES]]
-
-
-def _family(name: str, function: Callable[..., Schedule], description: str) -> Family:
-    return Family(
-        name=name,
-        function=function,
-        description=description,
-        source="pipeoffload.txt §2, §3.2, §4.2",
-        options=("chunks", "costs"),
-        placement=circular,
-        default_chunks=2,
-        picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-    )
-
-
-PO_H = _family("po-h", pipeoffload_half, "PipeOffload with the longest-lived half of the chunks offloaded")
-PO_F = _family("po-f", pipeoffload_full, "PipeOffload with every chunk offloaded that the host lane can take")

@@ -107,8 +107,8 @@ def stp_offload(
 def stp_published(ranks: int, microbatches: int) -> Schedule:
     """The order of the authors' published code, for any ``ranks`` p and ``microbatches`` m >= 1; it looks at no costs::
 
-        rank 0 |F0- F1- F2- F0b F3- F1b+B0b W0b         F2b+BW1b--- BW0---- F3b+B2b BW1---- B3b+W2b BW2---- W3b B3- W3-
-        rank 1 |    F0- F0b F1- F1b F2-     F2b+BW0b--- F3+BW0----- F3b+B1b BW1---- B2b+W1b BW2---- B3b+W2b B3- W3- W3b
+        rank 0 |F0- F1- F2- F0b F3- F1b+B0b W0b         F2b+BW1b--- BW0---- F3b+B2b BW1---- B3b BW2---- W2b     BW3---- W3b
+        rank 1 |    F0- F0b F1- F1b F2+F3-- F2b+BW0b--- BW0----     F3b+B1b BW1---- B2b BW2---- B3b+W1b BW3---- W2b W3b
 
     (``b`` marks the second chunk of a rank.) The counts of their code hold from m = 3p - 1 on; with fewer microbatches these
     are the rows for 3p - 1 without the last ones. In a stage W's run here in order of microbatch, as everywhere in jaxpipe:
@@ -165,13 +165,10 @@ def _best(
     tried: list[tuple[str, Sequence[int]]] = [("first", firsts), ("split", splits), ("ahead", ahead), ("first", firsts)]
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]
     for goal in dict.fromkeys(("makespan", objective)):  # span after makespan, so that it is never the longer
-        before = None
-        while best != before:
-            before = best
-            for what, values in tried:
-                others: list[dict[str, Any]] = [{what: value} for value in values]
-                best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
-            best = min(best, _published(ranks), key=partial(key, goal))
+        for what, values in tried:
+            others: list[dict[str, Any]] = [{what: value} for value in values]
+            best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
+        best = min(best, _published(ranks), key=partial(key, goal))
     return made(best), figures(best)[-1]
 
 

@@ -4,8 +4,8 @@ Source: `controllable-memory.txt` section 3.2 and Table 4. The paper's V-ZB bloc
 another: a heuristic, which is far better than any block at few microbatches. Here it is made of parts:
 
 1. orders of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`) and the (4, 2) block of figure 3d; for limits below
-   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.families.chunk_list_scheduler`);
-2. W filled in with real costs (:mod:`~jaxpipe.schedule.families.weight_filling`). The rounds with the *even* rule are the
+   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.list_schedule.policies`);
+2. W filled in with real costs (:mod:`~jaxpipe.schedule.list_schedule.weights`). The rounds with the *even* rule are the
    *anchor*, equal to what the authors' heuristic finds up to ties; from p on, every later draft must be at least as good in
    makespan *and* in longest span;
 3. passes of the *profile* rule toward targets a little below the best so far;
@@ -17,26 +17,29 @@ The number of drafts depends on sizes only, never on a clock. Not modelled: work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpipe.schedule.blocks.repeat import repeat
-from jaxpipe.schedule.blocks.v_shape import VOffsets
-from jaxpipe.schedule.families.chunk_list_scheduler import chunk_drafts
 from jaxpipe.schedule.families.steady_phase import repeated
+from jaxpipe.schedule.families.v_blocks import v_zb_block
 from jaxpipe.schedule.families.v_rounds import rounds_order
-from jaxpipe.schedule.families.weight_filling import Filled, Rule, WeightFilling, balanced, order_of
+from jaxpipe.schedule.list_schedule.policies import chunk_drafts
+from jaxpipe.schedule.list_schedule.weights import Filled, WeightFilling, balanced, improved, least, order_of
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, best_of
+from jaxpipe.schedule.retime import Draft, best_of, nine_digits
 
 _NEVER = float("inf")
 _ROUNDING = 1e-9
-_STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 _ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
 
 
-def best_v_draft(problem: Problem, limit: float) -> Draft | None:
+def by_span(draft: Draft) -> tuple[float, float, float]:
+    """Smaller is better: the longest span, then the makespan, then the peak."""
+    return nine_digits(draft.span), nine_digits(draft.makespan), nine_digits(draft.peak)
+
+
+def best_v_draft(problem: Problem, limit: float, objective: str = "makespan") -> Draft | None:
     """The best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
 
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
@@ -104,50 +107,13 @@ def _improved_orders(filling: WeightFilling, best: Filled, anchor: Filled | None
 def _block_order(filling: WeightFilling) -> list[int] | None:
     """F and B of the paper's V-ZB block, repeated and squeezed; W are laid anew."""
     problem = filling.problem
-    block = VOffsets((0, 1, 2, 3), ((4, 2),) * (problem.num_ranks - 1)).block()
+    block = v_zb_block(problem.num_ranks)
     return order_of(problem, repeat(block, problem), filling.retimer)
 
 
-def improved(
-    filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
-) -> Filled:
-    """``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
-
-    ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
-    """
-    least_span, least_makespan = _least(filling.problem)
-    now = start or filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    step = 0
-    for _ in range(passes):
-        if now is None:
-            break
-        if now.dominates(best):
-            best = now
-        share = _STEPS[step % len(_STEPS)]
-        span = best.span - share * (best.span - least_span)
-        makespan = best.makespan - share * (best.makespan - least_makespan)
-        filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
-        if filled is not None and filled.rows == now.rows:
-            step += 1
-        now = filled
-    return best
-
-
 def _beatable(problem: Problem, best: Filled) -> bool:
-    span, makespan = _least(problem)
+    span, makespan = least(problem)
     return best.span > span * (1 + _ROUNDING) or best.makespan > makespan * (1 + _ROUNDING)
-
-
-def _least(problem: Problem) -> tuple[float, float]:
-    """(span, makespan) that no order can beat: every rank does its work, none starts before the first microbatch reaches it."""
-    m, reach = problem.num_microbatches, 0.0
-    starts: dict[int, float] = {}
-    work = [0.0] * problem.num_ranks
-    for q, r in enumerate(problem.rank):
-        starts.setdefault(r, reach)
-        work[r] += m * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
-        reach += problem.f_s[q] + problem.down_s[q]
-    return max(work), max(starts[r] + w for r, w in enumerate(work))
 
 
 def _below(problem: Problem, short: Problem, limit: float) -> Draft | None:

@@ -3,7 +3,7 @@
 Each rank first runs forwards only: its first chunk until the first microbatch has come back up the V, then both chunks in turn
 until memory is full. From then on a round gives every rank one B and one F, so that memory stays full. The flow down the V
 (F of the first chunk, B of the second) runs through all ranks within a round, the flow up moves one rank a round; a rank takes
-the flow up when it has something there. Times don't matter here: :mod:`~jaxpipe.schedule.families.weight_filling` adds W by
+the flow up when it has something there. Times don't matter here: :mod:`~jaxpipe.schedule.list_schedule.weights` adds W by
 real costs. Source: `controllable-memory.txt` section 3.2 (V-ZB) and Table 4, whose V-ZB is the authors' heuristic of this kind.
 """
 

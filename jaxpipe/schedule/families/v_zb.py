@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.chunk_list_scheduler import least_limit
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.families.v_heuristic import best_v_draft
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 

@@ -4,41 +4,39 @@ Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), section 3.1; `control
 memory ZB-1P and at twice that ZB-2P. The heuristic as the paper has it (:mod:`~jaxpipe.schedule.families.zb_rounds`), with its
 shortest span, is the answer to beat wherever it fits in memory. Many more drafts are made, and the best of those that are no
 worse in makespan, span *and* peak is kept: list schedules over a grid of policies
-(:mod:`~jaxpipe.schedule.families.list_scheduler`), and the fixed orders 1F1B, ZB-H1 and ZB-H2. The best of a small
-problem is polished (:mod:`~jaxpipe.schedule.families.polish`). Where a fused BW costs less than B + W, neighbours are fused.
+(:mod:`~jaxpipe.schedule.list_schedule.policies`), and the fixed orders 1F1B, ZB-H1 and ZB-H2. W are laid anew into the best
+few. Where a fused BW costs less than B + W, neighbours are fused.
 Nothing more is tried once the lower bounds are reached.
 
-For limits below p some policies set the warm-up depth by the round trip of a microbatch, and the building block of
-`controllable-memory.txt`, appendix I is tried from 2p/3 on (:mod:`~jaxpipe.schedule.families.two_thirds_block`; up to 4%).
+For limits below p the building block of `controllable-memory.txt`, appendix I is tried from 2p/3 on
+(:mod:`~jaxpipe.schedule.families.two_thirds_block`; up to 4%).
 At unit costs and limits p/4 to p the longest span equals or beats the best that CP-SAT found in FACTS.md's table (a test).
-How many drafts are made depends on sizes only, never on a clock.
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import replace
+from heapq import nsmallest
 from math import isnan
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
-from jaxpipe.schedule.families.list_scheduler import Bounded, list_schedule
-from jaxpipe.schedule.families.policies import policies
-from jaxpipe.schedule.families.polish import fuse_backwards, move_weight_gradients
 from jaxpipe.schedule.families.two_thirds_block import block_drafts
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.policies import chain_drafts
+from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import one_to_one
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
 
-_POLICIES_AT_ANY_SIZE, _MORE_POLICIES = 12, 28
-_ACTIONS_FOR_MORE = 10_000
-_SMALL, _SWAPS = 400, 200
+_REFILLED, _PASSES = 3, 30
 
 
 def zero_bubble(
@@ -109,39 +107,65 @@ def _zero_bubble(
     if costs.num_stages != ranks:
         raise ScheduleError(f"{name}: costs are for {costs.num_stages} stages; {ranks} ranks need {ranks}, one each")
     problem = Problem.of(one_to_one(ranks), m, costs)
-    need = max(*problem.held, *problem.kept)
+    need = least_limit(problem)
     if limit is not None and (isnan(limit) or limit < need):
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
-    bounded = Bounded(problem, max(ranks, need) if limit is None else limit)
-    makespan, span = (
-        find(bounded.problem.placement, m, costs, memory_limit=bounded.limit)
-        for find in (lower_bound, span_lower_bound)
-    )
-    return bounded.problem.schedule(name, best_draft(bounded, makespan, span, objective).rows)
+    limit = max(ranks, need) if limit is None else limit
+    makespan, span = (find(problem.placement, m, costs, memory_limit=limit) for find in (lower_bound, span_lower_bound))
+    return problem.schedule(name, best_draft(problem, limit, makespan, span, objective).rows)
 
 
-def best_draft(bounded: Bounded, makespan: float = 0.0, span: float = 0.0, objective: Objective = "makespan") -> Draft:
-    """The best of all drafts, polished if small; stops early at one that takes no more than ``makespan`` and ``span``.
+def best_draft(
+    problem: Problem, limit: float, makespan: float = 0.0, span: float = 0.0, objective: Objective = "makespan"
+) -> Draft:
+    """The best of all drafts, W laid anew; stops early at one that takes no more than ``makespan`` and ``span``.
 
-    The best by makespan is polished for either objective, so that choosing by span never gives a longer one.
+    The best by makespan is finished for either objective, so that choosing by span never gives a longer one.
     """
-    retimer = Retimer(bounded.problem)
-    anchor = _paper_draft(retimer, bounded.limit)
-    limit = (bounded.limit if anchor is None else anchor.peak) + 1e-9
-    best: dict[Objective, Draft | None] = {"makespan": anchor, objective: anchor}
-    for draft in _drafts(retimer, bounded, limit):
-        for goal, found in best.items():
-            if found is not None and found.makespan <= makespan * (1 + 1e-9) and found.span <= span * (1 + 1e-9):
-                return found
+    retimer = Retimer(problem)
+    anchor = _paper_draft(retimer, limit)
+    peak = (limit if anchor is None else anchor.peak) + 1e-9
+    kept: dict[Objective, list[Draft]] = {goal: [anchor] if anchor else [] for goal in ("makespan", objective)}
+    for draft in _drafts(retimer, limit, peak):
+        for goal, found in kept.items():
+            if found and found[0].makespan <= makespan * (1 + 1e-9) and found[0].span <= span * (1 + 1e-9):
+                return found[0]
             if anchor is None or draft.no_worse_than(anchor, goal):
-                best[goal] = best_of([found, draft], objective=goal)
-    swaps = _SWAPS if 3 * bounded.problem.num_ranks * bounded.problem.num_microbatches <= _SMALL else 0
-    drafts = [move_weight_gradients(retimer, found, limit, swaps) for found in best.values() if found is not None]
-    chosen = best_of((fuse_backwards(retimer, draft, limit) for draft in drafts), objective=objective)
+                kept[goal] = nsmallest(_REFILLED, [*found, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
+    filling = WeightFilling(problem, peak, retimer)
+    bests = (
+        best_of([*found, *(refilled(filling, d, _PASSES) for d in found)], anchor, goal) for goal, found in kept.items()
+    )
+    chosen = best_of((fuse_backwards(retimer, best, peak) for best in bests if best), objective=objective)
     assert chosen is not None
     return chosen
+
+
+def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:
+    """``draft`` with one BW for each B whose W directly follows it, on those ranks where that makes it no longer.
+
+    Only where a fused backward costs less than both. It puts the cotangent off until W's end, and keeps the whole activation
+    as long, so it is taken rank by rank, never over ``limit``.
+    """
+    problem = retimer.problem
+    kind = problem.num_replicas * problem.num_microbatches
+    best = draft
+    for rank, row in enumerate(draft.rows):
+        stages = problem.replicas_of(rank)
+        if all(problem.bw_s[k] >= problem.b_s[k] + problem.w_s[k] for k in stages):
+            continue
+        fused: list[int] = []
+        for code in row:
+            if fused and fused[-1] // kind == B and code == fused[-1] + (W - B) * kind:
+                fused[-1] += (BW - B) * kind
+            else:
+                fused.append(code)
+        tried = retimer.draft([fused if r == rank else other for r, other in enumerate(best.rows)])
+        if tried is not None and tried.no_worse_than(replace(best, peak=limit)):
+            best = tried
+    return best
 
 
 def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
@@ -150,24 +174,21 @@ def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
     return min(drafts, key=lambda d: nine_digits(d.span), default=None)
 
 
-def _drafts(retimer: Retimer, bounded: Bounded, peak: float) -> Iterator[Draft]:
+def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
     """Drafts within the limit, of which one always exists; building blocks only within ``peak``."""
-    problem, limit = bounded.problem, bounded.limit + 1e-9
+    problem = retimer.problem
     p, m = problem.num_ranks, problem.num_microbatches
-    in_flight = bounded.fit([p - r for r in range(p)])
+    need = least_limit(problem)
+    in_flight = [int(min(p - r, limit / need + 1e-9)) if need else p - r for r in range(p)]
     fixed = [[_one_f_one_b(k, m, ["B", "W"]) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
     if any(bw < b + w for bw, b, w in zip(problem.bw_s, problem.b_s, problem.w_s, strict=True)):
         fixed.append([_one_f_one_b(k, m, ["BW"]) for k in in_flight])
     for rows in fixed:
         draft = retimer.draft(problem.codes(in_order("fixed", m, rows)))
-        if draft is not None and draft.peak <= limit:
+        if draft is not None and draft.peak <= limit + 1e-9:
             yield draft
-    count = _POLICIES_AT_ANY_SIZE + min(_MORE_POLICIES, _ACTIONS_FOR_MORE // (3 * p * m))
-    for policy in islice(policies(bounded), count):
-        draft = list_schedule(bounded, policy)
-        if draft is not None:
-            yield draft
-    if bounded.limit < p:
+    yield from chain_drafts(problem, limit)
+    if limit < p:
         yield from block_drafts(problem, peak)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from jaxpipe.schedule.blocks import repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
-from jaxpipe.schedule.families.list_scheduler import Bounded
 from jaxpipe.schedule.families.two_thirds_block import block_drafts, two_thirds_block
 from jaxpipe.schedule.families.zb_heuristic import best_draft
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer, best_of
@@ -41,9 +41,8 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
     squeezed = retimer.draft(repeat(two_thirds_block(ranks), problem))
     assert squeezed is not None, "a repeated block deadlocks"
     if squeezed.peak > ranks * (1 + 1e-9):
-        bounded = Bounded(problem, max(ranks, *problem.held, *problem.kept))
-        return problem.schedule("zb-two-thirds", best_draft(bounded).rows)
-    drafts = [best_draft(Bounded(problem, squeezed.peak))]
+        return problem.schedule("zb-two-thirds", best_draft(problem, max(ranks, least_limit(problem))).rows)
+    drafts = [best_draft(problem, squeezed.peak)]
     if not drafts[0].no_worse_than(squeezed):
         drafts += block_drafts(problem, squeezed.peak)
     best = best_of(drafts, anchor=squeezed)

@@ -16,7 +16,7 @@ from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W
 
 def split_backwards(schedule: Schedule) -> Schedule:
     """``schedule`` with B and then W in place of each BW."""
-    return _rewritten(schedule, frozenset())
+    return with_fused(schedule, frozenset())
 
 
 def fuse_neighbours(schedule: Schedule) -> Schedule:
@@ -32,12 +32,12 @@ def fuse_neighbours(schedule: Schedule) -> Schedule:
         for one, two in pairwise(row)
         if type(one) is Action and one.op == B.name and two == replace(one, op=W.name)
     )
-    return _rewritten(schedule, fused | fused_backwards(schedule))
+    return with_fused(schedule, fused | fused_backwards(schedule))
 
 
 def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
     """``schedule`` with each backward split or fused as it is in ``like``."""
-    return _rewritten(schedule, fused_backwards(like))
+    return with_fused(schedule, fused_backwards(like))
 
 
 def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -46,7 +46,8 @@ def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
     return frozenset((a.stage, a.microbatch) for a in actions if a.op == BW.name)
 
 
-def _rewritten(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
+def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
+    """``schedule`` with the backwards of ``fused``, pairs of stage and microbatch, as BW and all others as B and W."""
     return replace(schedule, rows=tuple(_row(row, fused) for row in schedule.rows))
 
 

@@ -27,6 +27,7 @@ from jaxpipe.schedule.retime import Draft, Retimer
 Ties = Literal["idle", "run", "as computed"]
 _NEVER = float("inf")
 _ROUNDING = 1e-9
+_STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +79,17 @@ class Filled:
 class WeightFilling:
     """The tables of one problem and memory limit (units of one rank's share); :meth:`fill` for each order and rule."""
 
-    __slots__ = ("_held", "_kind", "_less_work", "_tiny", "limit", "problem", "retimer")
+    __slots__ = ("_less_work", "_tiny", "limit", "problem", "retimer")
 
     def __init__(self, problem: Problem, limit: float, retimer: Retimer | None = None) -> None:
         self.problem, self.limit = problem, limit
         self.retimer = retimer or Retimer(problem)
-        self._held = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
-        self._tiny = _ROUNDING * max((*problem.f_s, *problem.b_s, *problem.w_s), default=0.0)
+        seconds = problem.tables.seconds[: 3 * problem.num_replicas]
+        self._tiny = _ROUNDING * max(seconds)
         work = [0.0] * problem.num_ranks
-        for q, r in enumerate(problem.rank):
-            work[r] += problem.num_microbatches * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
+        for (r,), kind_s in zip(problem.tables.ranks, seconds, strict=False):
+            work[r] += problem.num_microbatches * kind_s
         self._less_work = [w - max(work) for w in work]
-        links: dict[tuple[int, int], int] = {}
-        # per kind (F of each replica, then B): rank, seconds, memory taken, code made ready less its own, link, its seconds
-        self._kind = [_kind(problem, self._held, kind, links) for kind in range(2 * problem.num_replicas)]
 
     def spare(self, filled: Filled, span: float, makespan: float) -> list[float]:
         """Per rank, the idle seconds that ``filled`` leaves under a target for the span and for the makespan."""
@@ -103,95 +101,68 @@ class WeightFilling:
 
     def fill(self, order: Sequence[int], rule: Rule) -> Filled | None:
         """Rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
-        pr = self.problem
-        n, m, p = pr.num_replicas, pr.num_microbatches, pr.num_ranks
-        kinds, kept, w_s, nm = self._kind, pr.kept, pr.w_s, pr.num_replicas * pr.num_microbatches
+        t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
+        seconds, change, feeds = t.seconds, t.change, t.feeds
+        ranks = self.problem.rank * 2
         room, tiny = self.limit + _ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
-        spare, earlier = rule.spare_s, rule.profile_s
-        before = rule.before or (True,) * (2 * n)
-        ready = [0.0] * (2 * nm)
-        link_free = [0.0] * (2 * n)
-        free, first, idle, memory = [0.0] * p, [_NEVER] * p, self._less_work.copy(), [0.0] * p
-        rows: list[list[int]] = [[] for _ in range(p)]
-        pending: list[deque[int]] = [deque() for _ in range(p)]
+        spare, earlier, before = rule.spare_s, rule.profile_s, rule.before
+        ready, link_free = [0.0] * (2 * n * m), [0.0] * t.num_links
+        free, first, idle = [0.0] * t.num_ranks, [_NEVER] * t.num_ranks, self._less_work.copy()
+        memory = [0.0] * t.num_ranks
+        rows: list[list[int]] = [[] for _ in free]
+        pending: list[deque[int]] = [deque() for _ in free]
         profile: list[float] = []
         most, tie = 0.0, -tiny if rule.ties == "run" else tiny
+
+        def run(code: int, r: int, now: float) -> float:
+            rows[r].append(code)
+            memory[r] += change[code // m]
+            return now + seconds[code // m]
+
         for at, code in enumerate(order):
             kind = code // m
-            r, seconds, taken, makes, link, link_s = kinds[kind]
+            r, arrival = ranks[kind], ready[code]
             row, waiting, now = rows[r], pending[r], free[r]
-            arrival = ready[code]
+            memory[r] += change[kind]
             if kind < n:
-                while memory[r] + taken > room:
+                while memory[r] > room:
                     if not waiting:
                         return None
-                    w = waiting.popleft()
-                    row.append(w)
-                    stage = w // m - n - n
-                    memory[r] -= kept[stage]
-                    now += w_s[stage]
-            else:
-                waiting.append(code + nm)
+                    now = run(waiting.popleft(), r, now)
             if not row:
                 now = first[r] = arrival
             elif arrival > now:
-                if waiting and (len(waiting) > 1 or kind < n):
+                if waiting:
                     may = earlier[at] + spare[r] if earlier else (most if most > spare[r] else spare[r])
-                    while waiting[0] != code + nm:
-                        w = waiting[0]
-                        stage = w // m - n - n
-                        if arrival + tiny < now + w_s[stage]:
-                            gap = arrival - now
-                            if gap <= tiny or gap <= may - idle[r] + tie or not before[kind]:
-                                break
-                        waiting.popleft()
-                        row.append(w)
-                        memory[r] -= kept[stage]
-                        now += w_s[stage]
-                        if now + tiny >= arrival or not waiting:
-                            break
+                while waiting and now + tiny < arrival:
+                    longer = arrival + tiny < now + seconds[waiting[0] // m]
+                    if longer and (arrival - now <= may - idle[r] + tie or (before and not before[kind])):
+                        break
+                    now = run(waiting.popleft(), r, now)
                 if arrival > now:
-                    idle[r] += (arrival + seconds) - (now + seconds)
+                    idle[r] += (arrival + seconds[kind]) - (now + seconds[kind])
                     if idle[r] > most:
                         most = idle[r]
                     now = arrival
             profile.append(idle[r])
             row.append(code)
-            memory[r] += taken
-            free[r] = now = now + seconds
-            if makes:
+            free[r] = now = now + seconds[kind]
+            for _, link, link_s, (gap,) in feeds[kind]:
                 if link >= 0:
                     sent = link_free[link]
                     link_free[link] = now = (sent if sent > now else now) + link_s
-                ready[code + makes] = now
+                ready[code + gap] = now
+            if kind >= n:
+                waiting.append(code + n * m)
         for r, waiting in enumerate(pending):
-            for w in waiting:
-                rows[r].append(w)
-                free[r] += w_s[w // m - n - n]
+            for code in waiting:
+                free[r] = run(code, r, free[r])
         return Filled(rows, profile, tuple(idle), tuple(first), tuple(free))
 
     def draft(self, rows: Sequence[Sequence[int]]) -> Draft | None:
         """The draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""
         draft = self.retimer.draft(rows)
         return draft if draft and draft.peak <= self.limit + _ROUNDING else None
-
-
-def _kind(
-    problem: Problem, held: Sequence[float], kind: int, links: dict[tuple[int, int], int]
-) -> tuple[int, float, float, int, int, float]:
-    n, m, last = problem.num_replicas, problem.num_microbatches, problem.num_replicas - 1
-    backward, stage = divmod(kind, n)
-    rank = problem.rank[stage]
-    seconds = problem.b_s[stage] if backward else problem.f_s[stage]
-    taken = problem.kept[stage] - held[stage] if backward else held[stage]
-    if backward:
-        makes, to, transfer_s = (-m, stage - 1, problem.up_s[stage]) if stage else (0, stage, 0.0)
-    else:
-        makes, to, transfer_s = (m, stage + 1, problem.down_s[stage]) if stage < last else (n * m, stage, 0.0)
-    there = problem.rank[to]
-    if there == rank:
-        return rank, seconds, taken, makes, -1, 0.0
-    return rank, seconds, taken, makes, links.setdefault((rank, there), len(links)), transfer_s
 
 
 def balanced(
@@ -228,3 +199,49 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
         return start[code], kind if kind < n else 3 * n - kind, position[code]
 
     return sorted(codes, key=key)
+
+
+def improved(
+    filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
+) -> Filled:
+    """``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
+
+    ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
+    """
+    least_span, least_makespan = least(filling.problem)
+    now = start or filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    step = 0
+    for _ in range(passes):
+        if now is None:
+            break
+        if now.dominates(best):
+            best = now
+        share = _STEPS[step % len(_STEPS)]
+        span = best.span - share * (best.span - least_span)
+        makespan = best.makespan - share * (best.makespan - least_makespan)
+        filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
+        if filled is not None and filled.rows == now.rows:
+            step += 1
+        now = filled
+    return best
+
+
+def least(problem: Problem) -> tuple[float, float]:
+    """(span, makespan) that no order can beat: every rank does its work, none starts before the first microbatch reaches it."""
+    m, reach = problem.num_microbatches, 0.0
+    starts: dict[int, float] = {}
+    work = [0.0] * problem.num_ranks
+    for q, r in enumerate(problem.rank):
+        starts.setdefault(r, reach)
+        work[r] += m * (problem.f_s[q] + problem.b_s[q] + problem.w_s[q])
+        reach += problem.f_s[q] + problem.down_s[q]
+    return max(work), max(starts[r] + w for r, w in enumerate(work))
+
+
+def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
+    """The same order of F and B, W laid anew by passes of the profile rule, within the limit; None for fused backwards."""
+    order = order_of(filling.problem, draft.rows, filling.retimer)
+    if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
+        return None
+    start = filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    return filling.draft(improved(filling, order, start, passes, start).rows) if start else None

@@ -1,0 +1,160 @@
+"""Schedules of one's own in a config: by the rules of ``[traverse]``, or from a function that it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.schedule import Traversal, bidirectional, circular, generate, one_to_one, traverse
+from jaxpipe.train.assemble import build_schedule, relative_costs
+from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.sections import PipelineConfig, TraverseConfig
+
+PIPE = PipelineConfig(ranks=4, microbatches=6, schedule="traverse")
+
+
+def even(num_stages: int) -> list[float]:
+    return [1.0] * num_stages
+
+
+def config(*overrides: str) -> TrainConfig:
+    return load_config(None, ["pipeline.schedule=traverse", "pipeline.microbatches=4", *overrides])
+
+
+def test_rules_of_a_config() -> None:
+    made = build_schedule(PIPE, even, TraverseConfig(in_flight=(4, 3, 2, 1)))
+    assert made.rows == generate("1f1b", 4, 6).rows
+    loops = TraverseConfig("circular", "interleaved", "breadth:4", "depth:4")
+    rules = Traversal("interleaved", forward="breadth:4", backward="depth:4")
+    costs = relative_costs(even(8))
+    assert build_schedule(replace(PIPE, chunks=2), even, loops) == traverse(circular(4, 2), 6, rules, costs)
+    both = build_schedule(PIPE, even, TraverseConfig("bidirectional", in_flight_per_stage=2))
+    assert both.placement == bidirectional(4)
+    assert both == build_schedule(PIPE, even, TraverseConfig("bidirectional", in_flight_per_stage=2))
+
+
+def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[pipeline]\nschedule = "traverse"\nchunks = 2\n'
+        '[traverse]\nplacement = "circular"\nfirst = "interleaved"\nforward = "breadth:4"\n'
+        "in_flight = [8, 7, 6, 5]\nunits = [2, 1]\n"
+    )
+    loaded = load_config(path)
+    assert loaded.traverse == TraverseConfig(
+        "circular", "interleaved", "breadth:4", in_flight=(8, 7, 6, 5), units=(2, 1)
+    )
+    assert TrainConfig.from_dict(loaded.to_dict()) == loaded
+    path.write_text(loaded.to_toml())
+    assert load_config(path, ["traverse.in_flight=3"]).traverse.in_flight == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("traverse.first=backwards", "did you mean 'backward'?"),
+        ("traverse.forward=deep", "[traverse]: traversal: forward is 'deep'; want breadth, depth"),
+        ("traverse.in_flight=0", "in_flight is 0; want a whole number"),
+        ("traverse.units=[1,0]", "units is (1, 0); want two"),
+        ("traverse.placement=ring", "expected one of 'one-to-one', 'circular'"),
+        ("pipeline.schedule=travers", "did you mean 'traverse'?"),
+        ("pipeline.schedule=a:b:c", "is no schedule"),
+    ],
+)
+def test_rules_that_say_nothing(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(override)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (TraverseConfig("v"), "placement v has 2 chunk(s) per rank, not 1"),
+        (TraverseConfig(in_flight=(1, 2)), "in-flight=1,2 is for 2, not 4: give one a rank"),
+        (None, "unknown schedule family 'traverse'"),
+    ],
+)
+def test_rules_that_do_not_fit(rules: TraverseConfig | None, said: str) -> None:
+    with pytest.raises(JaxpipeError) as caught:
+        build_schedule(PIPE, even, rules)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+MODULE = """
+from jaxpipe.schedule import Traversal, circular, one_to_one, traverse
+
+def towers(ranks, microbatches):
+    return traverse(one_to_one(ranks), microbatches, Traversal("backward", in_flight=2))
+
+def fixed():
+    return traverse(one_to_one(4), 6, Traversal("forward"))
+
+def by_costs(costs, chunks, ranks=4):
+    return traverse(circular(ranks, chunks), 6, Traversal("backward"), costs)
+
+def smaller():
+    return traverse(one_to_one(3), 6, Traversal("forward"))
+
+def broken(ranks):
+    return ranks / 0
+
+def torn():
+    from dataclasses import replace
+    made = fixed()
+    return replace(made, rows=(made.rows[0][1:], *made.rows[1:]))
+
+def eight():
+    return 8
+
+def hungry(layers):
+    return layers
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that lies in the working directory, another one for every test."""
+    name = "own_" + "".join(c for c in tmp_path.name if c.isalnum())
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_function_makes_the_schedule(own: str) -> None:
+    def made(function: str, **changes: Any) -> Any:
+        return build_schedule(replace(PIPE, schedule=f"{own}:{function}", **changes), even)
+
+    assert made("towers") == made("towers")
+    assert made("towers").rows == traverse(one_to_one(4), 6, Traversal("backward", in_flight=2)).rows
+    assert made("fixed").rows == generate("gpipe", 4, 6).rows
+    assert made("by_costs", chunks=2).num_stages == 8
+    assert load_config(None, [f"pipeline.schedule={own}:towers"]).pipeline.schedule == f"{own}:towers"
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("smaller", "has 3 ranks, the config says pipeline.ranks=4: make them equal"),
+        ("broken", "can't be made: ZeroDivisionError: division by zero"),
+        ("torn", "F of stage 0, microbatch 0 on rank 0 is missing"),
+        ("eight", "returned a int; want a jaxpipe.schedule.Schedule"),
+        ("hungry", "needs the option layers"),
+        ("tower", "has no function or class 'tower'"),
+    ],
+)
+def test_a_function_that_makes_none(own: str, function: str, said: str) -> None:
+    with pytest.raises(JaxpipeError) as caught:
+        build_schedule(replace(PIPE, schedule=f"{own}:{function}"), even)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert f"{own}:{function}" in str(caught.value)
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"^schedule nowhere_at_all:f: no module 'nowhere_at_all'"):
+        build_schedule(replace(PIPE, schedule="nowhere_at_all:f"), even)

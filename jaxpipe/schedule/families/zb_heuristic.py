@@ -47,10 +47,10 @@ def zero_bubble(
 
     Works for any ``ranks`` p >= 1, ``microbatches`` m >= 1 and limit >= 1. Here with a limit of 2, half of 1F1B's::
 
-        rank 0 |F0 F1                B0 W0 F2 B1 W1 F3             B2 W2 F4 B3 W3 F5             B4 W4 B5 W5
-        rank 1 |   F0 F1          B0 W0 B1 W1 F2       F3       B2 W2 B3 W3 F4       F5       B4 W4 B5 W5
-        rank 2 |      F0 F1    B0 W0 B1 W1       F2       F3 B2 W2 B3 W3       F4       F5 B4 W4 B5 W5
-        rank 3 |         F0 B0 F1 B1 W0 W1          F2 B2 W2 F3 B3 W3             F4 B4 W4 F5 B5 W5
+        rank 0 |F0 F1                B0 W0 B1 F2 W1 F3             B2 W2 B3 F4 W3 F5             B4 W4 B5 W5
+        rank 1 |   F0 F1          B0 W0 B1 W1    F2    F3       B2 W2 B3 W3    F4    F5       B4 W4 B5 W5
+        rank 2 |      F0 F1    B0 W0 B1 W1          F2    F3 B2 W2 B3 W3          F4    F5 B4 W4 B5 W5
+        rank 3 |         F0 B0 F1 B1 W0 W1             F2 B2 F3 B3 W2 W3             F4 B4 F5 B5 W4 W5
 
     ``costs``: one stage per rank; default F = B = W. A rank whose w-residuals are smaller than its residuals gets more
     forwards under the same limit.

@@ -37,7 +37,7 @@ from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Retimer, best_of, nine_digits, order_key
 
-_REFILLED, _PASSES = 3, 30
+_REFILLED, _PASSES, _ACTIONS = 3, 30, 20_000
 
 
 def zero_bubble(
@@ -128,10 +128,15 @@ def best_draft(problem: Problem, limit: float, makespan: float = 0.0, span: floa
 def refilled(filling: WeightFilling, draft: Draft) -> Draft | None:
     """The same order of F and B, W laid anew by passes of the profile rule; None for fused backwards."""
     order = order_of(filling.problem, draft.rows, filling.retimer)
-    if len(order) < 2 * filling.problem.num_ranks * filling.problem.num_microbatches:
+    size = filling.problem.num_ranks * filling.problem.num_microbatches
+    if len(order) < 2 * size:
         return None
     start = filling.fill(order, Rule((-inf,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    return filling.draft(improved(filling, order, start, _PASSES, start).rows) if start else None
+    return (
+        filling.draft(improved(filling, order, start, min(_PASSES, _ACTIONS // (3 * size)), start).rows)
+        if start
+        else None
+    )
 
 
 def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:

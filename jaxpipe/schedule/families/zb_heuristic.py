@@ -36,7 +36,7 @@ from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
 
-_REFILLED, _PASSES = 3, 30
+_REFILLED, _PASSES, _ACTIONS = 3, 30, 20_000
 
 
 def zero_bubble(
@@ -50,10 +50,10 @@ def zero_bubble(
 
     Works for any ``ranks`` p >= 1, ``microbatches`` m >= 1 and limit >= 1. Here with a limit of 2, half of 1F1B's::
 
-        rank 0 |F0 F1                B0 W0 F2 B1 W1 F3             B2 W2 F4 B3 W3 F5             B4 W4 B5 W5
-        rank 1 |   F0 F1          B0 W0 B1 W1 F2       F3       B2 W2 B3 W3 F4       F5       B4 W4 B5 W5
-        rank 2 |      F0 F1    B0 W0 B1 W1       F2       F3 B2 W2 B3 W3       F4       F5 B4 W4 B5 W5
-        rank 3 |         F0 B0 F1 B1 W0 W1          F2 B2 W2 F3 B3 W3             F4 B4 W4 F5 B5 W5
+        rank 0 |F0 F1                B0 W0 B1 F2 W1 F3             B2 W2 B3 F4 W3 F5             B4 W4 B5 W5
+        rank 1 |   F0 F1          B0 W0 B1 W1    F2    F3       B2 W2 B3 W3    F4    F5       B4 W4 B5 W5
+        rank 2 |      F0 F1    B0 W0 B1 W1          F2    F3 B2 W2 B3 W3          F4    F5 B4 W4 B5 W5
+        rank 3 |         F0 B0 F1 B1 W0 W1             F2 B2 F3 B3 W2 W3             F4 B4 F5 B5 W4 W5
 
     ``costs``: one stage per rank; default F = B = W. A rank whose w-residuals are smaller than its residuals gets more
     forwards under the same limit. ``objective``: what is minimised first, the makespan or the longest rank span.
@@ -135,8 +135,9 @@ def best_draft(
             if anchor is None or draft.no_worse_than(anchor, goal):
                 kept[goal] = nsmallest(_REFILLED, [*found, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, peak, retimer)
+    passes = min(_PASSES, _ACTIONS // (3 * problem.num_ranks * problem.num_microbatches))
     bests = (
-        best_of([*found, *(refilled(filling, d, _PASSES) for d in found)], anchor, goal) for goal, found in kept.items()
+        best_of([*found, *(refilled(filling, d, passes) for d in found)], anchor, goal) for goal, found in kept.items()
     )
     chosen = best_of((fuse_backwards(retimer, best, peak) for best in bests if best), objective=objective)
     assert chosen is not None

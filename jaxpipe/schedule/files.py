@@ -107,7 +107,9 @@ def _compact(value: Any) -> str:
 
 def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
     try:
-        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
+        return make(json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys))
+    except ScheduleError as error:
+        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ScheduleParseError(
@@ -115,7 +117,3 @@ def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ScheduleParseError(f"{path}: not JSON that jaxpipe reads: {error}") from None
-    try:
-        return make(data)
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{path}: {error}", error.problems) from None

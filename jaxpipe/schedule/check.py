@@ -104,9 +104,7 @@ def _places(schedule: Schedule) -> Iterator[Place]:
 def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
     """Joint computations that some ranks of the group lack."""
     placement = graph.schedule.placement
-    for spec in graph.ops():
-        if spec.sends == "none":
-            continue
+    for spec in (spec for spec in graph.ops() if spec.sends != "none"):
         for stage, i, rank in _places(graph.schedule):
             group = placement.ranks(stage, i)
             having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None] if len(group) > 1 else []

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import located
 from jaxpipe.schedule.infer import schedule_of
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
 from jaxpipe.wording import clipped
@@ -61,13 +62,9 @@ def parse_csv(text: str, name: str, path: str = "<csv>", notice: Callable[[str],
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         rows = [tuple(_slots(cells, f"{path}: line {reader.line_num}", traffic)) for cells in reader]
-        schedule = schedule_of(name, rows)
     except csv.Error as error:
         raise ScheduleParseError(f"{path}: line {reader.line_num}: not CSV: {error}") from None
-    except ScheduleParseError:
-        raise
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
+    schedule = located(path, schedule_of, name, rows)
     if traffic and notice is not None:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(traffic.items()))
         notice(f"{path}: {traffic.total()} cells left out that only communicate ({kinds}); transfers are implied")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.files import no_constant, read_text, unique_keys, write_atomically
+from jaxpipe.files import located, no_constant, read_text, unique_keys, write_atomically
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
@@ -107,9 +107,7 @@ def _compact(value: Any) -> str:
 
 def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
     try:
-        return make(json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys))
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         raise ScheduleParseError(
@@ -117,3 +115,4 @@ def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ScheduleParseError(f"{path}: not JSON that jaxpipe reads: {error}") from None
+    return located(path, make, data)

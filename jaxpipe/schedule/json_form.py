@@ -12,7 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.errors import ScheduleParseError
+from jaxpipe.files import located
 from jaxpipe.schedule.costs import CostProfile, Link
 from jaxpipe.schedule.infer import infer_microbatches, infer_placement
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
@@ -49,7 +50,7 @@ def from_schedule(data: object, name: str = "unnamed") -> Schedule:
     """``name``: of a schedule that has none. Raises ScheduleParseError, naming the key."""
     given = _values(Schedule, data, "schedule", SCHEDULE_FORMAT, ["rows"])
     if "placement" not in given:
-        given["placement"] = _at("rows", infer_placement, given["rows"])
+        given["placement"] = located("rows", infer_placement, given["rows"])
     return Schedule(**{"name": name, "num_microbatches": infer_microbatches(given["rows"]), **given})
 
 
@@ -66,7 +67,7 @@ def from_placement(data: object, where: str = "placement") -> Placement:
         raise ScheduleParseError(
             f"placement.ranks is {ranks}, but the flows name only {len(named)} ranks; every rank needs a stage"
         )
-    return _at(where, lambda given: Placement(**given), given)
+    return located(where, Placement, **given)
 
 
 def to_costs(costs: CostProfile) -> Json:
@@ -156,7 +157,7 @@ def _fields(record: Any) -> dict[str, tuple[str, Any, bool]]:
 
 
 def _record(record: type[T], data: object, where: str, form: str | None = None) -> T:
-    return _at(where, lambda given: record(**given), _values(record, data, where, form))
+    return located(where, record, **_values(record, data, where, form))
 
 
 def _values(
@@ -195,13 +196,6 @@ def _read(hint: Any, data: object, where: str) -> Any:
     if len(items) != len(kinds):
         raise ScheduleParseError(f"{where} has {len(items)} entries; want {len(kinds)}")
     return tuple(_read(kind, x, f"{where}[{k}]") for k, (kind, x) in enumerate(zip(kinds, items, strict=True)))
-
-
-def _at(where: str, make: Callable[[Any], T], value: Any) -> T:
-    try:
-        return make(value)
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{where}: {error}", error.problems) from None
 
 
 def _of_type(kind: type[T], want: str) -> Callable[[object, str], T]:
@@ -245,7 +239,7 @@ def _shown(data: object) -> str:
 
 
 _READERS: Mapping[Any, Callable[[object, str], Any]] = {
-    Slot: lambda data, where: _at(where, parse_slot, _text(data, where)),
+    Slot: lambda data, where: located(where, parse_slot, _text(data, where)),
     Placement: from_placement,
     str: _text,
     int: _whole,

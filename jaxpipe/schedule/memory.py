@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph
@@ -31,13 +30,8 @@ UNIT = 2.0**_BITS
 """One unit of activation on the grid."""
 
 
-class _Delta(NamedTuple):
-    """What an action changes at its start and its end: integer bytes, integer activation units."""
-
-    start_bytes: int
-    start_units: int
-    end_bytes: int
-    end_units: int
+_Delta = tuple[int, int, int, int]
+"""What an action changes: bytes at its start, activation units at its start, both at its end, as integers on the grid."""
 
 
 def memory_curves(
@@ -105,7 +99,7 @@ class _Grid:
         start, end = _change(op, lambda field: round(self.costs.values(field)[stage] * self.scale))
         workspace = round(self.temp[op][stage] * self.scale) if op in self.temp else 0
         start_units, end_units = activation_units(self.costs, op, stage, share)
-        return _Delta(start + workspace, start_units, end - workspace, end_units)
+        return start + workspace, start_units, end - workspace, end_units
 
 
 def _changes(

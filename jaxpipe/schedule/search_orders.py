@@ -43,14 +43,15 @@ class Candidate:
     schedule: Schedule
     costs: CostProfile
     timeline: Timeline
-    makespan: float = field(init=False)
-    span: float = field(init=False)
-    peak: float = field(init=False)
+    makespan: float
+    span: float
+    peak: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "makespan", self.timeline.makespan)
-        object.__setattr__(self, "span", self.timeline.max_span)
-        object.__setattr__(self, "peak", max(self.timeline.peak_activations))
+    @classmethod
+    def of(cls, setting: Setting, schedule: Schedule, costs: CostProfile) -> Candidate:
+        timeline = simulate(schedule, costs)
+        peak = max(timeline.peak_activations)
+        return cls(setting, schedule, costs, timeline, timeline.makespan, timeline.max_span, peak)
 
     def key(self, objective: Objective) -> tuple[float, float, float]:
         """The smaller, the better."""
@@ -76,7 +77,7 @@ def make(setting: Setting, task: Task) -> Candidate:
     schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group, task.objective)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
-    return Candidate(setting, schedule, costs, simulate(schedule, costs))
+    return Candidate.of(setting, schedule, costs)
 
 
 OnTrial = Callable[[Setting, Candidate | None], object]
@@ -123,7 +124,7 @@ class _Search:
         self.on_trial(setting, self.best)
         done = offload_pass(candidate.schedule, candidate.costs, memory_limit=limit)
         if at_most(peak := max(done.peak_after), self.task.memory_limit):
-            self._keep(Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs)))
+            self._keep(Candidate.of(setting, done.schedule, candidate.costs))
         return peak
 
     def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:

@@ -27,6 +27,7 @@ from pathlib import PurePath
 from typing import NoReturn
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import located
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
@@ -190,10 +191,7 @@ class _Parser:
         for key in filter(self.lines.get, _HEADERS):
             self._fail(*self.lines[key], f"a file with a line like this one must begin with the line '{FIRST_LINE}'")
         rows = [self._row(rank) for rank in range(len(self.lines))]
-        try:
-            return schedule_of(PurePath(self.path).stem, rows)
-        except ScheduleError as error:
-            raise ScheduleParseError(f"{self.path}: {error}", error.problems) from None
+        return located(self.path, schedule_of, PurePath(self.path).stem, rows)
 
     def _whole(self) -> Schedule:
         for key in _HEADERS[:3]:

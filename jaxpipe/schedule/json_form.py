@@ -55,8 +55,7 @@ def from_schedule(data: object, name: str = "unnamed") -> Schedule:
 
 
 def to_placement(placement: Placement) -> Json:
-    written: Json = _write(placement)
-    return written
+    return dict(_write(placement))
 
 
 def from_placement(data: object, where: str = "placement") -> Placement:

@@ -83,11 +83,6 @@ def _clip(text: str) -> str:
     return clipped(text, _EXCERPT)
 
 
-def _unquote(text: str) -> str:
-    """Raises ValueError."""
-    return str(json.loads(text)) if text.startswith('"') else text
-
-
 # Placements.
 
 
@@ -199,7 +194,7 @@ class _Parser:
                 self._fail(len(self.raw), "", f"the line '{key}: …' is missing; is the file truncated?")
         number, text = self.lines["name"]
         try:
-            name = _unquote(text)
+            name = str(json.loads(text)) if text.startswith('"') else text
         except ValueError:
             self._fail(number, f"name: {text}", "write plain text or a JSON string")
         number, text = self.lines["microbatches"]

@@ -77,16 +77,14 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
     actions = tuple(tuple(Action(*kinds[k][:3]) for k in row) for row in rows)
     graph = build_graph(Schedule("", placement, placement.num_flows, actions))
     for _, action, wanted, _ in graph.unmet:
-        ops = dict.fromkeys(x.op for x in kinds)
         raise ScheduleError(
-            f"op {action.op} waits for {' or '.join(wanted)}, and the schedule has only {', '.join(ops)}: let it wait "
-            "for one of those (BW stands for B and W)"
+            f"op {action.op} waits for {' or '.join(wanted)}, and the schedule has only "
+            f"{', '.join(dict.fromkeys(x.op for x in kinds))}: let it wait for one of those (BW stands for B and W)"
         )
     kind_of = [k for row in rows for k in row]
     links: dict[tuple[int, int], int] = {}
-    sent: list[dict[tuple[int, int, int, float], list[int]]] = [
-        {} for _ in kinds
-    ]  # by boundary (-1: nothing moves), rank
+    # Of each kind, by boundary (-1: nothing moves), rank, link and seconds: what it makes ready.
+    sent: list[dict[tuple[int, int, int, float], list[int]]] = [{} for _ in kinds]
     needs = [0] * len(kinds)
     for k, rank, waits in zip(kind_of, graph.rank_of, graph.waits, strict=True):
         needs[k] += len(waits)

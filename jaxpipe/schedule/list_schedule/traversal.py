@@ -28,14 +28,14 @@ class View:
     """What checks and choosers see: what ``rank`` knows at the time it is asked.
 
     ``actions``: the placement and what codes mean. ``held[kind]``: microbatches in flight, by kind of F.
+    ``_ended``: actions that have ended, on each rank, and of each op, stage and flow on it.
     """
 
     rank: int
     actions: Actions
     clock: Clock
     held: Sequence[int]
-    _seen: list[int]
-    _ended: Counter[tuple[tuple[str, int, int], int]]
+    _ended: Counter[int | tuple[tuple[str, int, int], int]]
 
     @property
     def now(self) -> float:
@@ -51,9 +51,8 @@ class View:
         """Microbatches whose ``op`` of ``stage`` has ended; on a group, on all its ranks. 0 if there is no such stage."""
         kinds, m, now = self.actions.kinds, self.actions.num_microbatches, self.clock.now + self.clock.tiny
         for rank, row in enumerate(self.clock.rows):
-            for code in row[self._seen[rank] : len(row) - (self.clock.free[rank] > now)]:
-                self._seen[rank] += 1
-                self._ended[kinds[code // m][:3], rank] += 1
+            for code in row[self._ended[rank] : len(row) - (self.clock.free[rank] > now)]:
+                self._ended.update((rank, (kinds[code // m][:3], rank)))
         groups = ((k, flow[stage]) for k, flow in enumerate(self.actions.placement.flows) if stage < len(flow))
         return sum(min(self._ended[(op, stage, k), rank] for rank in group) for k, group in groups)
 
@@ -98,10 +97,8 @@ class Traversal:
         for name in (*_LIMITS, "units", "checks"):
             value = getattr(self, name)
             if isinstance(value, list | range | tuple):
-                alone = len(value) == 1 and name in _LIMITS
-                object.__setattr__(self, name, value[0] if alone else tuple(value))
-        problems = list(self._problems())
-        if problems:
+                object.__setattr__(self, name, value[0] if len(value) == 1 and name in _LIMITS else tuple(value))
+        if problems := list(self._problems()):
             raise ScheduleError("traversal: " + "; ".join(problems), problems)
 
     def _problems(self) -> Iterator[str]:
@@ -165,7 +162,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def joined(value: str | int | Sequence[int]) -> str:
+def joined(value: object) -> str:
     """``4,3,2,1``, or the value itself."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

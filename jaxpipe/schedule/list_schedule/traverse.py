@@ -25,7 +25,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.list_schedule.actions import BACKWARD, FORWARD, Actions
-from jaxpipe.schedule.list_schedule.clock import Clock
+from jaxpipe.schedule.list_schedule.clock import NEVER, Clock
 from jaxpipe.schedule.list_schedule.traversal import Traversal, View, joined, name_of
 from jaxpipe.schedule.placement import Placement
 
@@ -66,10 +66,10 @@ class _Walk:
         self.looked_at = None if any(rule.checks or rule.choose for rule in self.rules) else 1
         self.others = list(dict.fromkeys(kind.op for kind in self.kinds if kind.op not in (FORWARD, BACKWARD)))
         self.stages = [{op: self._in_order(rank, op) for op in (*self.others, FORWARD, BACKWARD)} for rank in ranks]
-        self.last = [("", 0) for _ in ranks]  # the type taken last, and how many of it in a row
+        self.last = [(BACKWARD, NEVER) for _ in ranks]  # the type taken last, and how many of it in a row
         self.interval: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]  # where, and how many were taken there
-        seen, ended = [0] * len(ranks), Counter()
-        self.views = [View(rank, actions, self.clock, self.held, seen, ended) for rank in ranks]
+        shared = (actions, self.clock, self.held, Counter[Any]())
+        self.views = [View(rank, *shared) for rank in ranks]
 
     def _in_order(self, rank: int, op: str) -> tuple[list[list[int]], int]:
         mine = (k for k, kind in enumerate(self.kinds) if kind.op == op and rank in kind.ranks)
@@ -96,23 +96,19 @@ class _Walk:
         if choose is not None and (ready := {self.actions.action(code): code for code in codes}):
             answer = _called(choose, self.views[rank], tuple(ready))
             if answer is not None and not (isinstance(answer, Action) and answer in ready):
-                said = answer if isinstance(answer, Action) else type(answer).__name__
-                raise ScheduleError(
-                    f"traverse: choose={name_of(choose)} answers {said} on rank {rank}, and ready are "
-                    f"{' '.join(map(str, [*ready][:9]))}: return one of them, or None to wait"
-                )
+                said, shown = answer if isinstance(answer, Action) else type(answer).__name__, [*map(str, ready)][:9]
+                said = f"choose={name_of(choose)} answers {said} on rank {rank}, and ready are {' '.join(shown)}"
+                raise ScheduleError(f"traverse: {said}: return one of them, or None to wait")
             codes = iter(() if answer is None else (ready[answer],))
-        code = next(codes, -1)
-        if code >= 0:
+        if (code := next(codes, -1)) >= 0:
             self._take(code)
         return code
 
     def _ready(self, rank: int) -> Iterator[int]:
         """Codes that may start now, by type, by stage, and smaller microbatches first. Choosers need no intervals."""
         rule, (last, row), now = self.rules[rank], self.last[rank], self.clock.now + self.clock.tiny
-        first = BACKWARD if rule.first == "backward" else FORWARD
-        if last and (row < rule.units[last == BACKWARD] or rule.first == "interleaved"):
-            first = last if row < rule.units[last == BACKWARD] else _OTHER[last]
+        going_on = row < rule.units[last == BACKWARD]
+        first = last if going_on else {"forward": FORWARD, "backward": BACKWARD}.get(rule.first, _OTHER[last])
         for op in (*self.others, first, _OTHER[first]):
             order, interval = self.stages[rank][op]
             at, taken = self.interval[rank].get(op, (0, 0))
@@ -128,15 +124,13 @@ class _Walk:
         k, i = divmod(code, self.m)
         for rank in self.kinds[k].ranks:
             if self.kinds[k].op == FORWARD:
-                limit, of_stage = self.limits[rank], self.stage_limits[rank][self.kinds[k].stage]
-                if limit:
-                    mine = [x for kinds in self.stages[rank][FORWARD][0] for x in kinds]
-                    heads = (self.waiting[x][0] for x in mine if self.waiting[x])
-                    need = sum([self.held[x] for x in mine]) + sum(c % self.m <= i for c in heads if c != code) + 1
-                    if need > limit:
-                        yield rank, f"in-flight={limit} leaves it no room: raise it to at least {need}"
-                if of_stage and self.held[k] >= of_stage:
-                    yield rank, f"in-flight-per-stage={of_stage} leaves it no room: raise it"
+                mine = [x for kinds in self.stages[rank][FORWARD][0] for x in kinds]
+                heads = (self.waiting[x][0] for x in mine if self.waiting[x])
+                need = sum([self.held[x] for x in mine]) + sum(c % self.m <= i for c in heads if c != code) + 1
+                if need > self.limits[rank]:
+                    yield rank, f"in-flight={self.limits[rank]} leaves it no room: raise it to at least {need}"
+                if self.held[k] >= (most := self.stage_limits[rank][self.kinds[k].stage]):
+                    yield rank, f"in-flight-per-stage={most} leaves it no room: raise it"
             for check in self.rules[rank].checks:
                 if not _called(check, self.views[rank], self.actions.action(code)):
                     yield rank, f"check {name_of(check)} vetoes it: let it pass some action that is ready"
@@ -169,10 +163,10 @@ class _Walk:
         return f"traverse: microbatch {action.microbatch} can't go on: {action} is next on rank {rank}, and {why}"
 
 
-def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, int, Sequence[int]]]:
-    """Of each rank: its rule, and its limits in all and by stage (0: none)."""
+def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, float, Sequence[float]]]:
+    """Of each rank: its rule, and its limits in all and by stage (inf: none)."""
     ranks = range(placement.num_ranks)
-    found: dict[int, tuple[Traversal, int, Sequence[int]]] = {}
+    found: dict[int, tuple[Traversal, float, Sequence[float]]] = {}
     for group, rule in rules.items() if isinstance(rules, Mapping) else [(ranks, rules)]:
         members = tuple(group) if isinstance(group, tuple | range) else (group,)
         if not isinstance(rule, Traversal):
@@ -184,14 +178,13 @@ def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, int, S
                 wrong = "twice" if rank in found else f"and the last one is {ranks[-1]}"
                 raise ScheduleError(f"traverse: the rules name rank {rank!r}, {wrong}: give each rank one Traversal")
             found[rank] = (rule, limit, by_stage)
-    for rank in ranks:
-        if rank not in found:
-            raise ScheduleError(f"traverse: rank {rank} has no rules: give each rank one Traversal")
+    for rank in sorted({*ranks} - {*found}):
+        raise ScheduleError(f"traverse: rank {rank} has no rules: give each rank one Traversal")
     return [found[rank] for rank in ranks]
 
 
-def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -> Sequence[int]:
-    numbers = (limit or 0,) * count if limit is None or isinstance(limit, int) else limit
+def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -> Sequence[float]:
+    numbers = (limit or NEVER,) * count if limit is None or isinstance(limit, int) else limit
     if len(numbers) != count:
         said = f"{name}={joined(numbers)} is for {len(numbers)}, not {count}"
         raise ScheduleError(f"traverse: {said}: give one a {what}, or one for all")
@@ -206,5 +199,5 @@ def _called(function: Any, view: View, argument: Action | tuple[Action, ...]) ->
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         asked = argument if isinstance(argument, Action) else " ".join(map(str, argument))
-        named = f"traverse: {name_of(function)} failed on rank {view.rank} for {asked}"
-        raise ScheduleError(f"{named}: {reason}") from error
+        said = f"{name_of(function)} failed on rank {view.rank} for {asked}: {reason}"
+        raise ScheduleError(f"traverse: {said}") from error

@@ -71,6 +71,14 @@ def test_rules_that_say_nothing(override: str, said: str) -> None:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rule", ["in_flight=3", "placement=v", "in_flight_per_stage=[1,2]", "units=[2,1]"])
+def test_rules_that_nothing_follows(rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"traverse.{rule}", "pipeline.schedule=gpipe")
+    assert "[traverse] is given, and pipeline.schedule is 'gpipe': set that to 'traverse'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("rules", "said"),
     [

@@ -18,7 +18,6 @@ all groups smaller and even; real costs decide.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from jaxpipe.errors import ScheduleError
@@ -50,7 +49,7 @@ def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    return _in_groups("gis", ranks, microbatches, chunks, costs, ranks)
+    return _in_groups("gis", Problem.of(circular(ranks, chunks), microbatches, costs), ranks)
 
 
 @family(
@@ -78,7 +77,7 @@ def gis_g(
     least = smallest_group(ranks)
     if not least <= g <= ranks:
         raise ScheduleError(f"gis-g: a group of {g} does not suit {ranks} ranks; use a group from {least} to {ranks}")
-    return _in_groups("gis-g", ranks, microbatches, chunks, costs, g)
+    return _in_groups("gis-g", Problem.of(circular(ranks, chunks), microbatches, costs), g)
 
 
 @family(
@@ -99,7 +98,7 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    return _in_groups("gis-h", ranks, microbatches, chunks, costs, smallest_group(ranks))
+    return _in_groups("gis-h", Problem.of(circular(ranks, chunks), microbatches, costs), smallest_group(ranks))
 
 
 def smallest_group(ranks: int) -> int:
@@ -111,18 +110,19 @@ def smallest_group(ranks: int) -> int:
     return -(-ranks // 2)
 
 
-def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> BuildingBlock:
+def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused: bool = False) -> BuildingBlock:
     """The building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
     soon as it can; B of the other chunks follow at the same distances. A turn is three cells: F, B, W.
 
     ``group``: microbatches in a group, one turn apart, groups coming every group × v turns; 0: microbatches v turns apart.
+    ``fused``: a turn is F and BW, and ranks start 1 cell after each other, which needs chunks p turns apart.
 
-    Ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's turn. This needs chunks
-    at least ⌈p/2⌉ turns apart.
+    With B and W apart ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's
+    turn. This needs chunks at least ⌈p/2⌉ turns apart.
     """
     p, v = ranks, len(turns)
     distance = min((b - a for a, b in pairwise(turns)), default=p)
-    late = min(p - 1, 3 * distance - p)
+    late = 0 if fused else min(p - 1, 3 * distance - p)
     cells = [r + min(r, late) for r in range(p)]
     forward = [3 * turn + cell for turn in turns for cell in cells]
     back = [3 * (turns[-1] + turn + p - 1 - r) + cells[r] + 1 for turn in reversed(turns) for r in range(p)]
@@ -131,7 +131,7 @@ def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> Bu
         interval=3 if group else 3 * v,
         forward=(tuple(forward),),
         backward=(tuple(back),),
-        weight=(tuple(cell + 1 for cell in back),),
+        weight=() if fused else (tuple(cell + 1 for cell in back),),
         group=group,
         group_interval=3 * v * group,
     )
@@ -142,39 +142,18 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
-def _in_groups(
-    name: str, ranks: int, microbatches: int, chunks: int, costs: CostProfile | None, group: int
-) -> Schedule:
-    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
     return problem.schedule(name, improved(problem, [*_orders(problem, group)]).rows)
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
     """The paper's order; where its last group is short, also those with the first or second short, or all smaller."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    block = group_block(p, problem.num_replicas // p, group)
+    p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
+    block, missing = group_block(p, chunks, group), -m % group
     yield repeat(block, problem)
-    missing = -m % group
     if missing:
-        yield _without(problem, block, range(missing))
-        if m > 2 * group:
-            yield _without(problem, block, range(group, group + missing))
+        for first in (0, group) if m > 2 * group else (0,):
+            yield repeat(block, problem, [*range(first), *[-1] * missing, *range(first, m)])
         even = -(-m // -(-m // group))
         if smallest_group(p) <= even < group:
-            yield repeat(group_block(p, problem.num_replicas // p, even), problem)
-
-
-def _without(problem: Problem, block: BuildingBlock, missing: range) -> list[list[int]]:
-    """The order of a problem that is larger by the microbatches ``missing``, with those left out.
-
-    Leaving out whole microbatches keeps what the others wait for, so the order can't deadlock.
-    """
-    m = problem.num_microbatches
-    larger = replace(problem, num_microbatches=m + len(missing))
-    kept = [i for i in range(m + len(missing)) if i not in missing]
-    number = {i: k for k, i in enumerate(kept)}
-    rows = []
-    for row in repeat(block, larger):
-        split = (divmod(code, larger.num_microbatches) for code in row)
-        rows.append([kind * m + number[i] for kind, i in split if i in number])
-    return rows
+            yield repeat(group_block(p, chunks, even), problem)

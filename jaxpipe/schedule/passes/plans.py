@@ -14,7 +14,7 @@ from dataclasses import replace
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule, Slot
-from jaxpipe.schedule.passes.host_lane import LanePlan, Move
+from jaxpipe.schedule.passes.host_lane import LanePlan, Move, View
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident, rank_lives
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
@@ -52,14 +52,11 @@ class Plans:
 
     # Plans.
 
-    def plan(self, ranks: Sequence[int], targets: Sequence[float], stretch: float) -> list[Move]:
-        return LanePlan(
-            [self.lives[r] for r in ranks],
-            [self.candidates[r] for r in ranks],
-            targets,
-            shared=self.costs.host.mode == "shared",
-            stretch=stretch,
-        ).run()
+    def plan(self, ranks: Iterable[int], targets: Iterable[float], stretch: float) -> list[Move]:
+        """O and L of one lane. ``targets``: level per rank above which it pays to offload."""
+        lives = [self.lives[r] for r in ranks]
+        views = [View(x, self.candidates[x.rank], t, list(x.level)) for x, t in zip(lives, targets, strict=True)]
+        return LanePlan(views, self.costs.host.mode == "shared", stretch).run()
 
     def lowest(self, stretch: float) -> list[Move]:
         """The plan with the lowest peak that was found, for every lane."""
@@ -97,13 +94,7 @@ class Plans:
         return found, best[0][0]
 
     def _reached(self, rank: int, moves: Iterable[Move]) -> int:
-        return self.lives[rank].peak(
-            [
-                (m.end_s, -m.resident.size) if m.op == "O" else (m.start_s, m.resident.size)
-                for m in moves
-                if m.rank == rank
-            ]
-        )
+        return self.lives[rank].peak(m.change for m in moves if m.rank == rank)
 
     # Schedules.
 

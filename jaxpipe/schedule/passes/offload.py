@@ -66,9 +66,11 @@ class Offloaded:
             f"makespan {self.makespan_before:g} -> {self.makespan_after:g}, "
             f"{100 * self.share:.0f}% offloaded, k = {self.k:.3g}"
         ]
-        for s in self.stages:
-            if s.skipped:
-                lines.append(f"  rank {s.rank} stage {s.stage}: {s.offloaded} offloaded, {s.skipped} not ({s.reason})")
+        lines += [
+            f"  rank {s.rank} stage {s.stage}: {s.offloaded} offloaded, {s.skipped} not ({s.reason})"
+            for s in self.stages
+            if s.skipped
+        ]
         return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.ir import Schedule, op_spec
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
+from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
@@ -75,6 +76,8 @@ def make(setting: Setting, task: Task) -> Candidate:
     costs = task.costs_for(FAMILIES[setting.family].placement(task.ranks, setting.chunks))
     sizes = task.ranks, task.microbatches, setting.chunks
     schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group, task.objective)
+    if task.separate and at_most(max(simulate(schedule, costs).peak_activations), task.memory_limit):
+        schedule = separate_gradients(schedule, costs, memory_limit=task.memory_limit)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
     return Candidate.of(setting, schedule, costs)

@@ -53,7 +53,7 @@ class Task:
     None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
     ``chunks``, ``group``: for the families that take them; free if None. ``max_chunks``: the most per rank of any family.
     ``offload``: whether schedules may copy activations to the host; by default they may if the costs say that it takes time (a
-    host link that takes none would hide it all). ``braid``: whether the braid pass goes over every schedule.
+    host link that takes none would hide it all). ``separate``, ``braid``: whether these passes go over every schedule.
     """
 
     ranks: int
@@ -66,6 +66,7 @@ class Task:
     objective: Objective = "makespan"
     braid: bool = False
     max_chunks: int | None = None
+    separate: bool = False
 
     def costs_for(self, placement: Placement) -> CostProfile:
         """The profile for schedules of ``placement``.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from operator import itemgetter
 
@@ -57,7 +58,7 @@ def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float
     check_schedule(schedule)
     for alike in (False, True):
         search = _Search(schedule, costs, memory_limit)
-        pairs = _chosen(_candidates(schedule, costs, search.timeline, alike))
+        pairs = _candidates(schedule, costs, search.timeline, alike)
         search.take(pairs, max(1, len(pairs) // _PARTS))
         schedule = search.schedule
     check_schedule(schedule)
@@ -126,25 +127,19 @@ class _Times:
         return ends > begins and all(at_most(self.ended(x), begins) for x in before)
 
 
-def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[list[_Pair]]:
-    """Per rank, the pairs that may be braided, in order."""
+def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[_Pair]:
+    """Of every rank, the pairs without a slot in common that may be braided and save most together, by place in the row."""
     times = _Times(schedule, timeline)
-    gains: dict[tuple[tuple[str, int], ...], float] = {}
-    found: list[list[_Pair]] = []
+    gain = cache(partial(_gain, costs))
+    found: list[_Pair] = []
     for rank, row in enumerate(schedule.rows):
-        found.append([])
-        for at, (one, two) in enumerate(pairwise(row)):
-            if not _may(one, two, alike):
-                continue
-            key = tuple((a.op, a.stage) for slot in (one, two) for a in slot.actions)
-            if key not in gains:
-                gains[key] = _gain(costs, key)
-            if gains[key] > 0 and times.together(rank, at):
-                found[-1].append(_Pair(rank, at, gains[key]))
-    return found
+        able = [(at, (*x.actions, *y.actions)) for at, (x, y) in enumerate(pairwise(row)) if _may(x, y, alike)]
+        pairs = [_Pair(rank, at, gain(*((a.op, a.stage) for a in actions))) for at, actions in able]
+        found += _apart([x for x in pairs if x.gain_s > 0 and times.together(rank, x.at)])
+    return sorted(found, key=lambda x: (x.at, x.rank))
 
 
-def _gain(costs: CostProfile, actions: tuple[tuple[str, int], ...]) -> float:
+def _gain(costs: CostProfile, *actions: tuple[str, int]) -> float:
     """Seconds that a braid of these actions saves; 0 where it is rounding."""
     apart = sum(slot_lanes(costs, [x]).seconds for x in actions)
     saved = apart - slot_lanes(costs, actions).seconds
@@ -159,13 +154,8 @@ def _may(one: Slot, two: Slot, alike: bool) -> bool:
     return ops <= _OPS and (alike or ("F" in ops and len(ops) == 2))
 
 
-def _chosen(ranks: Sequence[Sequence[_Pair]]) -> list[_Pair]:
-    """Of every rank, pairs without a slot in common that save most together; by the place in their rows."""
-    chosen = [pair for pairs in ranks for pair in _apart(pairs)]
-    return sorted(chosen, key=lambda x: (x.at, x.rank))
-
-
 def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """Those of the pairs of a rank that save most and share no slot."""
     best, sooner, last = (
         (0.0, list[_Pair]()),
         (0.0, list[_Pair]()),
@@ -179,16 +169,13 @@ def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
 
 def _with(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
     """``schedule`` with these pairs braided."""
-    firsts: list[set[int]] = [set() for _ in schedule.rows]
-    for pair in pairs:
-        firsts[pair.rank].add(pair.at)
-    rows = []
-    for row, begins in zip(schedule.rows, firsts, strict=True):
-        slots: list[Slot] = []
-        for at, slot in enumerate(row):
-            if at in begins:
-                slots.append(Braid((*slot.actions, *row[at + 1].actions)))
-            elif at - 1 not in begins:
-                slots.append(slot)
-        rows.append(tuple(slots))
+    begins = {(x.rank, x.at) for x in pairs}
+    rows = (
+        tuple(
+            Braid((*slot.actions, *row[at + 1].actions)) if (rank, at) in begins else slot
+            for at, slot in enumerate(row)
+            if (rank, at - 1) not in begins
+        )
+        for rank, row in enumerate(schedule.rows)
+    )
     return replace(schedule, rows=tuple(rows))

@@ -12,8 +12,9 @@ Not modelled: host memory, and other traffic on the host link.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
@@ -66,11 +67,11 @@ class Offloaded:
             f"makespan {self.makespan_before:g} -> {self.makespan_after:g}, "
             f"{100 * self.share:.0f}% offloaded, k = {self.k:.3g}"
         ]
-        lines += [
+        lines += (
             f"  rank {s.rank} stage {s.stage}: {s.offloaded} offloaded, {s.skipped} not ({s.reason})"
             for s in self.stages
             if s.skipped
-        ]
+        )
         return "\n".join(lines)
 
 
@@ -95,14 +96,21 @@ def offload(
             a stage does not exist, or the limit is not positive.
     """
     stages = None if stages is None else frozenset(stages)
-    _check_request(schedule, fraction, memory_limit, stages)
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise ScheduleError(f"offload: fraction is {fraction}; want a number between 0 and 1")
+    if memory_limit is not None and not memory_limit > 0:
+        raise ScheduleError(f"offload: memory limit is {memory_limit}; want activations per rank, above 0")
+    for s in stages or ():
+        if not 0 <= s < schedule.num_stages:
+            raise ScheduleError(f"offload: there is no stage {s}; stages are 0..{schedule.num_stages - 1}")
     bare = without_offloads(schedule)
     check_schedule(bare)
-    plans = Plans(bare, costs, fraction, stages)
+    planned = partial(Plans, costs=costs, fraction=fraction, stages=stages)
+    plans = planned(bare)
     if memory_limit is None:
         schedule, after = plans.free(plans.lowest)
     else:
-        schedule, after = _within(memory_limit, plans, Plans(prompt_weights(bare), costs, fraction, stages))
+        schedule, after = _within(memory_limit, plans, planned)
     check_schedule(schedule)
     met = None if memory_limit is None else at_most(peak_of(after), memory_limit)
     figures = [(x.peak_activations, x.makespan, x.max_span) for x in (plans.before, after)]
@@ -110,17 +118,18 @@ def offload(
     return Offloaded(schedule, *figures[0], *figures[1], share, k_of(costs), stages_report, met)
 
 
-def _within(limit: float, plans: Plans, prompt: Plans) -> tuple[Schedule, Timeline]:
+def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) -> tuple[Schedule, Timeline]:
     """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shorter of
     B's that wait for their L and W's right behind their B. If none does, what is free."""
     for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
         schedule, after = plans.free(plan)
         if at_most(peak_of(after), limit):
             return schedule, after
-    found = [plans.delayed(limit)]
-    if prompt.schedule.rows != plans.schedule.rows:
-        low = prompt.free_within(limit)
-        found.append(prompt.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
+    found, prompt = [plans.delayed(limit)], prompt_weights(plans.schedule)
+    if prompt.rows != plans.schedule.rows:
+        sooner = planned(prompt)
+        low = sooner.free_within(limit)
+        found.append(sooner.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
     met = (x for x in found if x is not None)
     return min(met, key=lambda x: x[1].makespan, default=(schedule, after))
 
@@ -132,18 +141,6 @@ def without_offloads(schedule: Schedule) -> Schedule:
         return slot_of(a for a in slot.actions if a.op not in ("O", "L", "S"))
 
     return with_slots(schedule, left)
-
-
-def _check_request(
-    schedule: Schedule, fraction: float | None, memory_limit: float | None, stages: Iterable[int] | None
-) -> None:
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise ScheduleError(f"offload: fraction is {fraction}; want a number between 0 and 1")
-    if memory_limit is not None and not memory_limit > 0:
-        raise ScheduleError(f"offload: memory limit is {memory_limit}; want activations per rank, above 0")
-    for s in stages or ():
-        if not 0 <= s < schedule.num_stages:
-            raise ScheduleError(f"offload: there is no stage {s}; stages are 0..{schedule.num_stages - 1}")
 
 
 def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[StageOffload, ...], float]:

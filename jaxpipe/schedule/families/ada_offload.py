@@ -54,11 +54,7 @@ _SLACK = 1 + 1e-9
     picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
 )
 def ada_offload(
-    ranks: int,
-    microbatches: int,
-    chunks: int = 1,
-    costs: CostProfile | None = None,
-    memory_limit: float | None = None,
+    ranks: int, microbatches: int, chunks: int = 1, costs: CostProfile | None = None, memory_limit: float | None = None
 ) -> Schedule:
     """AdaOffload under ``memory_limit`` (default p, 1F1B's peak), in units of one rank's share of one microbatch::
 

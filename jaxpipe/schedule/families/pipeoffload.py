@@ -49,9 +49,9 @@ _TRIES = 4
 def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """PipeOffload without offload, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
-        rank 0 |F0- F1- F2- F0b F1b F3-         B0b W0b F2b B1b W1b B0- F3b B2b W0- B1- W2b B3b B2- W1- B3- W3b W2- W3-
-        rank 1 |    F0- F1- F2- F0b F1b F3- B0b W0b B1b W1b F2b B0- W0- B2b F3b B1- W2b B3b B2- W1- B3- W3b W2- W3-
-        rank 2 |        F0- F1- F2- F0b B0b F1b B1b F3- B0- W0b F2b B2b B1- W1b F3b B3b B2- W0- B3- W2b W1- W3b W2- W3-
+        rank 0 |F0- F1- F2- F0b F1b F2b         B0b W0b F3- B1b B0- B2b W1b F3b B1- W0- B2- W2b B3b W1- W2- B3- W3b W3-
+        rank 1 |    F0- F1- F2- F0b F1b F2b B0b W0b B1b B0- F3- B2b W1b W0- B1- F3b B2- W2b B3b W1- W2- B3- W3b W3-
+        rank 2 |        F0- F1- F2- F0b B0b F1b B1b B0- F2b B2b W0b F3- B1- B2- W1b F3b B3b W0- W2b B3- W1- W2- W3b W3-
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.

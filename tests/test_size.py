@@ -26,17 +26,17 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "profile": (7, 442, 4),
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
-    "schedule": (24, 2735, 26),
-    "schedule/blocks": (6, 270, 1),
-    "schedule/bounds": (8, 616, 6),
-    "schedule/families": (27, 1604, 2),
+    "schedule": (24, 2726, 26),
+    "schedule/blocks": (6, 245, 1),
+    "schedule/bounds": (8, 601, 6),
+    "schedule/families": (28, 1690, 3),
     "schedule/list_schedule": (9, 1009, 14),
-    "schedule/passes": (9, 887, 9),
+    "schedule/passes": (9, 886, 9),
     "schedule/solve": (34, 4077, 38),
     "stage": (34, 5538, 47),
-    "train": (49, 6493, 75),
+    "train": (49, 6497, 75),
 }
-MOST_OF_SCHEDULE = 7121
+MOST_OF_SCHEDULE = 7157
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -8,12 +8,8 @@ from jaxpipe.schedule.engine import Run
 _BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
 
 
-def unmet_problems(graph: DependencyGraph) -> list[str]:
-    """One sentence for each wait that nothing in the schedule satisfies."""
-    return [describe_unmet(graph, unmet) for unmet in graph.unmet]
-
-
 def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
+    """One sentence for a wait that nothing in the schedule satisfies."""
     wanted = " or ".join(f"{op}{unmet.stage}.{unmet.action.microbatch}" for op in unmet.ops)
     return f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {wanted}, which the schedule does not contain"
 

@@ -6,7 +6,7 @@ are dropped, so squeezing is re-timing the order with real costs (:mod:`~jaxpipe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
@@ -20,20 +20,31 @@ def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None 
     gives an order all the same (ties: F, then B, then W); ask
     :meth:`~jaxpipe.schedule.blocks.block.BuildingBlock.collisions` where that matters.
     """
+    return rows_of(problem, cells_of(block, problem, places))
+
+
+def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> dict[int, int]:
+    """The cell at which each action of ``problem``'s microbatches starts, by code; ``places`` as for :func:`repeat`."""
     assert block.placement == problem.placement
-    n, stages = block.num_microbatches, problem.placement.num_stages
-    numbers = range(problem.num_microbatches) if places is None else places
-    flows = problem.placement.num_flows
-    actions: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_ranks)]
-    kinds = [(F, block.forward), (BW if block.fused else B, block.backward)]
-    if not block.fused:
-        kinds.append((W, block.weight))
-    for j in range(n):
-        starts = [(i, block.start(k // n)) for k, i in enumerate(numbers) if k % n == j and i >= 0]
-        for op, cells in kinds:
-            for s in range(stages):
-                replica = j % flows * stages + s
-                code = problem.code(op, replica, 0)
-                cell = cells[j][s]
-                actions[problem.rank[replica]] += [(cell + start, code + i) for i, start in starts]
-    return [[code for _, code in sorted(row)] for row in actions]
+    n, m, stages, flows = (
+        block.num_microbatches,
+        problem.num_microbatches,
+        problem.placement.num_stages,
+        problem.placement.num_flows,
+    )
+    backward = [(BW, block.backward)] if block.fused else [(B, block.backward), (W, block.weight)]
+    numbers = [(k % n, block.start(k // n), i) for k, i in enumerate(range(m) if places is None else places) if i >= 0]
+    return {
+        problem.code(op, j % flows * stages + s, i): cells[j][s] + start
+        for op, cells in ((F, block.forward), *backward)
+        for s in range(stages)
+        for j, start, i in numbers
+    }
+
+
+def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
+    """Per rank, its actions in the order of their cells."""
+    rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    for code in sorted(cells, key=lambda code: (cells[code], code)):
+        rows[problem.rank[code // problem.num_microbatches % problem.num_replicas]].append(code)
+    return rows

@@ -26,10 +26,10 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.offload import offload
+from jaxpipe.schedule.passes.plans import figures
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 _FACTS: dict[str, Any] = {"placement": v_shape, "sees_collectives": True, "picture": {"ranks": 2, "microbatches": 4}}
@@ -119,7 +119,7 @@ def stp_offload(
     profile = costs or CostProfile.uniform(2 * ranks, chunks=2)
     wholes = (stp(ranks, microbatches, profile, objective=o) for o in dict.fromkeys(("makespan", objective)))
     made = [offload(whole, profile, stages=range(ranks)).schedule for whole in wholes]
-    best = min(made, key=lambda schedule: order_key(objective, *_figures(simulate(schedule, profile))))
+    best = min(made, key=lambda schedule: order_key(objective, *figures(simulate(schedule, profile))))
     return replace(best, name="stp-offload")
 
 
@@ -167,12 +167,12 @@ def _best(
         return Schedule(name, v_shape(ranks), microbatches, stp_rows(ranks, microbatches, shape))
 
     @cache
-    def figures(shape: Shape) -> tuple[float, float, float]:
-        return _figures(simulate(made(shape), profile))
+    def reached(shape: Shape) -> tuple[float, float, float]:
+        return figures(simulate(made(shape), profile))
 
     def key(goal: Objective, shape: Shape) -> tuple[float, ...]:
         """What is minimised: the peak above the limit, makespan and longest span (the goal first), peak."""
-        return max(figures(shape)[-1], limit * (1 + MEMORY)), *order_key(goal, *figures(shape))
+        return max(reached(shape)[-1], limit * (1 + MEMORY)), *order_key(goal, *reached(shape))
 
     most = max(1, int(min(ranks, 2 * limit * (1 + MEMORY) - 2 * ranks - 1)))
     ahead = sorted({most, (most + 1) // 2, 1}, reverse=True)
@@ -186,9 +186,4 @@ def _best(
             others: list[dict[str, Any]] = [{what: value} for value in values]
             best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
         best = min(best, _published(ranks), key=partial(key, goal))
-    return made(best), figures(best)[-1]
-
-
-def _figures(timeline: Timeline) -> tuple[float, float, float]:
-    """Makespan, longest span, peak."""
-    return timeline.makespan, timeline.max_span, max(timeline.peak_activations)
+    return made(best), reached(best)[-1]

@@ -30,7 +30,7 @@ from jaxpipe.schedule.blocks.v_ends import rows_with_ends
 from jaxpipe.schedule.blocks.v_shape import T, searched
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_blocks import v_min_block
 from jaxpipe.schedule.families.v_heuristic import best_v_draft, by_span
@@ -52,6 +52,13 @@ _LONGER, _SPAN_WEIGHT = 1.008, 1.67
 2.5 and bounds from 0.2% to 3%, those from 1.5 and from 0.65% to 1% leave no row behind the authors, in makespan or in span."""
 
 
+@family(
+    "v-adaptive",
+    "V placement, blocks searched with real costs under any --memory-limit >= 1 (default p)",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix A",
+    placement=v_shape,
+    picture={"ranks": 3, "microbatches": 3, "memory_limit": 2},
+)
 def v_adaptive(
     ranks: int,
     microbatches: int,
@@ -71,7 +78,6 @@ def v_adaptive(
         ScheduleError: a size is not a whole number of at least 1, ``costs`` is for another number of stages, or the limit is
             below what one microbatch needs.
     """
-    require_sizes("v-adaptive", ranks=ranks, microbatches=microbatches)
     placement = v_shape(ranks)
     problem = Problem.of(placement, microbatches, costs)
     limit = float(ranks) if memory_limit is None else memory_limit
@@ -167,15 +173,3 @@ def _stretched(problem: Problem, limit: float) -> BuildingBlock:
         if not wider.collisions() and max(wider.steady_peaks(problem.reserved)) <= limit * _SLACK:
             return wider
     raise AssertionError("one microbatch at a time is within the limit")
-
-
-V_ADAPTIVE = Family(
-    name="v-adaptive",
-    function=v_adaptive,
-    description="V placement, blocks searched with real costs under any --memory-limit >= 1 (default p)",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix A",
-    options=("costs", "memory_limit"),
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    picture={"ranks": 3, "microbatches": 3, "memory_limit": 2},
-)

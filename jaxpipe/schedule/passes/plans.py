@@ -42,8 +42,8 @@ class Plans:
         stages: Iterable[int] | None = None,
     ) -> None:
         self.schedule, self.costs = schedule, costs
-        self.before = before = simulate(schedule, costs)
-        self.lives = rank_lives(schedule, before, costs)
+        self.before = simulate(schedule, costs)
+        self.lives = rank_lives(schedule, self.before, costs)
         wanted = frozenset(range(schedule.num_stages) if stages is None else stages)
         self.candidates = [_candidates(life, fraction, wanted) for life in self.lives]
         group_of, lanes = host_groups(costs.host, schedule.num_ranks), defaultdict[int, list[int]](list)
@@ -139,8 +139,7 @@ class Plans:
         return min(found, key=lambda x: x[1].makespan, default=None)
 
     def _no_slower(self, after: Timeline) -> bool:
-        pairs = zip(_figures(after), _figures(self.before), strict=True)
-        return all(at_most(x, y) for x, y in pairs)
+        return all(map(at_most, figures(after), figures(self.before)))
 
     def _with(self, moves: Iterable[Move]) -> tuple[Schedule, Timeline]:
         """The schedule with these moves, simulated."""
@@ -153,7 +152,8 @@ class Plans:
         return schedule, simulate(schedule, self.costs)
 
 
-def _figures(timeline: Timeline) -> tuple[float, float, float]:
+def figures(timeline: Timeline) -> tuple[float, float, float]:
+    """Makespan, longest span, peak."""
     return timeline.makespan, timeline.max_span, peak_of(timeline)
 
 

@@ -315,6 +315,21 @@ def test_collectives_take_what_a_ring_takes() -> None:
     assert max(p.timeline.tp_exposed_s) > 0
 
 
+def test_gradients_are_separated_where_it_pays() -> None:
+    plain, separated, braided = (
+        prediction_of(config, bench_of(config, sharding=Sharding.of(config)))
+        for config in (
+            small(tp=4),
+            small(tp=4, separate_gradients=True),
+            small(tp=4, separate_gradients=True, braid_adjacent=True),
+        )
+    )
+    assert any(a.op == "W" for rank in range(2) for a in separated.schedule.actions(rank))
+    assert separated.timeline.makespan < plain.timeline.makespan
+    assert max(separated.timeline.peak_activations) <= max(plain.timeline.peak_activations) * (1 + 1e-9)
+    assert braided.timeline.makespan <= separated.timeline.makespan
+
+
 def test_adjacent_actions_are_braided_where_it_pays() -> None:
     plain, braided = (
         prediction_of(config, bench_of(config, sharding=Sharding.of(config)))

@@ -21,7 +21,8 @@ import pytest
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import FAMILIES, Placement, Schedule, chain, generate
+from jaxpipe.schedule import FAMILIES, CostProfile, Placement, Schedule, chain, generate
+from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.stage.layer import Layer, Model
 from jaxpipe.stage.reference import apply_model, init_params
 from tests.pipelines import assert_same_arrays, run_sequentially, some_schedule
@@ -41,7 +42,21 @@ def _cases() -> Iterator[object]:
 
 @pytest.mark.parametrize(("name", "p", "m"), list(_cases()))
 def test_family_runs_two_steps_bit_equal_to_sequential(name: str, p: int, m: int) -> None:
-    schedule = _generated(name, p, m)
+    _require_bit_equal(_generated(name, p, m))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "hanayo"])
+def test_separated_gradients_run_bit_equal_to_sequential(name: str) -> None:
+    plain = _generated(name, 4, 8)
+    costs = CostProfile.uniform(plain.num_stages, chunks=plain.num_chunks, f=1, b=1.1, w=0.8)
+    schedule = separate_gradients(plain, costs)
+    assert {"B", "W", "BW"} <= {a.op for rank in range(4) for a in schedule.actions(rank)}
+    _require_bit_equal(schedule)
+
+
+def _require_bit_equal(schedule: Schedule) -> None:
+    """Two steps in the runtime, and the same functions one after another."""
+    m = schedule.num_microbatches
     pipe = _compiled(schedule.num_stages, _ranks(schedule.placement)).with_schedule(schedule)
     params = _parameters(schedule.num_stages)
     for step in range(2):

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.cli import main
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import CostProfile, Schedule, Traversal, check_schedule, generate, simulate, traverse
+from jaxpipe.schedule import (
+    CostProfile,
+    Schedule,
+    Traversal,
+    check_schedule,
+    generate,
+    read_schedule,
+    simulate,
+    traverse,
+)
 from jaxpipe.schedule.passes import braid, offload, separate_gradients
-from tests.schedule_strategies import random_costs, random_placements
+from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
+from tests.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
 
 def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
@@ -88,6 +103,67 @@ def test_offloads_and_braids() -> None:
     require_honest(offload(schedule, costs).schedule, costs)
     require_honest(braid(schedule, costs), costs)
     require_honest(generate("stp", 4, 12, costs=costs), costs)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "chimera"])
+@pytest.mark.parametrize("tp_comm", [0.0, 0.4])
+def test_no_split_is_for_nothing(name: str, tp_comm: float) -> None:
+    """No single B and W can become BW again without a longer makespan or span, or a W before an earlier one of its stage."""
+    plain = generate(name, 4, 8)
+    costs = CostProfile.uniform(
+        plain.num_stages, chunks=plain.num_chunks, f=1, b=1.1, w=0.9, tp_comm=tp_comm, tp_collectives=4
+    )
+    made = require_honest(plain, costs)
+    best = simulate(made, costs)
+    assert tp_comm or best.makespan < simulate(plain, costs).makespan
+    fused = fused_backwards(made)
+    splits = {(a.stage, a.microbatch) for rank in range(4) for a in made.actions(rank) if a.op == "B"}
+    assert splits or tp_comm
+    for backward in splits:
+        again = with_fused(made, fused | {backward})
+        timeline = simulate(again, costs)
+        later = timeline.makespan > best.makespan * (1 + 1e-9) or timeline.max_span > best.max_span * (1 + 1e-9)
+        assert later or weights_of(again, backward[0]) != weights_of(made, backward[0]), backward
+
+
+def weights_of(schedule: Schedule, stage: int) -> list[list[int]]:
+    """Per rank, the microbatches of a stage in the order in which their gradients add up."""
+    rows = [chain.from_iterable(slot.actions for slot in row) for row in schedule.rows]
+    return [[a.microbatch for a in row if a.stage == stage and a.op in ("W", "BW")] for row in rows]
+
+
+def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ("--ranks", "3", "--microbatches", "6")
+
+    def told(*argv: str) -> Any:
+        assert main([*argv, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, costs, file = generate("1f1b", 3, 6), CostProfile.uniform(3), tmp_path / "plain.sched"
+    file.write_text(str(plain), encoding="utf-8")
+    separated = separate_gradients(plain, costs)
+    wanted = simulate(separated, costs).makespan
+    assert told("schedule", "1f1b", *sizes, "--separate", "-o", str(tmp_path / "out.sched"))["makespan"] == wanted
+    assert read_schedule(tmp_path / "out.sched") == separated
+    assert told("simulate", str(file), "--separate")["makespan"] == wanted
+    rows = {row["name"]: row for row in told("compare", str(file), *sizes, "--separate")["schedules"]}
+    assert rows["1f1b"]["makespan"] == wanted
+    assert told("best", *sizes, "--max-chunks", "1", "--memory-limit", "3", "--separate")["makespan"] <= wanted
+    assert main(["schedule", "gpipe", *sizes, "--memory-limit", "3", "--separate"]) == 2
+    assert "6 activations" in capsys.readouterr().err
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_random_schedules(data: st.DataObject) -> None:
+    """In any order, split anyhow, with O, L, S and braids, and with collectives."""
+    split = data.draw(st.sampled_from(["any", "split", "full"]))
+    schedule = data.draw(random_valid_schedules(4, 6, 5, split=split, offload=True, braids=True))
+    costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
+    tp_comm_s = tuple(data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(schedule.num_stages))
+    costs = replace(costs, tp_comm_s=tp_comm_s, tp_collectives=(2,) * schedule.num_stages)
+    peak = max(simulate(schedule, costs).peak_activations)
+    require_honest(schedule, costs, data.draw(st.sampled_from([float("inf"), peak, 1.3 * peak])))
 
 
 def random_case(data: st.DataObject) -> None:

@@ -25,7 +25,7 @@ from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simul
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.recompute_report import remarks
-from jaxpipe.train.assemble import build_schedule, order_for, within_memory_limit
+from jaxpipe.train.assemble import after_passes, build_schedule, order_for, within_memory_limit
 from jaxpipe.train.config import TrainConfig
 
 
@@ -130,12 +130,14 @@ def predict(
 
     schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages], config.traverse)
     stages = planned(schedule.num_stages)
-    ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)} if compile_stages else ()
-    stages = bench.compiled(stages, ops)
+    ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
+    ops |= {"B", "W"} if pipe.separate_gradients else set()
+    stages = bench.compiled(stages, ops if compile_stages else ())
     costs = costs_of(stages)
     schedule = order_for(pipe, schedule, costs)
     stage_costs = [s.cost for s in bench.plan(config, schedule.num_stages).stages]
     schedule = within_memory_limit(pipe, schedule, costs, stage_costs, lambda text: None)
+    schedule = after_passes(pipe, schedule, costs)
     timeline = simulate(schedule, costs)
     if transform is not None:
         schedule = transform(schedule, costs)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.compact import compact
-from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.blocks.repeat import cells_of, repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, require_sizes
 from jaxpipe.schedule.ir import Schedule
@@ -124,7 +124,9 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     squeezed = finisher.squeezed(rows)
     assert squeezed is not None, "a repeated block deadlocks"
     tries = affordable(problem, _ACTIONS)
-    drafts = [finisher.best(start, squeezed.peak, tries) for start in (rows, compact(block, problem))]
+    drafts = [
+        finisher.best(start, squeezed.peak, tries) for start in (rows, compact(problem, cells_of(block, problem)))
+    ]
     return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)
 
 

@@ -27,14 +27,14 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import Family, in_order, require_sizes
 from jaxpipe.schedule.families.two_thirds_block import block_drafts
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
-from jaxpipe.schedule.families.zb_rounds import round_rows
+from jaxpipe.schedule.families.zb_rounds import round_orders
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.list_schedule.policies import chain_drafts
-from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
+from jaxpipe.schedule.list_schedule.weights import WeightFilling, balanced, refilled
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
-from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
+from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of
 
 _REFILLED, _PASSES = 3, 30
 
@@ -125,8 +125,8 @@ def best_draft(
     The best by makespan is finished for either objective, so that choosing by span never gives a longer one.
     """
     retimer = Retimer(problem)
-    anchor = _paper_draft(retimer, limit)
-    peak = (limit if anchor is None else anchor.peak) + 1e-9
+    anchor = _paper_draft(WeightFilling(problem, limit, retimer))
+    peak = limit if anchor is None else anchor.peak
     kept: dict[Objective, list[Draft]] = {goal: [anchor] if anchor else [] for goal in ("makespan", objective)}
     for draft in _drafts(retimer, limit, peak):
         for goal, found in kept.items():
@@ -138,7 +138,7 @@ def best_draft(
     bests = (
         best_of([*found, *(refilled(filling, d, _PASSES) for d in found)], anchor, goal) for goal, found in kept.items()
     )
-    chosen = best_of((fuse_backwards(retimer, best, peak) for best in bests if best), objective=objective)
+    chosen = best_of((fuse_backwards(retimer, best, peak * (1 + 1e-9)) for best in bests if best), objective=objective)
     assert chosen is not None
     return chosen
 
@@ -168,10 +168,10 @@ def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:
     return best
 
 
-def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
-    """The shortest span of the heuristic's choices, the first of equals."""
-    drafts = [draft for rows in round_rows(retimer.problem, limit) if (draft := retimer.draft(rows)) is not None]
-    return min(drafts, key=lambda d: nine_digits(d.span), default=None)
+def _paper_draft(filling: WeightFilling) -> Draft | None:
+    """The rounds with the shortest span; None if none fits."""
+    filled = (balanced(filling, order) for order in round_orders(filling.problem, filling.limit))
+    return best_of((filling.draft(x.rows) for x in filled if x), objective="span")
 
 
 def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:

@@ -6,10 +6,22 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+
+_T = TypeVar("_T")
+_Given = ParamSpec("_Given")
+
+
+def located(where: object, make: Callable[_Given, _T], *given: _Given.args, **named: _Given.kwargs) -> _T:
+    """``make(…)``, whose ScheduleError becomes a ScheduleParseError that begins with ``where``."""
+    try:
+        return make(*given, **named)
+    except ScheduleError as error:
+        raise ScheduleParseError(f"{where}: {error}", error.problems) from None
 
 
 def read_file(path: Path) -> bytes:

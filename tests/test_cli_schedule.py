@@ -386,7 +386,7 @@ BAD_FLAGS: dict[str, tuple[str, str]] = {
     "flag before the verb": ("--json schedule", "unknown verb '--json'"),
     "no family": ("schedule", "required: NAME"),
     "unknown family": ("schedule 1f1", "unknown schedule '1f1'; did you mean '1f1b'?"),
-    "family in capitals": ("schedule ZB-H1", "known: gpipe"),
+    "family in capitals": ("schedule ZB-H1", "known: 1f1b"),
     "unknown flag": ("schedule 1f1b --rank 4", "unknown flag '--rank'; did you mean '--ranks'?"),
     "misspelt flag with value": ("schedule 1f1b --microbatch=4", "did you mean '--microbatches'?"),
     "misspelt flag before what is missing": ("schedule --jsn", "did you mean '--json'?"),

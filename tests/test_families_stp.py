@@ -161,7 +161,10 @@ def test_memory_limit() -> None:
             assert 2 * max(timeline.peak_activations) <= chunks
             found.append(timeline.makespan)
         assert found[-1] == min(found)
-        assert found[-1] < simulate(generate("stp", p, m, costs=costs), costs).makespan or p == 2
+        assert found[0] > found[-1]
+        assert found[p - 1] == simulate(generate("stp", p, m, costs=costs), costs).makespan, (
+            "3p + 1 chunks is the default"
+        )
     for limit in (1, 4.5, float("nan")):
         with pytest.raises(
             ScheduleError, match=rf"^stp: a memory limit of {limit:g} is below the 5 it needs; use 5 or m"

@@ -61,6 +61,22 @@ def test_below_full_memory_as_good_as_cp_sat(p: int, m: int, limit: float, best:
     assert run(p, m, limit=limit).max_span <= best
 
 
+# Qi et al. 2023 (Zero Bubble), tables 5 and 9, 1.5B, 6.2B and 14.6B: p, m, F, B, W, transfer, w-residual, bubble rate of ZB-2P
+# by longest span (papers_rest.md section 1.1)
+SPANS = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.368, 0.0433),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.432, 0.0029),
+    pytest.param(16, 48, 11.347, 11.248, 8.132, 0.377, 0.432, 0.0066, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "b", "w", "comm", "kept", "rate"), SPANS)
+def test_zb_2p_by_span(p: int, m: int, f: float, b: float, w: float, comm: float, kept: float, rate: float) -> None:
+    costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, w_residual=kept)
+    timeline = simulate(generate("zb-2p", p, m, costs=costs, objective="span"), costs)
+    assert round(timeline.span_bubble_rate, 4) <= rate
+
+
 seconds = st.floats(0, 20, allow_subnormal=False)
 
 

@@ -71,6 +71,21 @@ def test_rules_that_say_nothing(override: str, said: str) -> None:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_another_schedule_leaves_the_rules_out() -> None:
+    """An override of the schedule is for good: the rules that the config had go with it."""
+    other = config("traverse.in_flight=3").override(["pipeline.schedule=gpipe"])
+    assert (other.pipeline.schedule, other.traverse) == ("gpipe", TraverseConfig())
+    assert TrainConfig.from_dict(other.to_dict()) == other
+
+
+@pytest.mark.parametrize("rule", ["in_flight=3", "placement=v", "in_flight_per_stage=[1,2]", "units=[2,1]"])
+def test_rules_that_nothing_follows(rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"traverse.{rule}", "pipeline.schedule=gpipe")
+    assert "[traverse] is given, and pipeline.schedule is 'gpipe': set that to 'traverse'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("rules", "said"),
     [

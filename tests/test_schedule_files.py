@@ -274,7 +274,7 @@ BAD_JSON = {
     "cell": (broken(rows=[["F0.0", "F0.1junk"]]), r"rows\[0\]\[1\]: 'F0.1junk' is not an action"),
     "cell type": (broken(rows=[[1]]), r"rows\[0\]\[0\] is 1; want a string"),
     "placement": (broken(placement={}), "placement: key 'kind' is missing; key 'ranks'"),
-    "edge": (broken(placement={"kind": "x", "ranks": 1, "flows": [[[0]]], "edges": [[0]]}), "want a pair"),
+    "edge": (broken(placement={"kind": "x", "ranks": 1, "flows": [[[0]]], "edges": [[0]]}), "has 1 entries; want 2"),
     "cyclic": (broken(placement={"kind": "x", "ranks": 1, "flows": [[[0]]], "edges": [[0, 0]]}), "placement: .*cycle"),
     "huge": (broken(placement={"kind": "x", "ranks": 10**12, "flows": [[[0]]], "edges": []}), "name only 1 ranks"),
 }  # fmt: skip

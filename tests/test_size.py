@@ -19,24 +19,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (8, 631, 14),
-    "cli": (17, 2144, 6),
+    "(top)": (9, 693, 14),
+    "cli": (17, 2159, 6),
     "planning": (10, 1234, 14),
     "plot": (8, 801, 5),
     "profile": (7, 442, 4),
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
-    "schedule": (24, 3097, 26),
-    "schedule/blocks": (8, 950, 7),
-    "schedule/bounds": (8, 616, 6),
-    "schedule/families": (36, 3045, 12),
-    "schedule/list_schedule": (5, 527, 7),
-    "schedule/passes": (8, 782, 8),
-    "schedule/solve": (34, 4078, 38),
-    "stage": (34, 5535, 47),
-    "train": (49, 6431, 74),
+    "schedule": (24, 2726, 26),
+    "schedule/blocks": (6, 245, 1),
+    "schedule/bounds": (8, 601, 6),
+    "schedule/families": (28, 1690, 3),
+    "schedule/list_schedule": (9, 1009, 14),
+    "schedule/passes": (9, 886, 9),
+    "schedule/solve": (34, 4077, 38),
+    "stage": (34, 5538, 47),
+    "train": (49, 6497, 75),
 }
-MOST_OF_SCHEDULE = 9017
+MOST_OF_SCHEDULE = 7157
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from flax import linen
 import jaxpipe
 from jaxpipe import Layer, Model, Trainer
 from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError, ScheduleError
-from jaxpipe.schedule import generate, write_schedule
+from jaxpipe.schedule import Traversal, generate, one_to_one, traverse, write_schedule
 from jaxpipe.stage.layer import LayerContext
 from jaxpipe.stage.plan import plan_stages
 from jaxpipe.stage.reference import apply_model, init_params, metrics_of, model_output
@@ -255,6 +256,28 @@ def test_a_schedule_by_name_value_or_file(tmp_path: Path) -> None:
     ]
     made = [Trainer(gpt(), optimizer=optax.sgd(0.1), microbatch_size=B, **kwargs) for kwargs in given]
     assert len({t.schedule.rows for t in made}) == 1
+
+
+def test_a_function_makes_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_orders.py").write_text(
+        "from jaxpipe.schedule import Traversal, one_to_one, traverse\n"
+        "def limited(ranks, microbatches, costs):\n"
+        "    return traverse(one_to_one(ranks), microbatches, Traversal('backward', in_flight=2), costs)\n"
+        "def smaller():\n"
+        "    return limited(1, 2, None)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = trainer_of(schedule="own_orders:limited")
+    limited = traverse(one_to_one(2), M, Traversal("backward", in_flight=2))
+    assert trainer.schedule.rows == limited.rows
+    assert trainer_of(schedule="1f1b").with_schedule("own_orders:limited").schedule.rows == limited.rows
+    for schedule, sizes, words in (
+        ("own_orders:limited", {"ranks": None}, "schedule 'own_orders:limited' fits any sizes: say ranks=…"),
+        ("own_orders:smaller", {}, "own_orders:smaller has 1 ranks"),
+        ("own_orders:none", {}, "own_orders has no function or class 'none'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            trainer_of(schedule=schedule, **sizes)
 
 
 @pytest.mark.parametrize(

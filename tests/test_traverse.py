@@ -38,6 +38,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.ir import _REGISTRY
 from jaxpipe.schedule.list_schedule import traversal as rules_file
 from jaxpipe.schedule.list_schedule.traversal import View
+from jaxpipe.schedule.passes import separate_gradients
 
 README = Path(rules_file.__file__).parent / "README.md"
 
@@ -95,7 +96,8 @@ def test_hanayo_where_m_is_p(p: int) -> None:
 
 def readme_names() -> dict[str, Any]:
     """What the Python of the README's blocks defines."""
-    names: dict[str, Any] = {name: getattr(room, name) for name in room.__all__} | {"unit": unit}
+    names: dict[str, Any] = {name: getattr(room, name) for name in room.__all__}
+    names |= {"unit": unit, "separate_gradients": separate_gradients}
     for block in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL):
         exec(block, names)
     return names
@@ -111,7 +113,8 @@ TEXTBOOK = {
     "dfs": ("looped-dfs", False, (28.5, 5.5), (28.5, 5.5)),
     "hanayo": ("hanayo", False, (30, 4), (32.5, 4)),
     "chimera": ("chimera", False, (31, 4), (29, 4)),
-    "dualpipe_v": ("1f1b-v", False, (31, 4.5), (31.5, 3)),
+    "zb": ("zb-1p", False, (27, 4), (27, 4)),
+    "dualpipe_v": ("dualpipe-v", False, (25.5, 4.5), (25.5, 4.5)),
 }
 
 
@@ -127,6 +130,35 @@ def test_the_readme_says_what_comes_out() -> None:
     for action in names["mine"].rows[0]:
         ahead[action.stage == 4] += action.op == "F"
     assert sum(ahead) == 32
+
+
+def splits(schedule: Schedule) -> int:
+    return sum(a.op == "B" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+
+
+def test_separated() -> None:
+    """What the README says of lines that ``separate_gradients`` makes shorter, and of those that it starts from."""
+    names = readme_names()
+    assert (splits(names["zb"]), splits(names["dualpipe_v"])) == (24, 46)
+    assert splits(generate("dualpipe-v", 4, 8)) == 22
+    assert seconds_and_peak(traverse(v_shape(4), 8, names["both_deep"])) == (32, 4.5)
+    for line in ("hanayo", "chimera", "interleaved"):
+        before = names[line]
+        after = separate_gradients(before, unit(before.num_stages, before.num_chunks))
+        (longer, peak), (shorter, same) = seconds_and_peak(before), seconds_and_peak(after)
+        assert (same, shorter.expected < longer.expected) == (peak.expected, True), line  # type: ignore[attr-defined]
+
+
+def test_a_schedule_in_three_lines() -> None:
+    """The one of schedule/README.md, and what the page says of it."""
+    page = (README.parents[1] / "README.md").read_text(encoding="utf-8")
+    block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
+    assert len([line for line in block.splitlines() if line]) == 3
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert seconds_and_peak(names["schedule"])[1] == 4
+    short = separate_gradients(names["schedule"], unit(8, 2))
+    assert seconds_and_peak(short) == seconds_and_peak(generate("v-zb", 4, 8)) == (25.5, 4)
 
 
 def test_the_line_of_a_rule_reads_back() -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.cli.cost_flags import (
     FREE_CHUNKS,
     CostChoice,
-    add_braid_flag,
     add_chunk_limit_flags,
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
     add_objective_flag,
+    add_pass_flags,
     add_size_flags,
     check_limit,
     check_same_sizes,
@@ -62,7 +62,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_cost_flags(parser)
     add_limit_flag(parser)
-    add_braid_flag(parser)
+    add_pass_flags(parser)
 
 
 def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
@@ -218,6 +218,7 @@ def _task(
         objective=objective,
         braid=arguments.braid,
         max_chunks=most,
+        separate=arguments.separate,
     )
 
 

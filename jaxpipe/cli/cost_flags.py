@@ -161,6 +161,16 @@ def add_objective_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_pass_flags(parser: argparse.ArgumentParser) -> None:
+    """``--separate --braid``."""
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help="split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit",
+    )
+    add_braid_flag(parser)
+
+
 def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     """``--memory-limit``."""
     parser.add_argument(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.cli.cost_flags import (
     CostChoice,
-    add_braid_flag,
     add_cost_flags,
     add_group_flag,
     add_limit_flag,
     add_objective_flag,
+    add_pass_flags,
     add_size_flags,
     check_agreement,
     check_copies,
@@ -70,7 +70,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_cost_flags(parser)
     add_limit_flag(parser)
     add_objective_flag(parser)
-    add_braid_flag(parser)
+    add_pass_flags(parser)
     parser.add_argument(
         "--offload",
         metavar="FRACTION",
@@ -122,7 +122,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, from_file=True)
     add_cost_flags(parser)
     add_limit_flag(parser)
-    add_braid_flag(parser)
+    add_pass_flags(parser)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -159,7 +159,7 @@ def load_schedule(path: str) -> Schedule:
 def simulated(
     schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
 ) -> tuple[Schedule, CostProfile, Timeline]:
-    """A schedule that was read, braided if asked for, with its costs and timeline. A notice names an O that stands too late.
+    """A schedule that was read, after the passes asked for, with costs and timeline. A notice names an O that stands too late.
 
     Raises:
         JaxpipeError: costs for another number of stages, or none for its copies to the host.
@@ -168,8 +168,7 @@ def simulated(
 
     profile = costs.for_placement(schedule.placement, schedule.name)
     check_copies(schedule, profile, costs)
-    if arguments.braid:
-        schedule = braided(schedule, profile, arguments.memory_limit)
+    schedule = after_passes(schedule, profile, arguments)
     timeline = simulate(schedule, profile)
     _warn_of_late_offloads(schedule, profile, timeline, costs)
     return schedule, profile, timeline
@@ -248,16 +247,18 @@ def _finished(
     from jaxpipe.schedule import simulate
 
     check_copies(schedule, profile, costs)
-    if arguments.braid:
-        schedule = braided(schedule, profile, arguments.memory_limit)
+    schedule = after_passes(schedule, profile, arguments)
     return schedule, profile, simulate(schedule, profile)
 
 
-def braided(schedule: Schedule, costs: CostProfile, memory_limit: float | None) -> Schedule:
-    """``schedule`` after the braid pass."""
-    from jaxpipe.schedule.passes import braid
+def after_passes(schedule: Schedule, costs: CostProfile, arguments: argparse.Namespace) -> Schedule:
+    """``schedule`` after the passes of ``--separate`` and ``--braid``."""
+    from jaxpipe.schedule.passes import braid, separate_gradients
 
-    return braid(schedule, costs, memory_limit=float("inf") if memory_limit is None else memory_limit)
+    limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
+    if "separate" in arguments and arguments.separate:
+        schedule = separate_gradients(schedule, costs, memory_limit=limit)
+    return braid(schedule, costs, memory_limit=limit) if arguments.braid else schedule
 
 
 def write_outputs(

@@ -25,7 +25,7 @@ from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice, print_json
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, braided, show, write_outputs
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, show, write_outputs
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.tolerance import at_most
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
     schedule, timeline = solution.schedule, solution.timeline
     if any(profile.tp_comm_s):
-        schedule = braided(schedule, profile, arguments.memory_limit) if arguments.braid else schedule
+        schedule = after_passes(schedule, profile, arguments)
         timeline = simulate(schedule, profile)
     write_outputs(arguments.output, schedule, timeline, profile, costs)
     record = _with_proof(Record.of(schedule, timeline, profile, arguments.memory_limit), solution)

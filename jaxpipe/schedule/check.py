@@ -51,14 +51,16 @@ def find_problems(schedule: Schedule) -> list[str]:
     problems = list(graph.problems)
     if not graph.waits:
         return problems or [f"rows are empty: {schedule.num_stages} stages need their actions"]
-    incomplete = _Incomplete(graph)
-    problems += incomplete.problems
-    if len(incomplete.problems) >= _MOST:
+    missing, places, parts = _incomplete(graph)
+    problems += missing
+    if len(missing) >= _MOST:
         return [*problems, f"{_MOST} actions are missing or done twice, and no more was looked for"]
-    problems += _torn_groups(graph, incomplete.places)
-    problems += _unmet(graph, incomplete.parts)
-    problems += _row_order(graph)
-    problems += _memory_balance(graph, incomplete.places)
+    problems += [
+        *_torn_groups(graph, places),
+        *_unmet(graph, parts),
+        *_row_order(graph),
+        *_memory_balance(graph, places),
+    ]
     if not problems:
         run = run_graph(graph, [0.0] * len(graph.slots), [0.0] * len(graph.transfers), HostLink())
         if run.blocked:
@@ -66,39 +68,29 @@ def find_problems(schedule: Schedule) -> list[str]:
     return problems
 
 
-class _Incomplete:
-    """Required parts that are missing or performed more than once.
-
-    ``places``: the (stage, microbatch, rank) concerned. ``parts``: (part, stage, microbatch) that are missing on some rank.
-    Collecting ends after ``_MOST`` problems.
-    """
-
-    def __init__(self, graph: DependencyGraph) -> None:
-        self.graph = graph
-        self.problems: list[str] = []
-        self.places: set[Place] = set()
-        self.parts: set[tuple[str, int, int]] = set()
-        used = graph.ops()
-        for part in (spec.name for spec in registered_ops() if spec.required):
-            self._check(part, [spec.name for spec in used if part in spec.performs()])
-
-    def _check(self, part: str, performers: list[str]) -> None:
-        find = self.graph.slot_of
-        for place in _places(self.graph.schedule):
-            if len(self.problems) >= _MOST:
-                return
-            ops = [op for op in performers if find(op, *place) is not None]
+def _incomplete(graph: DependencyGraph) -> tuple[list[str], set[Place], set[tuple[str, int, int]]]:
+    """Required parts that are missing or performed more than once: problems, ``_MOST`` at most; the places concerned; (part,
+    stage, microbatch) that are missing on some rank."""
+    problems: list[str] = []
+    places: set[Place] = set()
+    parts: set[tuple[str, int, int]] = set()
+    for part in (spec.name for spec in registered_ops() if spec.required):
+        performers = [spec.name for spec in graph.ops() if part in spec.performs()]
+        for stage, i, rank in _places(graph.schedule):
+            ops = [op for op in performers if graph.slot_of(op, stage, i, rank) is not None]
             if len(ops) == 1:
                 continue
-            stage, i, rank = place
-            self.places.add(place)
-            where = f"stage {stage}, microbatch {i} on rank {rank}"
+            if len(problems) >= _MOST:
+                return problems, places, parts
+            places.add((stage, i, rank))
+            where = f"{part} of stage {stage}, microbatch {i} on rank {rank}"
             if ops:
                 names = " and ".join(str(Action(op, stage, i)) for op in ops)
-                self.problems.append(f"{part} of {where} is performed {len(ops)} times, by {names}; keep one")
+                problems.append(f"{where} is performed {len(ops)} times, by {names}; keep one")
             else:
-                self.parts.add((part, stage, i))
-                self.problems.append(f"{part} of {where} is missing")
+                parts.add((part, stage, i))
+                problems.append(f"{where} is missing")
+    return problems, places, parts
 
 
 def _places(schedule: Schedule) -> Iterator[Place]:
@@ -112,9 +104,7 @@ def _places(schedule: Schedule) -> Iterator[Place]:
 def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
     """Joint computations that some ranks of the group lack."""
     placement = graph.schedule.placement
-    for spec in graph.ops():
-        if spec.sends == "none":
-            continue
+    for spec in (spec for spec in graph.ops() if spec.sends != "none"):
         for stage, i, rank in _places(graph.schedule):
             group = placement.ranks(stage, i)
             having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None] if len(group) > 1 else []
@@ -138,18 +128,14 @@ def _row_order(graph: DependencyGraph) -> Iterator[str]:
     rank_of, count = graph.rank_of, len(graph.slots)
     for slot, waits in enumerate(graph.waits):
         for dep in waits:
-            if slot <= dep < count and rank_of[dep] == rank_of[slot]:
-                yield _misorder(graph, slot, dep)
-
-
-def _misorder(graph: DependencyGraph, slot: int, dep: int) -> str:
-    held, wanted, rank = graph.slots[slot], graph.slots[dep], graph.rank_of[slot]
-    if slot == dep:
-        return f"braid {held} on rank {rank}: one of its actions waits for another; braid independent actions only"
-    return (
-        f"{held} stands before {wanted}, which it waits for, on rank {rank} "
-        f"(slots {graph.position(slot)} and {graph.position(dep)})"
-    )
+            if slot == dep:
+                braid = f"braid {graph.slots[slot]} on rank {rank_of[slot]}"
+                yield f"{braid}: one of its actions waits for another; braid independent actions only"
+            elif slot < dep < count and rank_of[dep] == rank_of[slot]:
+                yield (
+                    f"{graph.slots[slot]} stands before {graph.slots[dep]}, which it waits for, on rank {rank_of[slot]} "
+                    f"(slots {graph.position(slot)} and {graph.position(dep)})"
+                )
 
 
 def _memory_balance(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:

@@ -16,11 +16,11 @@ from jaxpipe.errors import ScheduleError
 HostMode = Literal["duplex", "shared"]
 
 
-def _check_rates(what: str, *, latency_s: float, **bytes_per_s: float) -> None:
-    if not 0 <= latency_s < float("inf"):
-        raise ScheduleError(f"{what}: latency_s is {latency_s}; want a finite number >= 0")
-    for name, rate in bytes_per_s.items():
-        if not rate > 0:
+def _check_rates(what: str, link: Link | HostLink) -> None:
+    if not 0 <= link.latency_s < float("inf"):
+        raise ScheduleError(f"{what}: latency_s is {link.latency_s}; want a finite number >= 0")
+    for name in (f.name for f in fields(link) if f.name.endswith("bytes_per_s")):
+        if not (rate := getattr(link, name)) > 0:
             raise ScheduleError(f"{what}: {name} is {rate}; want a positive number, or inf for no limit")
 
 
@@ -32,7 +32,7 @@ class Link:
     bytes_per_s: float = float("inf")
 
     def __post_init__(self) -> None:
-        _check_rates("link", latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)
+        _check_rates("link", self)
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -53,12 +53,7 @@ class HostLink:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_rates(
-            "host link",
-            latency_s=self.latency_s,
-            d2h_bytes_per_s=self.d2h_bytes_per_s,
-            h2d_bytes_per_s=self.h2d_bytes_per_s,
-        )
+        _check_rates("host link", self)
         if self.mode not in ("duplex", "shared"):
             raise ScheduleError(f"host link: mode is {self.mode!r}; want 'duplex' or 'shared'")
 

@@ -13,11 +13,12 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import located
 from jaxpipe.schedule.infer import schedule_of
-from jaxpipe.schedule.ir import Action, Braid, Row, Schedule, Slot
+from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
 from jaxpipe.wording import clipped
 
 LETTERS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
@@ -57,59 +58,31 @@ def parse_csv(text: str, name: str, path: str = "<csv>", notice: Callable[[str],
     Raises:
         ScheduleParseError: naming ``path``, row and cell, or why no placement fits.
     """
-    reader = _Reader(path)
-    rows = reader.rows(text)
+    traffic: Counter[str] = Counter()
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        schedule = schedule_of(name, rows)
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
-    if reader.traffic and notice is not None:
-        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(reader.traffic.items()))
-        notice(
-            f"{path}: {reader.traffic.total()} cells left out that only communicate ({kinds}); transfers are implied"
-        )
+        rows = [tuple(_slots(cells, f"{path}: line {reader.line_num}", traffic)) for cells in reader]
+    except csv.Error as error:
+        raise ScheduleParseError(f"{path}: line {reader.line_num}: not CSV: {error}") from None
+    schedule = located(path, schedule_of, name, rows)
+    if traffic and notice is not None:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(traffic.items()))
+        notice(f"{path}: {traffic.total()} cells left out that only communicate ({kinds}); transfers are implied")
     return schedule
 
 
-class _Reader:
-    """Reads cells; counts those that only communicate, by kind."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.traffic: Counter[str] = Counter()
-
-    def rows(self, text: str) -> tuple[Row, ...]:
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        rows: list[Row] = []
-        try:
-            rows.extend(tuple(self._slots(cells, reader.line_num)) for cells in reader)
-        except csv.Error as error:
-            raise ScheduleParseError(f"{self.path}: line {reader.line_num}: not CSV: {error}") from None
-        return tuple(rows)
-
-    def _slots(self, cells: list[str], line: int) -> list[Slot]:
-        row: list[Slot] = []
-        for column, cell in enumerate(cells, start=1):
-            text = cell.strip()
-            traffic, braid = _TRAFFIC.fullmatch(text), _BRAID.fullmatch(text)
-            if traffic is not None:
-                self.traffic[traffic[1]] += 1
-            elif text:
-                actions = [_action(part) for part in (braid[1].split(";") if braid else [text])]
-                found = tuple(a for a in actions if a is not None)
-                if len(found) < len(actions) or (braid is not None and len(found) < 2):
-                    raise ScheduleParseError(f"{self.path}: line {line}, cell {column}: {_refusal(cell)}")
-                row.append(Braid(found) if braid else found[0])
-        return row
-
-
-def _action(text: str) -> Action | None:
-    match = _ACTION.fullmatch(text.strip())
-    return Action(LETTERS[match[2]], int(match[1]), int(match[3])) if match else None
-
-
-def _refusal(cell: str) -> str:
-    return (
-        f"{clipped(cell, 40)!r} is not an action; write stage, F, I, W or B, microbatch, for example 0F1, or two of them "
-        "as one slot, (0F1;1B0)OVERLAP_F_B (PyTorch's format)"
-    )
+def _slots(cells: list[str], where: str, traffic: Counter[str]) -> Iterator[Slot]:
+    """The slots of a row; counts in ``traffic`` the cells that only communicate, by kind."""
+    for column, cell in enumerate(map(str.strip, cells), start=1):
+        if communicates := _TRAFFIC.fullmatch(cell):
+            traffic[communicates[1]] += 1
+        elif cell:
+            braid = _BRAID.fullmatch(cell)
+            parts = [_ACTION.fullmatch(part.strip()) for part in (braid[1].split(";") if braid else [cell])]
+            actions = tuple(Action(LETTERS[x[2]], int(x[1]), int(x[3])) for x in parts if x)
+            if len(actions) < len(parts) or (braid and len(actions) < 2):
+                raise ScheduleParseError(
+                    f"{where}, cell {column}: {clipped(cell, 40)!r} is not an action; write stage, F, I, W or B, microbatch, "
+                    "for example 0F1, or two of them as one slot, (0F1;1B0)OVERLAP_F_B (PyTorch's format)"
+                )
+            yield Braid(actions) if braid else actions[0]

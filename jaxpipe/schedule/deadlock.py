@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jaxpipe.schedule.deps import DependencyGraph, Unmet
 from jaxpipe.schedule.engine import Run
 
 _BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
 
 
-def unmet_problems(graph: DependencyGraph) -> list[str]:
-    """One sentence for each wait that nothing in the schedule satisfies."""
-    return [describe_unmet(graph, unmet) for unmet in graph.unmet]
-
-
 def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
+    """One sentence for a wait that nothing in the schedule satisfies."""
     wanted = " or ".join(f"{op}{unmet.stage}.{unmet.action.microbatch}" for op in unmet.ops)
     return f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {wanted}, which the schedule does not contain"
 
@@ -55,26 +49,21 @@ def _holding(graph: DependencyGraph, run: Run, slot: int) -> int | None:
     return next((graph.source(number) for number in graph.waits[slot] if run.end_s[number] is None), None)
 
 
-def _absent_members(graph: DependencyGraph, run: Run, slot: int) -> Iterator[int]:
-    """Members of the slot's group that are not at the head of their lane, or are blocked there themselves."""
-    for other in graph.joints[graph.joint_of[slot]]:
-        if other != slot and (other not in run.blocked or _holding(graph, run, other) is not None):
-            yield other
-
-
-def _next(graph: DependencyGraph, run: Run, slot: int) -> int | None:
+def _waited_for(graph: DependencyGraph, run: Run, slot: int) -> list[int]:
+    """What holds ``slot``; else the members of its group that are not at the head of their lane, or are held there."""
     held = _holding(graph, run, slot)
-    return held if held is not None or slot not in graph.joint_of else next(_absent_members(graph, run, slot), None)
+    if held is not None:
+        return [held]
+    group = graph.joints[graph.joint_of[slot]] if slot in graph.joint_of else ()
+    return [n for n in group if n != slot and (n not in run.blocked or _holding(graph, run, n) is not None)]
 
 
 def _reason(graph: DependencyGraph, run: Run, slot: int) -> str:
-    held = _holding(graph, run, slot)
-    if held is not None:
-        return f"{graph.slots[held]} on rank {graph.rank_of[held]}"
-    if slot not in graph.joint_of:
-        return "its lane"
-    others = [f"rank {graph.rank_of[n]}" for n in _absent_members(graph, run, slot)]
-    return f"{', '.join(others)} to start {graph.slots[slot]} together with it"
+    wanted = _waited_for(graph, run, slot)
+    ranks = ", ".join(f"rank {graph.rank_of[n]}" for n in wanted)
+    if _holding(graph, run, slot) is not None:
+        return f"{graph.slots[wanted[0]]} on {ranks}"
+    return f"{ranks} to start {graph.slots[slot]} together with it" if slot in graph.joint_of else "its lane"
 
 
 def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) -> list[str]:
@@ -84,9 +73,10 @@ def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) 
     slot = min(run.blocked)
     while slot not in seen:
         seen[slot] = len(steps)
-        wanted = _next(graph, run, slot)
-        if wanted is None:
+        waits_for = _waited_for(graph, run, slot)
+        if not waits_for:
             break
+        wanted = waits_for[0]
         head = heads.get(_queue_key(graph, wanted), wanted)
         step = f"{graph.slots[slot]} waits for {graph.slots[wanted]} on rank {graph.rank_of[wanted]}"
         steps.append(step + (f", which stands behind {graph.slots[head]}" if head != wanted else ""))

@@ -35,12 +35,7 @@ class Run:
     blocked: tuple[int, ...]
 
 
-def run_graph(
-    graph: DependencyGraph,
-    duration_s: Sequence[float],
-    transfer_s: Sequence[float],
-    host: HostLink,
-) -> Run:
+def run_graph(graph: DependencyGraph, duration_s: Sequence[float], transfer_s: Sequence[float], host: HostLink) -> Run:
     """Start every slot as early as its row, lanes and waits allow.
 
     ``duration_s[n]``: seconds of slot n. ``transfer_s[k]``: seconds of ``graph.transfers[k]``.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.files import no_constant, read_text, unique_keys, write_atomically
+from jaxpipe.files import located, no_constant, read_text, unique_keys, write_atomically
 from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
@@ -115,7 +115,4 @@ def _from_json(path: Path, text: str, make: Callable[[object], T]) -> T:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ScheduleParseError(f"{path}: not JSON that jaxpipe reads: {error}") from None
-    try:
-        return make(data)
-    except ScheduleError as error:
-        raise ScheduleParseError(f"{path}: {error}", error.problems) from None
+    return located(path, make, data)

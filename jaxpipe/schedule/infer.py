@@ -42,10 +42,9 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
                 homes.setdefault(action.stage, {}).setdefault(action.microbatch, set()).add(rank)
     if not homes:
         raise ScheduleError("the rows hold no action; write one row per rank")
-    num_ranks = len(rows)
-    num_stages = len(homes)
-    gap = next((s for s in range(num_stages) if s not in homes), None)
-    if gap is not None:
+    num_ranks, num_stages = len(rows), len(homes)
+    if max(homes) >= num_stages:
+        gap = next(s for s in range(num_stages) if s not in homes)
         raise ScheduleError(
             f"stage {gap} runs nowhere, but stage {max(homes)} exists; number stages from 0 without gaps"
         )
@@ -67,13 +66,10 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
 
 def _flows(homes: Homes, num_flows: int) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
     """Groups per flow and stage, if every stage stays with one group per flow."""
-    flows = []
-    for k in range(num_flows):
-        flow = []
-        for stage in range(len(homes)):
-            groups = {tuple(sorted(ranks)) for i, ranks in homes[stage].items() if i % num_flows == k}
-            if len(groups) != 1:
-                return None
-            flow.append(groups.pop())
-        flows.append(tuple(flow))
-    return tuple(flows)
+    found = [
+        [{tuple(sorted(ranks)) for i, ranks in homes[s].items() if i % num_flows == k} for s in range(len(homes))]
+        for k in range(num_flows)
+    ]
+    if any(len(groups) != 1 for flow in found for groups in flow):
+        return None
+    return tuple(tuple(groups.pop() for groups in flow) for flow in found)

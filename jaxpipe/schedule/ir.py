@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from jaxpipe.errors import ScheduleError
@@ -143,86 +144,25 @@ def registered_ops() -> tuple[OpSpec, ...]:
     return tuple(_REGISTRY.values())
 
 
-_LOADED = Wait(("L",), "self", optional=True)
-
-F = OpSpec(
-    "F",
-    "compute",
-    (Wait(("F",), "pred"),),
-    "f_s",
-    (MemoryEffect("start", +1, "residual_bytes"),),
-    required=True,
-    sends="succ",
-    colour="#0072b2",
-    description="forward",
-    collective="tp_comm_s",
+_takes, _frees = partial(MemoryEffect, "start", +1), partial(MemoryEffect, "end", -1)
+_AFTER_F, _AFTER_O = Wait(("F",), "self"), Wait(("O",), "self")
+_BACKWARD = (_AFTER_F, Wait(("B", "BW"), "succ"), Wait(("L",), "self", optional=True))
+_AFTER_B, _LOAD = (Wait(("B",), "self"),), (_AFTER_O, Wait(("S",), "self", optional=True))
+_KEPT = MemoryEffect("end", +1, "w_residual_bytes")
+_B = (_takes("cotangent_bytes"), _frees("residual_bytes"), _frees("cotangent_bytes"), _KEPT)
+_F, _W, _BW = (_takes("residual_bytes"),), (_frees("w_residual_bytes"),), (_frees("residual_bytes"),)
+_O, _L = (_frees("offloadable_bytes"),), (_takes("offloadable_bytes"),)
+_TP, _BOTH = "tp_comm_s", "gradients of input and weights together"
+_SPECS = (  # name, lane, waits, cost, memory, parts, required, sends, colour, description, collective
+    OpSpec("F", "compute", (Wait(("F",), "pred"),), "f_s", _F, (), True, "succ", "#0072b2", "forward", _TP),
+    OpSpec("B", "compute", _BACKWARD, "b_s", _B, (), True, "pred", "#f0b429", "gradient of the stage input", _TP),
+    OpSpec("W", "compute", _AFTER_B, "w_s", _W, (), True, "none", "#009e73", "gradient of the stage weights"),
+    OpSpec("BW", "compute", _BACKWARD, "bw_s", _BW, ("B", "W"), False, "pred", "#d55e00", _BOTH),
+    OpSpec("O", "d2h", (_AFTER_F,), "offload_s", _O, colour="#cc79a7", description="offload residuals to host memory"),
+    OpSpec("L", "h2d", _LOAD, "load_s", _L, colour="#56b4e9", description="load residuals back"),
+    OpSpec("S", "compute", (_AFTER_O,), "", colour="#5f6368", description="wait for an offload to end"),
 )
-B = OpSpec(
-    "B",
-    "compute",
-    (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
-    "b_s",
-    (
-        MemoryEffect("start", +1, "cotangent_bytes"),
-        MemoryEffect("end", -1, "residual_bytes"),
-        MemoryEffect("end", -1, "cotangent_bytes"),
-        MemoryEffect("end", +1, "w_residual_bytes"),
-    ),
-    required=True,
-    sends="pred",
-    colour="#f0b429",
-    description="gradient of the stage input",
-    collective="tp_comm_s",
-)
-W = OpSpec(
-    "W",
-    "compute",
-    (Wait(("B",), "self"),),
-    "w_s",
-    (MemoryEffect("end", -1, "w_residual_bytes"),),
-    required=True,
-    colour="#009e73",
-    description="gradient of the stage weights",
-)
-BW = OpSpec(
-    "BW",
-    "compute",
-    (Wait(("F",), "self"), Wait(("B", "BW"), "succ"), _LOADED),
-    "bw_s",
-    (MemoryEffect("end", -1, "residual_bytes"),),
-    parts=("B", "W"),
-    sends="pred",
-    colour="#d55e00",
-    description="gradients of input and weights together",
-)
-O = OpSpec(  # noqa: E741
-    "O",
-    "d2h",
-    (Wait(("F",), "self"),),
-    "offload_s",
-    (MemoryEffect("end", -1, "offloadable_bytes"),),
-    colour="#cc79a7",
-    description="offload residuals to host memory",
-)
-L = OpSpec(
-    "L",
-    "h2d",
-    (Wait(("O",), "self"), Wait(("S",), "self", optional=True)),
-    "load_s",
-    (MemoryEffect("start", +1, "offloadable_bytes"),),
-    colour="#56b4e9",
-    description="load residuals back",
-)
-S = OpSpec(
-    "S",
-    "compute",
-    (Wait(("O",), "self"),),
-    "",
-    colour="#5f6368",
-    description="wait for an offload to end",
-)
-for _spec in (F, B, W, BW, O, L, S):
-    register_op(_spec)
+F, B, W, BW, O, L, S = map(register_op, _SPECS)  # noqa: E741
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import OpSpec, op_spec
+from jaxpipe.schedule.ir import op_spec
 from jaxpipe.schedule.tolerance import TIME, at_most
 
 _RULES = tuple(product(("longest", "first", "last"), (0.0, 0.5, 1.0)))
@@ -72,18 +72,11 @@ def strand(costs: CostProfile, op: str, stage: int) -> Strand:
     spec = op_spec(op)
     seconds = costs.seconds(spec.cost, stage)
     units = costs.tp_collectives[stage] if not spec.is_sync else 1
-    part = _chained(spec)
+    part = next((x for x in (spec, *map(op_spec, spec.parts)) if x.collective), None)
     if part is None:
         return Strand(0.0, 0.0, seconds, units)
     chain_s = seconds if part is spec else min(seconds, costs.seconds(part.cost, stage))
     return Strand(chain_s, costs.seconds(part.collective, stage), seconds - chain_s, units)
-
-
-def _chained(spec: OpSpec) -> OpSpec | None:
-    """The op itself or the part of it that has collectives."""
-    if spec.collective:
-        return spec
-    return next((part for name in spec.parts if (part := op_spec(name)).collective), None)
 
 
 def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
@@ -120,10 +113,8 @@ def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> 
     compute_s = sum(seconds if seconds is not None else (x.compute_s for x in strands))
     if not any(x.collective_s for x in strands):
         return Woven(compute_s, compute_s)
-    if len(strands) == 1 and not strands[0].filler_s:
-        return _alone(strands[0])
     best = _in_turn(strands, compute_s)
-    for first, reach in _RULES if len(strands) > 1 else (("first", 1.0),):
+    for first, reach in _RULES if len(strands) > 1 else ():
         found = _Lanes(strands, first, reach).run(compute_s)
         if not at_most(best.seconds, found.seconds):
             best = found

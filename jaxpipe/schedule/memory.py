@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph
@@ -30,13 +30,8 @@ UNIT = 2.0**_BITS
 """One unit of activation on the grid."""
 
 
-class _Delta(NamedTuple):
-    """What an action changes at its start and its end: integer bytes, integer activation units."""
-
-    start_bytes: int
-    start_units: int
-    end_bytes: int
-    end_units: int
+_Delta = tuple[int, int, int, int]
+"""What an action changes: bytes at its start, activation units at its start, both at its end, as integers on the grid."""
 
 
 def memory_curves(
@@ -48,16 +43,12 @@ def memory_curves(
     a stage spread over a group of ranks, costs are what each rank of the group holds.
     """
     grid = _Grid(graph, costs)
-    curves, peaks = [], []
     waiting = _boundaries_waiting(graph, grid, start_s, end_s) if costs.boundary_buffers else {}
+    found = []
     for rank in range(graph.schedule.num_ranks):
         changes = _changes(graph, grid, rank, start_s, end_s)
-        changes += waiting.get(rank, ())
-        changes.sort()
-        curve, peak = _accumulate(grid, changes)
-        curves.append(curve)
-        peaks.append(peak)
-    return tuple(curves), tuple(peaks)
+        found.append(_accumulate(grid, sorted([*changes, *waiting.get(rank, ())])))
+    return tuple(curve for curve, _ in found), tuple(peak for _, peak in found)
 
 
 def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
@@ -76,10 +67,18 @@ def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -
 
 def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> tuple[int, int]:
     """Activations that an action takes when it starts and when it ends, in units of ``share`` bytes, times ``2**50``."""
+    if share <= 0:
+        return 0, 0
+    return _change(
+        op, lambda field: round(costs.values(field)[stage] / share * UNIT) if field in ACTIVATION_FIELDS else 0
+    )
+
+
+def _change(op: str, amount: Callable[[str], int]) -> tuple[int, int]:
+    """What an action takes at its start and at its end, where a field takes ``amount(field)``."""
     change = {"start": 0, "end": 0}
-    for effect in op_spec(op).memory if share > 0 else ():
-        if effect.field in ACTIVATION_FIELDS:
-            change[effect.at] += effect.sign * round(costs.values(effect.field)[stage] / share * UNIT)
+    for effect in op_spec(op).memory:
+        change[effect.at] += effect.sign * amount(effect.field)
     return change["start"], change["end"]
 
 
@@ -88,24 +87,19 @@ class _Grid:
 
     def __init__(self, graph: DependencyGraph, costs: CostProfile) -> None:
         self.costs = costs
-        self.effects = {spec.name: spec.memory for spec in graph.ops()}
         self.temp = dict(costs.temp_bytes)
-        used = {e.field for effects in self.effects.values() for e in effects}
-        largest = max((max(costs.values(name), default=0.0) for name in used), default=0.0)
-        largest = max([largest, *(max(v, default=0.0) for v in self.temp.values())])
-        if costs.boundary_buffers:
-            largest = max([largest, *costs.boundary_bytes])
+        used = {effect.field for spec in graph.ops() for effect in spec.memory}
+        waiting = costs.boundary_bytes if costs.boundary_buffers else ()
+        largest = max(chain(*map(costs.values, used), *self.temp.values(), waiting), default=0.0)
         exponent = min(_BITS - math.frexp(largest)[1], sys.float_info.max_exp - 1)
         self.scale = 2.0**exponent if largest > 0 else 1.0
 
     def delta(self, op: str, stage: int, share: float) -> _Delta:
         """``share``: the unit of activations, in bytes."""
-        change = {"start": 0, "end": 0}
-        for effect in op_spec(op).memory:
-            change[effect.at] += effect.sign * round(self.costs.values(effect.field)[stage] * self.scale)
+        start, end = _change(op, lambda field: round(self.costs.values(field)[stage] * self.scale))
         workspace = round(self.temp[op][stage] * self.scale) if op in self.temp else 0
         start_units, end_units = activation_units(self.costs, op, stage, share)
-        return _Delta(change["start"] + workspace, start_units, change["end"] - workspace, end_units)
+        return start + workspace, start_units, end - workspace, end_units
 
 
 def _changes(
@@ -117,8 +111,7 @@ def _changes(
     shares = [rank_share(placement, grid.costs, rank, flow) for flow in range(num_flows)]
     known: dict[tuple[str, int, int], _Delta] = {}
     changes: list[tuple[float, int, int]] = []
-    number = graph.row_start[rank]
-    for slot in graph.schedule.rows[rank]:
+    for number, slot in enumerate(graph.schedule.rows[rank], start=graph.row_start[rank]):
         for action in (slot,) if type(slot) is Action else slot.actions:
             key = (action.op, action.stage, action.microbatch % num_flows)
             delta = known.get(key)
@@ -129,7 +122,6 @@ def _changes(
                 changes.append((start_s[number], start_bytes, start_units))
             if end_bytes or end_units:
                 changes.append((end_s[number], end_bytes, end_units))
-        number += 1
     return changes
 
 
@@ -161,20 +153,11 @@ def _boundaries_waiting(
 
 
 def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple[MemoryCurve, float]:
-    levels = list(_levels(changes))
-    curve = MemoryCurve(tuple(time for time, _, _ in levels), tuple(live / grid.scale for _, live, _ in levels))
-    return curve, max([0, *(units for _, _, units in levels)]) / UNIT
-
-
-def _levels(changes: Sequence[tuple[float, int, int]]) -> Iterator[tuple[float, int, int]]:
-    """Running totals after each instant."""
+    levels: dict[float, tuple[int, int]] = {}  # running totals after each instant
     live = units = 0
-    now: float | None = None
     for time, more_bytes, more_units in changes:
-        if now is not None and time != now:
-            yield now, live, units
-        now = time
         live += more_bytes
         units += more_units
-    if now is not None:
-        yield now, live, units
+        levels[time] = live, units
+    curve = MemoryCurve(tuple(levels), tuple(live / grid.scale for live, _ in levels.values()))
+    return curve, max([0, *(units for _, units in levels.values())]) / UNIT

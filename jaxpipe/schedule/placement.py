@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from jaxpipe.errors import ScheduleError
 
@@ -67,7 +68,7 @@ class Placement:
             yield "there are no stages"
             return
         n = len(self.flows[0])
-        used: set[int] = set()
+        used = {rank for flow in self.flows for group in flow for rank in group}
         for k, flow in enumerate(self.flows):
             if len(flow) != n:
                 yield f"flow {k} has {len(flow)} stages, flow 0 has {n}"
@@ -76,12 +77,8 @@ class Placement:
                     yield f"stage {s} runs on no rank"
                 if len(set(group)) != len(group):
                     yield f"stage {s} names a rank twice: {group}"
-                yield from (
-                    f"stage {s} runs on rank {r}, but ranks are 0..{self.num_ranks - 1}"
-                    for r in group
-                    if not 0 <= r < self.num_ranks
-                )
-                used.update(group)
+                outside = (r for r in group if not 0 <= r < self.num_ranks)
+                yield from (f"stage {s} runs on rank {r}, but ranks are 0..{self.num_ranks - 1}" for r in outside)
         idle = sorted(set(range(self.num_ranks)) - used)
         if idle:
             yield f"ranks {', '.join(map(str, idle))} run no stage"
@@ -134,71 +131,51 @@ def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...],
     return tuple(map(tuple, groups))
 
 
-def _topological_order(n: int, edges: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
-    import heapq
-
-    incoming = [0] * n
-    out: list[list[int]] = [[] for _ in range(n)]
-    for a, b in edges:
-        incoming[b] += 1
-        out[a].append(b)
-    ready = [s for s in range(n) if not incoming[s]]
-    order = []
+def _topological_order(n: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
+    after, waits = _grouped(n, edges), Counter(b for _, b in edges)
+    ready, order = [s for s in range(n) if not waits[s]], []
     while ready:
-        s = heapq.heappop(ready)
-        order.append(s)
-        for t in out[s]:
-            incoming[t] -= 1
-            if not incoming[t]:
-                heapq.heappush(ready, t)
+        order.append(s := heappop(ready))
+        for t in after[s]:
+            waits[t] -= 1
+            if not waits[t]:
+                heappush(ready, t)
     return tuple(order) if len(order) == n else None
 
 
-def _single(kind: str, num_ranks: int, ranks: Iterable[int], edges: Edges | None = None) -> Placement:
-    flow = tuple((r,) for r in ranks)
-    return Placement(kind, num_ranks, (flow,), chain(len(flow)) if edges is None else edges)
-
-
-def _positive(**sizes: int) -> None:
-    for name, size in sizes.items():
+def _wound(kind: str, ranks: int, chunks: int, turns_back: bool) -> Placement:
+    """``chunks`` a rank, each running down the ranks, or every second one back up."""
+    for name, size in (("ranks", ranks), ("chunks", chunks)):
         if size < 1:
             raise ScheduleError(f"number of {name} is {size}; want at least 1")
+    flow = tuple((ranks - 1 - r if turns_back and k % 2 else r,) for k in range(chunks) for r in range(ranks))
+    return Placement(kind, ranks, (flow,), chain(len(flow)))
 
 
 def one_to_one(ranks: int) -> Placement:
     """Stage s on rank s."""
-    _positive(ranks=ranks)
-    return _single("one-to-one", ranks, range(ranks))
+    return _wound("one-to-one", ranks, 1, turns_back=False)
 
 
 def circular(ranks: int, chunks: int) -> Placement:
     """Stage s on rank s mod p (interleaved): every chunk starts again at rank 0."""
-    _positive(ranks=ranks, chunks=chunks)
-    return _single("circular", ranks, (s % ranks for s in range(ranks * chunks)))
+    return _wound("circular", ranks, chunks, turns_back=False)
 
 
 def v_shape(ranks: int) -> Placement:
     """Two chunks: down the ranks and back up, so rank 0 holds the first stage and the last."""
-    _positive(ranks=ranks)
-    return _single("v", ranks, [*range(ranks), *reversed(range(ranks))])
+    return _wound("v", ranks, 2, turns_back=True)
 
 
 def wave(ranks: int, chunks: int) -> Placement:
     """Down, up, down, …: chunk k runs the ranks forward when k is even and backward when odd (Hanayo's waves)."""
-    _positive(ranks=ranks, chunks=chunks)
-    return _single(
-        "wave", ranks, (r for k in range(chunks) for r in (range(ranks) if k % 2 == 0 else reversed(range(ranks))))
-    )
+    return _wound("wave", ranks, chunks, turns_back=True)
 
 
 def bidirectional(ranks: int) -> Placement:
     """Two flows over replicas of each stage: even microbatches down the ranks, odd ones up (Chimera, DualPipe)."""
-    _positive(ranks=ranks)
-    down = tuple((r,) for r in range(ranks))
+    (down,) = one_to_one(ranks).flows
     return Placement("bidirectional", ranks, (down, down[::-1]), chain(ranks))
-
-
-PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
 
 
 def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placement:
@@ -207,16 +184,17 @@ def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placeme
     Raises:
         ScheduleError: it has another number of chunks, or there is none of that name.
     """
-    if kind in ("circular", "wave"):
-        return (circular if kind == "circular" else wave)(ranks, 2 if chunks is None else chunks)
-    fixed = {"one-to-one": one_to_one, "v": v_shape, "bidirectional": bidirectional}
-    if kind not in fixed:
-        raise ScheduleError(f"placement {kind!r} is unknown; known: {', '.join(PLACEMENTS)}")
-    if chunks not in (None, 1 + (kind == "v")):
+    if kind not in CONSTRUCTORS:
+        raise ScheduleError(f"placement {kind!r} is unknown; known: {', '.join(CONSTRUCTORS)}")
+    arguments, make = CONSTRUCTORS[kind]
+    if "chunks" in arguments:
+        return make(ranks, 2 if chunks is None else chunks)
+    made = make(ranks)
+    if chunks not in (None, made.num_chunks):
         raise ScheduleError(
-            f"placement {kind} has {1 + (kind == 'v')} chunk(s) per rank, not {chunks}; drop one of the two"
+            f"placement {kind} has {made.num_chunks} chunk(s) per rank, not {chunks}; drop one of the two"
         )
-    return fixed[kind](ranks)
+    return made
 
 
 def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
@@ -246,6 +224,7 @@ CONSTRUCTORS: dict[str, tuple[tuple[str, ...], Callable[..., Placement]]] = {
     "bidirectional": (("ranks",), bidirectional),
 }
 """Kinds that sizes alone say, with the names of these sizes and the constructor."""
+PLACEMENTS = tuple(CONSTRUCTORS)
 _BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
 
 

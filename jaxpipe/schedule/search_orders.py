@@ -21,19 +21,19 @@ from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.ir import Schedule, op_spec
-from jaxpipe.schedule.passes import Offloaded
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
+from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.retime import Objective, nine_digits, order_key
+from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
 
 UNPRICED = "offloads, and the costs don't say how long that takes: give --offload-time, or offload_s and load_s"
 """What is wrong with a schedule that copies to the host under costs without a time for it."""
 _FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,19 @@ class Candidate:
     schedule: Schedule
     costs: CostProfile
     timeline: Timeline
-    makespan: float = field(init=False)
-    span: float = field(init=False)
-    peak: float = field(init=False)
+    makespan: float
+    span: float
+    peak: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "makespan", self.timeline.makespan)
-        object.__setattr__(self, "span", self.timeline.max_span)
-        object.__setattr__(self, "peak", max(self.timeline.peak_activations))
+    @classmethod
+    def of(cls, setting: Setting, schedule: Schedule, costs: CostProfile) -> Candidate:
+        timeline = simulate(schedule, costs)
+        peak = max(timeline.peak_activations)
+        return cls(setting, schedule, costs, timeline, timeline.makespan, timeline.max_span, peak)
+
+    def key(self, objective: Objective) -> tuple[float, float, float]:
+        """The smaller, the better."""
+        return order_key(objective, self.makespan, self.span, self.peak)
 
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
@@ -71,9 +76,11 @@ def make(setting: Setting, task: Task) -> Candidate:
     costs = task.costs_for(FAMILIES[setting.family].placement(task.ranks, setting.chunks))
     sizes = task.ranks, task.microbatches, setting.chunks
     schedule = generate(setting.family, *sizes, costs, setting.memory_limit, setting.group, task.objective)
+    if task.separate and at_most(max(simulate(schedule, costs).peak_activations), task.memory_limit):
+        schedule = separate_gradients(schedule, costs, memory_limit=task.memory_limit)
     if task.braid:
         schedule = braid_pass(schedule, costs, memory_limit=task.memory_limit)
-    return Candidate(setting, schedule, costs, simulate(schedule, costs))
+    return Candidate.of(setting, schedule, costs)
 
 
 OnTrial = Callable[[Setting, Candidate | None], object]
@@ -109,20 +116,19 @@ class _Search:
         near = self._promising(lambda c: (nine_digits(c.peak), *self._key(c)), _NEAR)
         for candidate in (*self._promising(self._key, _FAST), *near):
             if id(candidate) not in reached and self._promises(candidate):
-                done = self._pass(candidate)
-                reached[id(candidate)] = max(done.peak_after), candidate
+                reached[id(candidate)] = self._pass(candidate), candidate
         for _, candidate in sorted(reached.values(), key=lambda x: (nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
             if self._promises(candidate):
                 self._pass(candidate, self.task.memory_limit)
 
-    def _pass(self, candidate: Candidate, limit: float | None = None) -> Offloaded:
-        """The offload pass over a candidate, which is kept where it then fits."""
+    def _pass(self, candidate: Candidate, limit: float | None = None) -> float:
+        """The peak after the offload pass over a candidate, which is kept where it then fits."""
         setting = replace(candidate.setting, offload=True)
         self.on_trial(setting, self.best)
         done = offload_pass(candidate.schedule, candidate.costs, memory_limit=limit)
-        if max(done.peak_after) <= self.task.memory_limit * _SLACK:
-            self._keep(Candidate(setting, done.schedule, candidate.costs, simulate(done.schedule, candidate.costs)))
-        return done
+        if at_most(peak := max(done.peak_after), self.task.memory_limit):
+            self._keep(Candidate.of(setting, done.schedule, candidate.costs))
+        return peak
 
     def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
         """What needs too much memory and is faster than the best so far, without repetition."""
@@ -136,7 +142,7 @@ class _Search:
         return self.best is None or self._key(candidate)[:2] < self._key(self.best)[:2]
 
     def _key(self, candidate: Candidate) -> tuple[float, float, float]:
-        return order_key(self.task.objective, candidate.makespan, candidate.span, candidate.peak)
+        return candidate.key(self.task.objective)
 
     def _try(self, setting: Setting) -> None:
         self.on_trial(setting, self.best)
@@ -145,29 +151,30 @@ class _Search:
         except ScheduleError as error:
             self.reasons.append(str(error))
             return
-        if not self.task.may_offload(candidate.costs) and offloaded_share(candidate.schedule, candidate.costs) > 0:
+        may_offload = self.task.may_offload(candidate.costs)
+        if not may_offload and offloaded_share(candidate.schedule, candidate.costs) > 0:
             self.reasons.append(f"{setting.family} {UNPRICED}")
             self.refused.add(setting.family)
-        elif candidate.peak <= self.task.memory_limit * _SLACK:
+        elif not self._is_too_large(setting, candidate.peak):
             self._keep(candidate)
+        elif may_offload:
+            self.too_large.append(candidate)
         else:
-            self._too_large(setting, candidate.peak)
-            if self.task.may_offload(candidate.costs):
-                self.too_large.append(candidate)
-            else:
-                self.refused.add(replace(setting, group=None))
+            self.refused.add(replace(setting, group=None))
 
-    def _too_large(self, setting: Setting, peak: float) -> None:
+    def _is_too_large(self, setting: Setting, peak: float) -> bool:
+        """Whether a peak is above the limit, which is then a reason."""
+        if at_most(peak, self.task.memory_limit):
+            return False
         self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
+        return True
 
     def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
-        """What the setting holds at least: its family's closed form, where nothing may be offloaded."""
+        """What the setting holds at least: its family's closed form, which is for the family's own group, where nothing may be
+        offloaded."""
         known = FAMILIES[setting.family].peak_activations
-        if known is None or setting.group is not None:  # closed forms are for the family's own group
-            return 0.0
-        if self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1:
-            return 0.0
-        return known(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
+        unlike = setting.group is not None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1
+        return 0.0 if known is None or unlike else known(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
@@ -183,8 +190,7 @@ class _Search:
         try:
             placement = FAMILIES[setting.family].placement(task.ranks, setting.chunks)
             costs = task.costs_for(placement)
-            if (peak := self._known_peak(setting, costs)) > task.memory_limit * _SLACK:
-                self._too_large(setting, peak)
+            if self._is_too_large(setting, self._known_peak(setting, costs)):
                 return True
             if self.best is None:
                 return False
@@ -204,11 +210,9 @@ def bounds_within(
     Raises:
         ScheduleError: the costs are for another number of stages.
     """
-    limit = None if memory_limit is None or memory_limit == float("inf") else memory_limit * _SLACK
-    makespan, span = (
-        find(placement, microbatches, costs, memory_limit=limit, offload=offload)
-        for find in (lower_bound, span_lower_bound)
-    )
+    limit = None if memory_limit in (None, float("inf")) else memory_limit * (1 + MEMORY)
+    bounds = (lower_bound, span_lower_bound)
+    makespan, span = (find(placement, microbatches, costs, memory_limit=limit, offload=offload) for find in bounds)
     return makespan, span
 
 

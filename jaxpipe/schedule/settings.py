@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import floor
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family
 from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.retime import Objective
+from jaxpipe.schedule.tolerance import close, how_many
 
 Costs = CostProfile | Callable[[Placement], CostProfile] | None
 
@@ -23,7 +23,6 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 LIMITS = (1 / 2, 2 / 3, 3 / 4, 1.0, 1.5, 2.0)
 """Memory limits that are tried beside the one asked for, in units of p."""
 _MOST_PAIRS = 16_384  # pairs of stage and microbatch up to which more chunks than the family's own are tried
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Task:
     None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
     ``chunks``, ``group``: for the families that take them; free if None. ``max_chunks``: the most per rank of any family.
     ``offload``: whether schedules may copy activations to the host; by default they may if the costs say that it takes time (a
-    host link that takes none would hide it all). ``braid``: whether the braid pass goes over every schedule.
+    host link that takes none would hide it all). ``separate``, ``braid``: whether these passes go over every schedule.
     """
 
     ranks: int
@@ -67,6 +66,7 @@ class Task:
     objective: Objective = "makespan"
     braid: bool = False
     max_chunks: int | None = None
+    separate: bool = False
 
     def costs_for(self, placement: Placement) -> CostProfile:
         """The profile for schedules of ``placement``.
@@ -137,7 +137,7 @@ def _limits(task: Task, chunks: int) -> Iterable[float | None]:
     asked = task.memory_limit
     others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
     if asked < float("inf"):
-        whole = floor(asked * chunks * _SLACK)
+        whole = how_many(1 / chunks, asked)
         others += [x / chunks for x in (whole, whole - 1) if x > 0]
-    tried = [x for x in sorted(set(others), reverse=True) if abs(x - asked) > asked * 1e-9]
+    tried = [x for x in sorted(set(others), reverse=True) if not close(x, asked)]
     return [None if asked == float("inf") else asked, *tried]

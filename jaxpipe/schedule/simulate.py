@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.deadlock import explain_deadlock, unmet_problems
+from jaxpipe.schedule.deadlock import describe_unmet, explain_deadlock
 from jaxpipe.schedule.deps import DependencyGraph, build_graph
 from jaxpipe.schedule.engine import run_graph
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
@@ -112,7 +112,7 @@ def replay(
 def _runnable(schedule: Schedule) -> DependencyGraph:
     """The graph of a schedule whose actions all have a place and something to wait for."""
     graph = build_graph(schedule)
-    problems = [*graph.problems, *unmet_problems(graph)]
+    problems = [*graph.problems, *(describe_unmet(graph, unmet) for unmet in graph.unmet)]
     if problems:
         raise ScheduleError(f"schedule {schedule.name!r} can't be simulated: " + "; ".join(problems), problems)
     return graph

@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import PurePath
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.files import located
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
 from jaxpipe.wording import clipped, closest
-
-_K = TypeVar("_K")
-_T = TypeVar("_T")
 
 _FEW_STAGES = 10_000  # up to which a placement may have more stages than the rows have actions
 
@@ -85,20 +83,11 @@ def _clip(text: str) -> str:
     return clipped(text, _EXCERPT)
 
 
-def _unquote(text: str) -> str:
-    if not text.startswith('"'):
-        return text
-    value = json.loads(text)
-    if not isinstance(value, str):
-        raise ValueError("not a string")
-    return value
-
-
 # Placements.
 
 
 def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Placement:
-    """Raises ScheduleError, or ValueError for a malformed ``edges``."""
+    """Raises ScheduleError."""
     kind, arguments = _split_kind(text)
     sizes: dict[str, int] = {}
     flows: list[tuple[tuple[int, ...], ...]] = []
@@ -107,9 +96,8 @@ def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Pl
         if key == "flow" and equals:
             flows.append(tuple(tuple(_number(r, argument) for r in group.split("+")) for group in value.split(",")))
         elif key not in ("ranks", "chunks") or not equals:
-            raise ScheduleError(
-                f"unknown placement argument {_clip(argument)!r}{_known(key, ('ranks', 'chunks', 'flow'))}"
-            )
+            near = _known(key, ("ranks", "chunks", "flow"))
+            raise ScheduleError(f"unknown placement argument {_clip(argument)!r}{near}")
         elif key in sizes:
             raise ScheduleError(f"placement argument {key!r} is given twice")
         else:
@@ -120,53 +108,54 @@ def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Pl
         raise ScheduleError(
             f"the placement has {sizes['ranks']} ranks but there are {num_rows} 'rank' lines; is the file truncated?"
         )
-    if flows:
-        return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])))
-    if (stages := sizes["ranks"] * sizes.get("chunks", 1)) > max(num_slots, _FEW_STAGES) and stages <= MAX_STAGES:
-        raise ScheduleError(f"the placement has {stages} stages, but the rows hold {num_slots} actions in all")
-    placement = _construct(kind, sizes)
-    if edges == "chain":
-        return placement
-    return Placement(kind, placement.num_ranks, placement.flows, _parse_edges(edges, placement.num_stages))
+    if not flows:
+        made = _construct(kind, sizes, num_slots)
+        if edges == "chain":
+            return made
+        flows = list(made.flows)
+    return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])))
 
 
 def _split_kind(text: str) -> tuple[str, list[str]]:
     if text.startswith('"'):
-        value, end = json.JSONDecoder().raw_decode(text)
+        try:
+            value, end = json.JSONDecoder().raw_decode(text)
+        except ValueError:
+            raise ScheduleError("the kind of placement is not a JSON string; close its quotes") from None
         return str(value), text[end:].split()
     kind, *arguments = text.split() or [""]
     return kind, arguments
 
 
-def _construct(kind: str, sizes: dict[str, int]) -> Placement:
-    known = CONSTRUCTORS.get(kind)
-    if known is None:
+def _construct(kind: str, sizes: dict[str, int], num_slots: int) -> Placement:
+    if kind not in CONSTRUCTORS:
         raise ScheduleError(
             f"unknown placement {_clip(kind)!r}{_known(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
             "stage by stage: flow=0,1,2"
         )
-    wanted, make = known
+    wanted, make = CONSTRUCTORS[kind]
     if set(sizes) != set(wanted):
         raise ScheduleError(f"placement {kind!r} takes {' and '.join(wanted)}, got {' and '.join(sizes)}")
-    if sizes["ranks"] * sizes.get("chunks", 1) > MAX_STAGES:
+    stages = sizes["ranks"] * sizes.get("chunks", 1)
+    if stages > MAX_STAGES:
         raise ScheduleError(f"the placement has more than {MAX_STAGES} stages; is the number of chunks right?")
+    if stages > max(num_slots, _FEW_STAGES):
+        raise ScheduleError(f"the placement has {stages} stages, but the rows hold {num_slots} actions in all")
     return make(**sizes)
 
 
 def _parse_edges(text: str, num_stages: int) -> Edges:
-    if text == "chain":
-        return chain(num_stages)
-    if text == "none":
-        return ()
-    edges = []
-    for word in text.split():
-        a, arrow, b = word.partition("->")
-        if not arrow:
-            raise ScheduleError(f"{_clip(word)!r} is not an edge; write 'chain', 'none' or edges such as 0->2 1->2")
-        edges.append((_number(a, word), _number(b, word)))
-    if not edges:
-        raise ScheduleError("'edges:' is empty; write 'chain', 'none' or edges such as 0->2 1->2")
-    return tuple(edges)
+    """Raises ScheduleError with ``edge`` in its text."""
+    if text in ("chain", "none"):
+        return chain(num_stages) if text == "chain" else ()
+    advice = "write 'chain', 'none' or edges such as 0->2 1->2"
+    if not text:
+        raise ScheduleError(f"'edges:' is empty; {advice}")
+    pairs = [word.partition("->") for word in text.split()]
+    bad = next(("".join(pair) for pair in pairs if not pair[1]), None)
+    if bad is not None:
+        raise ScheduleError(f"{_clip(bad)!r} is not an edge; {advice}")
+    return tuple((_number(a, f"{a}->{b}"), _number(b, f"{a}->{b}")) for a, _, b in pairs)
 
 
 def _number(text: str, where: str) -> int:
@@ -176,97 +165,72 @@ def _number(text: str, where: str) -> int:
 
 
 class _Parser:
-    """Reads lines into headers and rows, each with its line number, then builds the schedule."""
+    """Reads lines by key (``name``, ``rank 0``), each with its number, then builds the schedule."""
 
     def __init__(self, text: str, path: str) -> None:
         self.path = path
-        self.lines = text.split("\n")
-        self.headers: dict[str, tuple[int, str]] = {}
-        self.rows: dict[int, tuple[int, str]] = {}
+        self.raw = [line.rstrip("\r") for line in text.split("\n")]
+        self.lines: dict[str, tuple[int, str]] = {}
 
     def schedule(self) -> Schedule:
-        lines = [(number, raw.rstrip("\r")) for number, raw in enumerate(self.lines, start=1)]
-        lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
-        bare = bool(lines) and _RANK.match(lines[0][1]) is not None and not self.lines[0].startswith("# jaxpipe")
+        lines = [(n, line) for n, line in enumerate(self.raw, start=1) if line.strip() and not line.startswith("#")]
+        bare = bool(lines) and _RANK.match(lines[0][1]) is not None and not self.raw[0].startswith("# jaxpipe")
         if not bare:
-            self._first_line()
+            self._first_line(self.raw[0])
         for number, line in lines:
             self._line(number, line)
         return self._bare() if bare else self._whole()
 
     def _bare(self) -> Schedule:
         """From ``rank`` lines alone."""
-        for number, line in self.headers.values():
-            self._fail(number, line, f"a file with a line like this one must begin with the line '{FIRST_LINE}'")
-        rows = [self._row(rank) for rank in range(len(self.rows))]
-        try:
-            return schedule_of(PurePath(self.path).stem, rows)
-        except ScheduleError as error:
-            raise ScheduleParseError(f"{self.path}: {error}", error.problems) from None
+        for key in filter(self.lines.get, _HEADERS):
+            self._fail(*self.lines[key], f"a file with a line like this one must begin with the line '{FIRST_LINE}'")
+        rows = [self._row(rank) for rank in range(len(self.lines))]
+        return located(self.path, schedule_of, PurePath(self.path).stem, rows)
 
     def _whole(self) -> Schedule:
         for key in _HEADERS[:3]:
-            if key not in self.headers:
-                self._fail(len(self.lines), "", f"the line '{key}: …' is missing; is the file truncated?")
-        name = self._header("name", _unquote, "write plain text or a JSON string")
-        microbatches = self._header(
-            "microbatches", lambda text: _number(text, text), "write a whole number, for example 'microbatches: 8'"
-        )
-        placement = self._placement()
-        return Schedule(name, placement, microbatches, tuple(self._row(rank) for rank in range(placement.num_ranks)))
+            if key not in self.lines:
+                self._fail(len(self.raw), "", f"the line '{key}: …' is missing; is the file truncated?")
+        number, text = self.lines["name"]
+        try:
+            name = str(json.loads(text)) if text.startswith('"') else text
+        except ValueError:
+            self._fail(number, f"name: {text}", "write plain text or a JSON string")
+        number, text = self.lines["microbatches"]
+        if not _NUMBER.fullmatch(text):
+            self._fail(number, f"microbatches: {text}", "write a whole number, for example 'microbatches: 8'")
+        rows = [text.split() for key, (_, text) in self.lines.items() if key not in _HEADERS]
+        line = self.lines["placement"]
+        edges = self.lines.get("edges", (line[0], "chain"))
+        try:
+            placement = _parse_placement(line[1], edges[1], len(rows), sum(map(len, rows)))
+        except ScheduleError as error:
+            self._fail(*(edges if "edge" in str(error) else line), str(error))
+        return Schedule(name, placement, int(text), tuple(self._row(rank) for rank in range(placement.num_ranks)))
 
-    def _first_line(self) -> None:
-        first = self.lines[0].rstrip("\r")
-        if first == FIRST_LINE:
-            return
-        if re.fullmatch(r"# jaxpipe schedule \d+", first):
+    def _first_line(self, first: str) -> None:
+        if re.fullmatch(r"# jaxpipe schedule \d+", first) and first != FIRST_LINE:
             self._fail(1, first, f"this version of the format is not known; this jaxpipe reads '{FIRST_LINE}'")
-        self._fail(1, first, f"this is not a schedule in text form; write rank lines, or '{FIRST_LINE}' first")
+        if first != FIRST_LINE:
+            self._fail(1, first, f"this is not a schedule in text form; write rank lines, or '{FIRST_LINE}' first")
 
     def _line(self, number: int, line: str) -> None:
         key, colon, value = line.partition(":")
-        value = value.strip()
         if not colon:
             self._fail(number, line, "expected 'key: value' or 'rank N: actions'")
-        rank = _RANK.fullmatch(key)
-        if rank:
-            self._once(self.rows, int(rank.group(1)[:9]), number, line, value)
-        elif key in _HEADERS:
-            self._once(self.headers, key, number, line, value)
-        else:
+        if key not in _HEADERS and not _RANK.fullmatch(key):
             self._fail(number, line, f"unknown key {_clip(key)!r}{_known(key, (*_HEADERS, 'rank N'))}")
-
-    def _once(self, where: dict[_K, tuple[int, str]], key: _K, number: int, line: str, value: str) -> None:
-        if key in where:
-            self._fail(number, line, f"this line repeats line {where[key][0]}; keep one of them")
-        where[key] = (number, value)
-
-    def _header(self, key: str, read: Callable[[str], _T], fix: str) -> _T:
-        number, value = self.headers[key]
-        try:
-            return read(value)
-        except (ValueError, ScheduleError):
-            self._fail(number, f"{key}: {value}", fix)
-
-    def _placement(self) -> Placement:
-        number, text = self.headers["placement"]
-        edge_line, edges = self.headers.get("edges", (number, "chain"))
-        try:
-            num_slots = sum(len(row.split()) for _, row in self.rows.values())
-            return _parse_placement(text, edges, len(self.rows), num_slots)
-        except ValueError:
-            self._fail(number, text, "the kind of placement is not a JSON string; close its quotes")
-        except ScheduleError as error:
-            at_edges = "edge" in str(error)
-            self._fail(*((edge_line, edges) if at_edges else (number, text)), str(error))
+        if key in self.lines:
+            self._fail(number, line, f"this line repeats line {self.lines[key][0]}; keep one of them")
+        self.lines[key] = number, value.strip()
 
     def _row(self, rank: int) -> Row:
-        if rank not in self.rows:
-            extra = max(self.rows)
-            self._fail(
-                self.rows[extra][0], f"rank {extra}: …", f"there is no line 'rank {rank}: …'; is the file truncated?"
-            )
-        number, text = self.rows[rank]
+        key = f"rank {rank}"
+        if key not in self.lines:
+            extra = max(self.lines.keys() - _HEADERS, key=lambda key: (len(key), key))
+            self._fail(self.lines[extra][0], f"{extra}: …", f"there is no line '{key}: …'; is the file truncated?")
+        number, text = self.lines[key]
         row = []
         for token in text.split():
             try:

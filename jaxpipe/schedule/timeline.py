@@ -72,10 +72,8 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """Last end minus first start over all ranks."""
-        if not self.events:
-            return 0.0
         first, last = self._extent()
-        return max(last) - min(first)
+        return max(0.0, max(last, default=0.0) - min(first, default=0.0))
 
     @property
     def spans(self) -> tuple[float, ...]:

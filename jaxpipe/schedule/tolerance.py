@@ -3,7 +3,7 @@
 *Times* are sums of durations in double precision: 10⁶ terms in another order differ by 10⁻¹⁰ of the sum at most, and no cost
 is measured to better than 10⁻⁴. *Memory* is sums and differences of sizes against a limit that people type with a few digits
 (0.3 for three tenths): the same 10⁻⁹ of the limit lies far above rounding and far below the least activation of any schedule
-here. Both are relative, so units don't matter; where something may be 0, compare with what it is a part of (``soon``).
+here. Both are relative, so units don't matter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ def at_most(x: float, most: float) -> bool:
 def how_many(size: float, limit: float) -> int:
     """How many of ``size`` (> 0) fit into a finite ``limit``."""
     return floor(limit / size * (1 + MEMORY))
-
-
-def soon(at: float, now: float, duration: float) -> bool:
-    """Whether what happens ``at`` may count as having happened ``now``, beside actions that take about ``duration``."""
-    return at <= now + TIME * duration
 
 
 def nine_digits(x: float) -> float:

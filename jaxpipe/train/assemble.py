@@ -22,7 +22,7 @@ from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
 from jaxpipe.schedule.files import SUFFIXES
-from jaxpipe.schedule.passes import braid
+from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.layer import Model
 from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
@@ -151,6 +151,7 @@ def assemble(
         progress(remark)
     order = order_for(pipe, pipeline.schedule, pipeline.costs)
     order = within_memory_limit(pipe, order, pipeline.costs, [s.cost for s in plan.stages], progress)
+    order = after_passes(pipe, order, pipeline.costs)
     return pipeline if order == pipeline.schedule else pipeline.with_schedule(order)
 
 
@@ -194,7 +195,7 @@ def within_memory_limit(
 def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
     """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their tensor-parallel
     collectives: those are known once stages are there (:func:`jaxpipe.profile.analytic_profile`). The families of `stp.txt`
-    choose their warm-up by them, others leave room for what F and B wait. With ``pipe.braid_adjacent`` the braid pass follows.
+    choose their warm-up by them, others leave room for what F and B wait.
     Depends on shapes only, so a resumed run gets the same order.
 
     Raises:
@@ -206,8 +207,17 @@ def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> S
         schedule = generate(
             pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), _times(costs), pipe.memory_limit
         )
-    if pipe.braid and pipe.braid_adjacent:
-        schedule = braid(schedule, costs, memory_limit=math.inf if pipe.memory_limit is None else pipe.memory_limit)
+    return schedule
+
+
+def after_passes(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
+    """``schedule`` after the passes that ``pipe`` asks for: gradients separated, then neighbours braided where collectives take
+    time. Depends on shapes only, so a resumed run gets the same order."""
+    limit = math.inf if pipe.memory_limit is None else pipe.memory_limit
+    if pipe.separate_gradients:
+        schedule = separate_gradients(schedule, costs, memory_limit=limit)
+    if pipe.braid and pipe.braid_adjacent and any(costs.tp_comm_s):
+        schedule = braid(schedule, costs, memory_limit=limit)
     return schedule
 
 

@@ -123,6 +123,10 @@ def _finish(found: Collected, overrides: Sequence[str] = ()) -> TrainConfig:
     """The config of the collected values, after overrides; raises with all problems, each with its place."""
     for override in overrides:
         settings.collect_override(TrainConfig, override, found)
+    overridden = {key for key, place in found.places.items() if place.startswith(('override "', "override '"))}
+    if "pipeline.schedule" in overridden and found.values["pipeline.schedule"] != "traverse":
+        for key in [key for key in found.values if key.startswith("traverse.") and key not in overridden]:
+            del found.values[key]  # rules for the schedule that is not asked for any more
     given: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for key, value in found.values.items():
         section, _, leaf = key.partition(".")

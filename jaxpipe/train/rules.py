@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from jaxpipe.errors import ScheduleError
@@ -230,6 +231,13 @@ def rules_of(settings: TraverseConfig) -> Traversal:
     )
 
 
+def _unused_traverse_rule(config: Sections) -> str:
+    name = config.pipeline.schedule
+    if name == "traverse" or config.traverse == TraverseConfig():
+        return ""
+    return f"[traverse] is given, and pipeline.schedule is {name!r}: set that to 'traverse', or leave the section out"
+
+
 def _traverse_rule(config: Sections) -> str:
     try:
         rules_of(config.traverse)
@@ -283,6 +291,7 @@ def _recorded_rule(config: Sections) -> str:
     )
 
 
+_TRAVERSE = tuple(f"traverse.{leaf.name}" for leaf in fields(TraverseConfig))
 _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("run.batch", "pipeline.microbatches", "pipeline.dp"): _batch_rule,
     ("pipeline.sequence_parallel", "data.seq_len", "pipeline.tp"): _sequence_rule,
@@ -293,7 +302,8 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.ranks", "pipeline.chunks", "pipeline.microbatches"): _pairs_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
-    ("traverse.first", "traverse.forward", "traverse.backward", "traverse.in_flight", "traverse.units"): _traverse_rule,
+    _TRAVERSE: _traverse_rule,
+    ("pipeline.schedule", *_TRAVERSE): _unused_traverse_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("model.options", "data.seq_len"): _seq_len_rule,

@@ -46,7 +46,8 @@ class PipelineConfig:
     ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
     are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
     of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
-    braid a forward and a backward that stand side by side, too, where the cost model says that it pays.
+    braid two actions that stand side by side, too, where the cost model says that it pays. ``separate_gradients``: split full
+    backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
     """
 
     ranks: int = 4
@@ -63,6 +64,7 @@ class PipelineConfig:
     zero1: bool = False
     braid: bool = True
     braid_adjacent: bool = False
+    separate_gradients: bool = False
 
     @property
     def num_devices(self) -> int:

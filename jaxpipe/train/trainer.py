@@ -40,6 +40,7 @@ from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
+from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
 from jaxpipe.train.stored import load_state, model_digest, same_program
@@ -53,8 +54,9 @@ class Trainer:
         model: layers in order, the loss last.
         optimizer: any optax transformation of the parameters ``{layer: leaves}``. One that mixes layers (clipping by the norm
             of all gradients, say) is refused.
-        schedule: a family by name (``jaxpipe schedules`` lists them), a schedule file, or a schedule.
-        ranks, microbatches: p and m; needed with a family's name, else those of the schedule.
+        schedule: a family by name (``jaxpipe schedules`` lists them), ``module:function``, which makes a schedule, a schedule
+            file, or a schedule.
+        ranks, microbatches: p and m; needed with the name of a family or a function, else those of the schedule.
         microbatch_size: sequences in a microbatch, over all ``dp`` shards. A step takes ``microbatches · microbatch_size``.
         chunks, memory_limit: for families that take them (as in :func:`jaxpipe.schedule.generate`).
         cut: how layers become stages: balanced by ``"analytic"`` FLOPs or by ``"measured"`` seconds; the layers (indices or
@@ -272,8 +274,11 @@ class Trainer:
             ScheduleError, ProgramError: the schedule places the stages otherwise.
         """
         given = _given_schedule(schedule)
-        if given is None:
-            now = self.schedule
+        now = self.schedule
+        if given is None and ":" in str(schedule):
+            pipe = PipelineConfig(ranks=now.num_ranks, microbatches=now.num_microbatches, chunks=now.num_chunks)
+            given = made_by_function(str(schedule), pipe, self.pipeline.costs)
+        elif given is None:
             family = family_named(str(schedule))
             chunks = now.num_chunks if "chunks" in family.options else None
             fits = now.num_stages == now.num_ranks * (chunks or family.default_chunks)
@@ -509,7 +514,7 @@ def _require_state(state: Any) -> TrainState:
 
 
 def _given_schedule(schedule: str | Path | Schedule) -> Schedule | None:
-    """The schedule that is given, by value or in a file; None for the name of a family."""
+    """The schedule that is given, by value or in a file; None for the name of a family or a function."""
     if isinstance(schedule, Schedule):
         return schedule
     return read_checked(schedule) if isinstance(schedule, Path) or is_schedule_file(schedule) else None
@@ -538,15 +543,14 @@ def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int | None
         if wrong:
             raise ConfigError(f"schedule {given.name!r}: {'; '.join(wrong)}; leave these arguments out")
         return have
-    family = family_named(str(schedule))
-    missing = [name for name in ("ranks", "microbatches") if asked[name] is None]
+    name = str(schedule)
+    default_chunks = 1 if ":" in name else family_named(name).default_chunks
+    missing = [size for size in ("ranks", "microbatches") if asked[size] is None]
     if missing:
-        raise ConfigError(
-            f"schedule {family.name!r} fits any sizes: say {' and '.join(f'{name}=…' for name in missing)}"
-        )
+        raise ConfigError(f"schedule {name!r} fits any sizes: say {' and '.join(f'{size}=…' for size in missing)}")
     return {
-        **{name: n for name, n in asked.items() if n is not None},
-        "chunks": asked["chunks"] or family.default_chunks,
+        **{size: n for size, n in asked.items() if n is not None},
+        "chunks": asked["chunks"] or default_chunks,
     }
 
 

@@ -1,7 +1,7 @@
 """Schedules from building blocks: block → collision check → repeat → squeeze → fill (`controllable-memory.txt` section 2).
 
-    block = BuildingBlock.of_chain(v_shape(4), 6, forward=[1] * 7, turn=1, backward=[1] * 7).require_no_collision()
-    print(block)                                        # its cells; block.predicted_peaks() is equation 1
+    block = BuildingBlock.of_chain(v_shape(4), 6, forward=[1] * 7, turn=1, backward=[1] * 7)
+    assert not block.collisions()                       # it can be repeated; block.steady_peaks() is what it then holds
     problem = Problem.of(block.placement, 8, costs)     # real, uneven costs
     rows = repeat(block, problem)                       # the order; uniform or in groups
     finisher = Finisher(problem)                        # of list_schedule/fillers.py

@@ -1,4 +1,4 @@
-"""Repeating a building block: the order in which each rank runs the passes of all microbatches.
+"""Repeating a building block: the order in which each rank runs the actions of all microbatches.
 
 Source: `controllable-memory.txt` section 2 (uniform repeat) and appendix H (repeat in groups). The order is by cell; times
 are dropped, so squeezing is re-timing the order with real costs (:mod:`~jaxpipe.schedule.retime`).
@@ -6,34 +6,43 @@ are dropped, so squeezing is re-timing the order with real costs (:mod:`~jaxpipe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 
 
-def repeat(block: BuildingBlock, problem: Problem) -> list[list[int]]:
+def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> list[list[int]]:
     """Rows of codes: every action of ``problem``'s microbatches on its rank, in the order of its cell.
 
-    A last block that is only partly needed is cut. A block that collides gives an order all the same (ties: F, then B, then W).
+    ``places``: the microbatch at each place of the repetition, -1 where one is left out (default: all in turn). Leaving out
+    whole microbatches keeps what the others wait for. A last block that is only partly needed is cut. A block that collides
+    gives an order all the same (ties: F, then B, then W); ask
+    :meth:`~jaxpipe.schedule.blocks.block.BuildingBlock.collisions` where that matters.
     """
-    return rows_of(problem, cells_of(block, problem))
+    return rows_of(problem, cells_of(block, problem, places))
 
 
-def cells_of(block: BuildingBlock, problem: Problem) -> dict[int, int]:
-    """The cell at which each action of ``problem``'s microbatches starts, by code."""
+def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> dict[int, int]:
+    """The cell at which each action of ``problem``'s microbatches starts, by code; ``places`` as for :func:`repeat`."""
     assert block.placement == problem.placement
-    n, m, stages = block.num_microbatches, problem.num_microbatches, problem.placement.num_stages
+    n, m, stages, flows = (
+        block.num_microbatches,
+        problem.num_microbatches,
+        problem.placement.num_stages,
+        problem.placement.num_flows,
+    )
     backward = [(BW, block.backward)] if block.fused else [(B, block.backward), (W, block.weight)]
+    numbers = [(k % n, block.start(k // n), i) for k, i in enumerate(range(m) if places is None else places) if i >= 0]
     return {
-        problem.code(op, i % n % problem.placement.num_flows * stages + s, i): cells[i % n][s] + block.start(i // n)
+        problem.code(op, j % flows * stages + s, i): cells[j][s] + start
         for op, cells in ((F, block.forward), *backward)
         for s in range(stages)
-        for i in range(m)
+        for j, start, i in numbers
     }
 
 
-def rows_of(problem: Problem, cells: Mapping[int, float]) -> list[list[int]]:
+def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
     """Per rank, its actions in the order of their cells."""
     rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for code in sorted(cells, key=lambda code: (cells[code], code)):

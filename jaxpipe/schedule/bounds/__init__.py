@@ -29,12 +29,7 @@ __all__ = ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
 
 
 def lower_bound(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostProfile,
-    *,
-    memory_limit: Limit = None,
-    offload: bool = False,
+    placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> float:
     """Seconds that no valid schedule's makespan can be below.
 
@@ -44,37 +39,27 @@ def lower_bound(
     Raises:
         ScheduleError: the costs are for another number of stages, there is no microbatch, or the limits are not one per rank.
     """
-    return _Bounds(placement, num_microbatches, costs, memory_limit, offload).makespan()
+    return _Bounds(placement, microbatches, costs, memory_limit, offload).makespan()
 
 
 def span_lower_bound(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostProfile,
-    *,
-    memory_limit: Limit = None,
-    offload: bool = False,
+    placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> float:
     """Seconds that no valid schedule's longest rank span (last end − first start of one rank) can be below.
 
     ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
     """
-    return max(_Bounds(placement, num_microbatches, costs, memory_limit, offload).spans())
+    return max(rank_lower_bounds(placement, microbatches, costs, memory_limit=memory_limit, offload=offload))
 
 
 def rank_lower_bounds(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostProfile,
-    *,
-    memory_limit: Limit = None,
-    offload: bool = False,
+    placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> tuple[float, ...]:
     """Per rank, seconds that its span can't be below in any valid schedule.
 
     ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
     """
-    return tuple(_Bounds(placement, num_microbatches, costs, memory_limit, offload).spans())
+    return tuple(_Bounds(placement, microbatches, costs, memory_limit, offload).spans())
 
 
 class _Bounds:

@@ -19,14 +19,13 @@ rival: the listing's tolerance T of delays, as much as is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
@@ -35,32 +34,27 @@ from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.retime import Draft, peaks
 
-
-def _with_backlogs(*, forward: bool) -> Recipes:
-    rule = Rule(forward=forward, backward=False, w_gap=0.0)
-    return [("real", replace(rule, lazy=most > 0, backlog=most)) for most in (0, 1, 2, 4, 8, float("inf"))]
-
-
-_ONLY_W, _F_AND_W = _with_backlogs(forward=False), _with_backlogs(forward=True)
-_FILLS = (1.0, 1.5, 2.0)
-_INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
-_STEADY_FILLS = tuple(  # and the part of PipeOffload's memory that they may hold
-    (Phases(AS_GIVEN, rule, rule), part)
-    for rule in (Rule(backward=False, w_gap=0.0, backlog=1), Rule(backward=False, w_gap=0.0, lazy=False))
-    for part in (1.0, 0.75, 0.5)
-)
-_NEVER = 1e9
+_RULES = [Rule(backward=False, w_gap=0.0, lazy=most > 0, backlog=most) for most in (0, 1, 2, 4, 8, float("inf"))]
+_FILLS: Recipes = [("real", rule) for rule in _RULES]
+_ONLY_W: Recipes = [("real", replace(rule, forward=False)) for rule in _RULES]
+_STEADY_FILLS = [  # and the part of PipeOffload's memory that they may hold
+    (Phases(AS_GIVEN, rule, rule), part) for rule in _RULES[1::-1] for part in (1.0, 0.75, 0.5)
+]
+_INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, float("inf"))
 _TRIES = 16
 _SMALL = 20_000
 _SLACK = 1 + 1e-9
 
 
+@family(
+    "ada-offload",
+    "PipeOffload with the densest fill phase that a memory limit allows (--memory-limit, default p)",
+    "optpipe.txt §4.1.3, appendix D",
+    placement=circular,
+    picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
+)
 def ada_offload(
-    ranks: int,
-    microbatches: int,
-    chunks: int = 1,
-    costs: CostProfile | None = None,
-    memory_limit: float | None = None,
+    ranks: int, microbatches: int, chunks: int = 1, costs: CostProfile | None = None, memory_limit: float | None = None
 ) -> Schedule:
     """AdaOffload under ``memory_limit`` (default p, 1F1B's peak), in units of one rank's share of one microbatch::
 
@@ -74,56 +68,52 @@ def ada_offload(
         ScheduleError: a size is not a whole number of at least 1, the costs are for another number of stages, or nothing
             fits the limit; names one that works.
     """
-    require_sizes("ada-offload", ranks=ranks, microbatches=microbatches, chunks=chunks)
     limit = float(ranks) if memory_limit is None else memory_limit
     if not limit > 0:
         raise ScheduleError(f"ada-offload: memory limit of {limit:g}; want activations per rank, above 0")
-    placement = circular(ranks, chunks)
-    if costs is None:
-        costs = CostProfile.uniform(placement.num_stages, chunks=chunks)
-    return _Search(Problem.of(placement, microbatches, costs), costs, limit).schedule()
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    costs = costs or CostProfile.uniform(problem.num_replicas, chunks=chunks)
+    return _Search(problem, costs, limit).schedule()
 
 
-@dataclass(frozen=True, slots=True)
 class _Search:
-    """Orders from dense to sparse, tried under a memory limit."""
+    """Orders from dense to sparse, tried under a memory limit.
 
-    problem: Problem
-    costs: CostProfile
-    limit: float
+    ``alone``: the interval at which one microbatch ends before the next begins.
+    """
+
+    def __init__(self, problem: Problem, costs: CostProfile, limit: float) -> None:
+        self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * _SLACK
+        self.finisher, self.plain = Finisher(problem), po_rows(problem)
+        self.block = po_block(problem.num_ranks, problem.placement.num_chunks)
+        self.alone = max(map(max, self.block.weight)) + 1
+        self.small = sum(map(len, self.plain)) <= _SMALL
 
     def schedule(self) -> Schedule:
         dense = {shortness(draft): draft.rows for draft in self.dense()}
-        fitting = (dense[key] for key in sorted(dense) if self.least(dense[key]) <= self.limit * _SLACK)
-        for rows in islice(fitting, _TRIES):
-            found = self.plans(rows).free_within(self.limit, sparing=True)
-            if found is not None:
-                return found
-        return self.sparse()
+        fitting = (rows for _, rows in sorted(dense.items()) if self.fits(rows))
+        tried = map(self.offloaded, islice(fitting, _TRIES))
+        return next((found for found in tried if found is not None), None) or self.sparse()
 
     def dense(self) -> Iterator[Draft]:
         """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
-        finisher, start = Finisher(self.problem), po_rows(self.problem)
-        plain = finisher.squeezed(start)
+        plain = self.finisher.squeezed(self.plain)
         assert plain is not None, "PipeOffload's order deadlocks"
         yield plain
-        for fill, recipes in ((1.0, _ONLY_W), *((fill, _F_AND_W) for fill in _FILLS)):
-            yield from finisher.drafts(start, plain.peak * fill, len(recipes), recipes)
+        for fill, recipes in ((1.0, _ONLY_W), (1.0, _FILLS), (1.5, _FILLS), (2.0, _FILLS)):
+            yield from self.finisher.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
 
     def sparse(self) -> Schedule:
         """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L."""
-        best: tuple[float, Schedule] | None = None
-        plain = po_rows(self.problem)
-        for draft in (d for drafts in self.spread(plain) for d in sorted(drafts, key=shortness)):
-            if best is None or draft.makespan < best[0]:
-                found = self.plans(draft.rows).free_within(self.limit, sparing=True)
-                best = best if found is None else (draft.makespan, found)
-        if sum(map(len, plain)) <= _SMALL:
-            delayed = self.plans(plain).delayed(self.limit)
-            if delayed is not None and (best is None or delayed[1].makespan < best[0]):
-                return delayed[0]
+        shortest, best = float("inf"), None
+        for draft in self.spread():
+            if draft.makespan < shortest and (found := self.offloaded(draft.rows)) is not None:
+                shortest, best = draft.makespan, found
+        delayed = self.plans(self.plain).delayed(self.limit) if self.small else None
+        if delayed is not None and delayed[1].makespan < shortest:
+            return delayed[0]
         if best is not None:
-            return best[1]
+            return best
         plans = self.plans(self.at_interval(self.alone))
         lowest = peak_of(plans.free(plans.lowest)[1])
         raise ScheduleError(
@@ -131,28 +121,19 @@ class _Search:
             f"was found within a memory limit of {self.limit:g}; use {lowest:g} or more"
         )
 
-    def spread(self, plain: CodeRows) -> Iterator[list[Draft]]:
+    def spread(self) -> Iterator[Draft]:
         """Orders with ever longer intervals, as they are and with the steady phase filled; ends two intervals after the
         first that could fit without any offload."""
-        finisher, in_flight, after = Finisher(self.problem), max(peaks(self.problem, plain)), 0
-        fills = _STEADY_FILLS if sum(map(len, plain)) <= _SMALL else _STEADY_FILLS[:1]
-        for interval in sorted({min(round(self.block.interval * x), self.alone) for x in (*_INTERVALS, _NEVER)}):
+        in_flight, after = max(peaks(self.problem, self.plain)), 0
+        fills = _STEADY_FILLS if self.small else _STEADY_FILLS[:1]
+        for interval in sorted({round(min(self.block.interval * x, self.alone)) for x in _INTERVALS}):
             rows = self.at_interval(interval)
-            orders = [rows, *(finisher.filled(rows, in_flight * part, rule) for rule, part in fills)]
-            drafts = [d for d in map(finisher.squeezed, orders) if d is not None]
-            yield [d for d in drafts if self.least(d.rows) <= self.limit * _SLACK]
-            after += drafts[0].peak <= self.limit * _SLACK
+            orders = [rows, *(self.finisher.filled(rows, in_flight * part, rule) for rule, part in fills)]
+            drafts = [draft for draft in map(self.finisher.squeezed, orders) if draft is not None]
+            yield from sorted((draft for draft in drafts if self.fits(draft.rows)), key=shortness)
+            after += drafts[0].peak <= self.most
             if after == 2:
                 return
-
-    @property
-    def block(self) -> BuildingBlock:
-        return po_block(self.problem.num_ranks, self.problem.num_replicas // self.problem.num_ranks)
-
-    @property
-    def alone(self) -> int:
-        """The interval at which one microbatch ends before the next begins."""
-        return max(map(max, self.block.weight)) + 1
 
     def at_interval(self, interval: int) -> CodeRows:
         return repeat(replace(self.block, interval=interval), self.problem)
@@ -160,19 +141,10 @@ class _Search:
     def plans(self, rows: CodeRows) -> Plans:
         return Plans(self.problem.schedule("ada-offload", rows), self.costs)
 
-    def least(self, rows: CodeRows) -> float:
-        """What an order holds if all that may leave is away as soon as it is made: the W's outstanding."""
+    def offloaded(self, rows: CodeRows) -> Schedule | None:
+        return self.plans(rows).free_within(self.limit, sparing=True)
+
+    def fits(self, rows: CodeRows) -> bool:
+        """Whether an order fits if all that may leave is away as soon as it is made: what is held are the W's outstanding."""
         nothing = tuple(0.0 for _ in self.problem.held)
-        return max(peaks(replace(self.problem, held=nothing), rows), default=0.0)
-
-
-ADA_OFFLOAD = Family(
-    name="ada-offload",
-    function=ada_offload,
-    description="PipeOffload with the densest fill phase that a memory limit allows (--memory-limit, default p)",
-    source="optpipe.txt §4.1.3, appendix D",
-    options=("chunks", "costs", "memory_limit"),
-    placement=circular,
-    default_chunks=1,
-    picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
-)
+        return max(peaks(replace(self.problem, held=nothing), rows), default=0.0) <= self.most

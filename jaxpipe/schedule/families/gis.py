@@ -18,20 +18,28 @@ all groups smaller and even; real costs decide.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 
 
+@family(
+    "gis",
+    "interleaved 1F1B with B and W apart and a shorter warm-up (--chunks, default 2): 1F1B's memory",
+    "pipeoffload.txt §3.1",
+    placement=circular,
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * f / v if m % p == 0 and f == b == w else None,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
 def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS: groups of p microbatches, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
 
@@ -41,10 +49,16 @@ def gis(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("gis", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis", _problem(ranks, microbatches, chunks, costs), ranks)
+    return _in_groups("gis", Problem.of(circular(ranks, chunks), microbatches, costs), ranks)
 
 
+@family(
+    "gis-g",
+    "GIS in groups of p/2 to p microbatches (--group): the smaller, the less memory and the longer the warm-up",
+    "pipeoffload.txt §3.2, G(T)",
+    placement=circular,
+    picture={"ranks": 4, "microbatches": 3, "chunks": 2, "group": 3},
+)
 def gis_g(
     ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None, group: int | None = None
 ) -> Schedule:
@@ -59,15 +73,21 @@ def gis_g(
         ScheduleError: a size is not a whole number of at least 1, ``group`` is outside its range, or the costs are for
             another number of stages.
     """
-    require_sizes("gis-g", ranks=ranks, microbatches=microbatches, chunks=chunks)
     g = ranks if group is None else group
-    require_sizes("gis-g", group=g)
     least = smallest_group(ranks)
     if not least <= g <= ranks:
         raise ScheduleError(f"gis-g: a group of {g} does not suit {ranks} ranks; use a group from {least} to {ranks}")
-    return _in_groups("gis-g", _problem(ranks, microbatches, chunks, costs), g)
+    return _in_groups("gis-g", Problem.of(circular(ranks, chunks), microbatches, costs), g)
 
 
+@family(
+    "gis-h",
+    "GIS in groups of p/2, the smallest: towards half of 1F1B's memory with more chunks",
+    "pipeoffload.txt §3.2, GIS-H",
+    placement=circular,
+    peak_activations=lambda p, m, v: min((v - 1) * smallest_group(p) + p, v * m) / v if m >= p else None,
+    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+)
 def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
     """GIS-H: the smallest groups, ⌈p/2⌉ microbatches::
 
@@ -78,8 +98,7 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    require_sizes("gis-h", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    return _in_groups("gis-h", _problem(ranks, microbatches, chunks, costs), smallest_group(ranks))
+    return _in_groups("gis-h", Problem.of(circular(ranks, chunks), microbatches, costs), smallest_group(ranks))
 
 
 def smallest_group(ranks: int) -> int:
@@ -91,18 +110,19 @@ def smallest_group(ranks: int) -> int:
     return -(-ranks // 2)
 
 
-def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> BuildingBlock:
+def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused: bool = False) -> BuildingBlock:
     """The building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
     soon as it can; B of the other chunks follow at the same distances. A turn is three cells: F, B, W.
 
     ``group``: microbatches in a group, one turn apart, groups coming every group × v turns; 0: microbatches v turns apart.
+    ``fused``: a turn is F and BW, and ranks start 1 cell after each other, which needs chunks p turns apart.
 
-    Ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's turn. This needs chunks
-    at least ⌈p/2⌉ turns apart.
+    With B and W apart ranks start 1 or 2 cells after each other, so that both F and B come round before the next chunk's
+    turn. This needs chunks at least ⌈p/2⌉ turns apart.
     """
     p, v = ranks, len(turns)
     distance = min((b - a for a, b in pairwise(turns)), default=p)
-    late = min(p - 1, 3 * distance - p)
+    late = 0 if fused else min(p - 1, 3 * distance - p)
     cells = [r + min(r, late) for r in range(p)]
     forward = [3 * turn + cell for turn in turns for cell in cells]
     back = [3 * (turns[-1] + turn + p - 1 - r) + cells[r] + 1 for turn in reversed(turns) for r in range(p)]
@@ -111,7 +131,7 @@ def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0) -> Bu
         interval=3 if group else 3 * v,
         forward=(tuple(forward),),
         backward=(tuple(back),),
-        weight=(tuple(cell + 1 for cell in back),),
+        weight=() if fused else (tuple(cell + 1 for cell in back),),
         group=group,
         group_interval=3 * v * group,
     )
@@ -122,86 +142,18 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
-def _problem(ranks: int, microbatches: int, chunks: int, costs: CostProfile | None) -> Problem:
-    return Problem.of(circular(ranks, chunks), microbatches, costs)
-
-
 def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
     return problem.schedule(name, improved(problem, [*_orders(problem, group)]).rows)
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
     """The paper's order; where its last group is short, also those with the first or second short, or all smaller."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    block = group_block(p, problem.num_replicas // p, group)
+    p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
+    block, missing = group_block(p, chunks, group), -m % group
     yield repeat(block, problem)
-    missing = -m % group
     if missing:
-        yield _without(problem, block, range(missing))
-        if m > 2 * group:
-            yield _without(problem, block, range(group, group + missing))
+        for first in (0, group) if m > 2 * group else (0,):
+            yield repeat(block, problem, [*range(first), *[-1] * missing, *range(first, m)])
         even = -(-m // -(-m // group))
         if smallest_group(p) <= even < group:
-            yield repeat(group_block(p, problem.num_replicas // p, even), problem)
-
-
-def _without(problem: Problem, block: BuildingBlock, missing: range) -> list[list[int]]:
-    """The order of a problem that is larger by the microbatches ``missing``, with those left out.
-
-    Leaving out whole microbatches keeps what the others wait for, so the order can't deadlock.
-    """
-    m = problem.num_microbatches
-    larger = replace(problem, num_microbatches=m + len(missing))
-    kept = [i for i in range(m + len(missing)) if i not in missing]
-    number = {i: k for k, i in enumerate(kept)}
-    rows = []
-    for row in repeat(block, larger):
-        split = (divmod(code, larger.num_microbatches) for code in row)
-        rows.append([kind * m + number[i] for kind, i in split if i in number])
-    return rows
-
-
-def _group_peak(p: int, m: int, v: int, group: int) -> float | None:
-    return min((v - 1) * group + p, v * m) / v if m >= p else None
-
-
-def _gis_makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    """For F = B = W; otherwise it depends on how well W fits the gaps, and is at most the paper's (p − 1)(F + B)/v idle."""
-    return m * (f + b + w) + (p - 1) * f / v if m % p == 0 and f == b == w else None
-
-
-GIS = Family(
-    name="gis",
-    function=gis,
-    description="interleaved 1F1B with B and W apart and a shorter warm-up (--chunks, default 2): 1F1B's memory",
-    source="pipeoffload.txt §3.1",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: min(p, m),
-    makespan=_gis_makespan,
-    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
-)
-
-GIS_G = Family(
-    name="gis-g",
-    function=gis_g,
-    description="GIS in groups of p/2 to p microbatches (--group): the smaller, the less memory and the longer the warm-up",
-    source="pipeoffload.txt §3.2, G(T)",
-    options=("chunks", "costs", "group"),
-    placement=circular,
-    default_chunks=2,
-    picture={"ranks": 4, "microbatches": 3, "chunks": 2, "group": 3},
-)
-
-GIS_H = Family(
-    name="gis-h",
-    function=gis_h,
-    description="GIS in groups of p/2, the smallest: towards half of 1F1B's memory with more chunks",
-    source="pipeoffload.txt §3.2, GIS-H",
-    options=("chunks", "costs"),
-    placement=circular,
-    default_chunks=2,
-    peak_activations=lambda p, m, v: _group_peak(p, m, v, smallest_group(p)),
-    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
-)
+            yield repeat(group_block(p, chunks, even), problem)

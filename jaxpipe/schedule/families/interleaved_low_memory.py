@@ -16,26 +16,17 @@ from __future__ import annotations
 from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
+from jaxpipe.schedule.families.gis import interleaved_block
 from jaxpipe.schedule.families.interleaved import best_order, slots
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import improved
 from jaxpipe.schedule.placement import circular
-from jaxpipe.schedule.problem import CodeRows, Problem
+from jaxpipe.schedule.problem import Problem
 
 
 def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
     """The block of one microbatch; groups of p, one turn apart within a group."""
-    turns = range(0, chunks * ranks, ranks)
-    forward = tuple(3 * turn + r for turn in turns for r in range(ranks))
-    backward = tuple(3 * (turns[-1] + turn + ranks - 1 - r) + r + 1 for turn in reversed(turns) for r in range(ranks))
-    return BuildingBlock(
-        circular(ranks, chunks),
-        interval=3,
-        forward=(forward,),
-        backward=(backward,),
-        group=ranks,
-        group_interval=3 * chunks * ranks,
-    )
+    return interleaved_block(ranks, range(0, chunks * ranks, ranks), group=ranks, fused=True)
 
 
 @family(
@@ -65,12 +56,5 @@ def interleaved_low_memory(
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     block = low_memory_block(ranks, chunks)
-    orders = [_order(block, problem, places) for places in slots(microbatches, ranks, chunks)]
+    orders = [repeat(block, problem, places) for places in slots(microbatches, ranks, chunks)]
     return problem.schedule("interleaved-low-memory", improved(problem, [best_order(problem, orders)]).rows)
-
-
-def _order(block: BuildingBlock, problem: Problem, places: list[int]) -> CodeRows:
-    """The repeated block for all of ``places``, of which only those with a number stay."""
-    whole = Problem.of(block.placement, len(places))
-    decoded = [map(whole.decode, row) for row in repeat(block, whole)]
-    return [[problem.code(op, k, places[i]) for op, k, i in row if places[i] >= 0] for row in decoded]

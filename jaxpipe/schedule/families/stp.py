@@ -22,18 +22,25 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.offload import offload
+from jaxpipe.schedule.passes.plans import figures
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most
 
-_ROUNDING = 1e-9
+_FACTS: dict[str, Any] = {"placement": v_shape, "sees_collectives": True, "picture": {"ranks": 2, "microbatches": 4}}
 
 
+@family(
+    "stp",
+    "V placement, F braided with B so that tensor-parallel collectives hide: fast, 1.5 times 1F1B's memory",
+    "Qi et al. 2025 (stp.txt) §4.2, appendix A",
+    **_FACTS,
+)
 def stp(
     ranks: int,
     microbatches: int,
@@ -57,13 +64,19 @@ def stp(
     """
     limit = (3 * ranks + 1) / 2 if memory_limit is None else memory_limit
     schedule, peak = _best("stp", ranks, microbatches, costs, limit, objective)
-    if memory_limit is not None and not peak <= memory_limit * (1 + _ROUNDING):
+    if memory_limit is not None and not at_most(peak, memory_limit):
         raise ScheduleError(
             f"stp: a memory limit of {memory_limit:g} is below the {peak:g} it needs; use {peak:g} or more"
         )
     return schedule
 
 
+@family(
+    "stp-memory",
+    "STP with fewer forwards ahead: about 1F1B's memory, a slower start",
+    "Qi et al. 2025 (stp.txt) §4.2, appendices A and B",
+    **_FACTS,
+)
 def stp_memory(
     ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
 ) -> Schedule:
@@ -81,6 +94,12 @@ def stp_memory(
     return _best("stp-memory", ranks, microbatches, costs, ranks + 1, objective)[0]
 
 
+@family(
+    "stp-offload",
+    "STP with the first chunk of each rank offloaded to the host as far as its link allows",
+    "Qi et al. 2025 (stp.txt) §4.4",
+    **_FACTS,
+)
 def stp_offload(
     ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
 ) -> Schedule:
@@ -97,18 +116,28 @@ def stp_offload(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    profile = _costs("stp-offload", ranks, microbatches, costs)
+    profile = costs or CostProfile.uniform(2 * ranks, chunks=2)
     wholes = (stp(ranks, microbatches, profile, objective=o) for o in dict.fromkeys(("makespan", objective)))
     made = [offload(whole, profile, stages=range(ranks)).schedule for whole in wholes]
-    best = min(made, key=lambda schedule: order_key(objective, *_figures(simulate(schedule, profile))))
+    best = min(made, key=lambda schedule: order_key(objective, *figures(simulate(schedule, profile))))
     return replace(best, name="stp-offload")
 
 
+@family(
+    "stp-published",
+    "STP in the order of its authors' code: the fastest, up to twice 1F1B's memory on the last rank",
+    "Qi et al. 2025 (stp.txt), published code",
+    peak_activations=lambda p, m, v: max(3 * p + 1, 4 * p - 1) / 2 if m >= 3 * p - 1 else None,
+    makespan=lambda p, m, v, f, b, w: (
+        m * (f + b + w) + (p - 1) * (f + b - 1.5 * w) if m >= 3 * p - 1 and b >= f >= w else None
+    ),
+    **_FACTS,
+)
 def stp_published(ranks: int, microbatches: int) -> Schedule:
     """The order of the authors' published code, for any ``ranks`` p and ``microbatches`` m >= 1; it looks at no costs::
 
-        rank 0 |F0- F1- F2- F0b F3- F1b+B0b W0b         F2b+BW1b--- BW0---- F3b+B2b BW1---- B3b+W2b BW2---- W3b B3- W3-
-        rank 1 |    F0- F0b F1- F1b F2-     F2b+BW0b--- F3+BW0----- F3b+B1b BW1---- B2b+W1b BW2---- B3b+W2b B3- W3- W3b
+        rank 0 |F0- F1- F2- F0b F3- F1b+B0b W0b         F2b+BW1b--- BW0---- F3b+B2b BW1---- B3b BW2---- W2b     BW3---- W3b
+        rank 1 |    F0- F0b F1- F1b F2+F3-- F2b+BW0b--- BW0----     F3b+B1b BW1---- B2b BW2---- B3b+W1b BW3---- W2b W3b
 
     (``b`` marks the second chunk of a rank.) The counts of their code hold from m = 3p - 1 on; with fewer microbatches these
     are the rows for 3p - 1 without the last ones. In a stage W's run here in order of microbatch, as everywhere in jaxpipe:
@@ -117,24 +146,12 @@ def stp_published(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    require_sizes("stp-published", ranks=ranks, microbatches=microbatches)
     rows = stp_rows(ranks, microbatches, _published(ranks))
     return Schedule("stp-published", v_shape(ranks), microbatches, rows)
 
 
 def _published(ranks: int) -> Shape:
     return Shape(ahead=ranks, split=ranks - 1)
-
-
-def _costs(name: str, ranks: int, microbatches: int, costs: CostProfile | None) -> CostProfile:
-    require_sizes(name, ranks=ranks, microbatches=microbatches)
-    if costs is None:
-        return CostProfile.uniform(2 * ranks, chunks=2)
-    if costs.num_stages != 2 * ranks:
-        raise ScheduleError(
-            f"{name}: the costs are for {costs.num_stages} stages; {ranks} ranks need {2 * ranks}, two per rank"
-        )
-    return costs
 
 
 def _best(
@@ -144,20 +161,20 @@ def _best(
 
     On equal stages ``ahead`` forwards ahead hold 2p + 1 + ``ahead`` chunks, and as many as the limit allows are tried first.
     """
-    profile = _costs(name, ranks, microbatches, costs)
+    profile = costs or CostProfile.uniform(2 * ranks, chunks=2)
 
     def made(shape: Shape) -> Schedule:
         return Schedule(name, v_shape(ranks), microbatches, stp_rows(ranks, microbatches, shape))
 
     @cache
-    def figures(shape: Shape) -> tuple[float, float, float]:
-        return _figures(simulate(made(shape), profile))
+    def reached(shape: Shape) -> tuple[float, float, float]:
+        return figures(simulate(made(shape), profile))
 
     def key(goal: Objective, shape: Shape) -> tuple[float, ...]:
         """What is minimised: the peak above the limit, makespan and longest span (the goal first), peak."""
-        return max(figures(shape)[-1], limit * (1 + _ROUNDING)), *order_key(goal, *figures(shape))
+        return max(reached(shape)[-1], limit * (1 + MEMORY)), *order_key(goal, *reached(shape))
 
-    most = max(1, int(min(ranks, 2 * limit * (1 + _ROUNDING) - 2 * ranks - 1)))
+    most = max(1, int(min(ranks, 2 * limit * (1 + MEMORY) - 2 * ranks - 1)))
     ahead = sorted({most, (most + 1) // 2, 1}, reverse=True)
     splits = sorted({0, 1, ranks // 2, ranks - 1})
     firsts = (False, True) if microbatches < 2 * ranks - 1 + most else (False,)  # True matters where some are left out
@@ -165,56 +182,8 @@ def _best(
     tried: list[tuple[str, Sequence[int]]] = [("first", firsts), ("split", splits), ("ahead", ahead), ("first", firsts)]
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]
     for goal in dict.fromkeys(("makespan", objective)):  # span after makespan, so that it is never the longer
-        before = None
-        while best != before:
-            before = best
-            for what, values in tried:
-                others: list[dict[str, Any]] = [{what: value} for value in values]
-                best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
-            best = min(best, _published(ranks), key=partial(key, goal))
-    return made(best), figures(best)[-1]
-
-
-def _figures(timeline: Timeline) -> tuple[float, float, float]:
-    """Makespan, longest span, peak."""
-    return timeline.makespan, timeline.max_span, max(timeline.peak_activations)
-
-
-_family = partial(
-    Family,
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    sees_collectives=True,
-    picture={"ranks": 2, "microbatches": 4},
-)
-STP = _family(
-    name="stp",
-    function=stp,
-    description="V placement, F braided with B so that tensor-parallel collectives hide: fast, 1.5 times 1F1B's memory",
-    source="Qi et al. 2025 (stp.txt) §4.2, appendix A",
-    options=("costs", "memory_limit", "objective"),
-)
-STP_MEMORY = _family(
-    name="stp-memory",
-    function=stp_memory,
-    description="STP with fewer forwards ahead: about 1F1B's memory, a slower start",
-    source="Qi et al. 2025 (stp.txt) §4.2, appendices A and B",
-    options=("costs", "objective"),
-)
-STP_OFFLOAD = _family(
-    name="stp-offload",
-    function=stp_offload,
-    description="STP with the first chunk of each rank offloaded to the host as far as its link allows",
-    source="Qi et al. 2025 (stp.txt) §4.4",
-    options=("costs", "objective"),
-)
-STP_PUBLISHED = _family(
-    name="stp-published",
-    function=stp_published,
-    description="STP in the order of its authors' code: the fastest, up to twice 1F1B's memory on the last rank",
-    source="Qi et al. 2025 (stp.txt), published code",
-    peak_activations=lambda p, m, v: max(3 * p + 1, 4 * p - 1) / 2 if m >= 3 * p - 1 else None,
-    makespan=lambda p, m, v, f, b, w: (
-        m * (f + b + w) + (p - 1) * (f + b - 1.5 * w) if m >= 3 * p - 1 and b >= f >= w else None
-    ),
-)
+        for what, values in tried:
+            others: list[dict[str, Any]] = [{what: value} for value in values]
+            best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
+        best = min(best, _published(ranks), key=partial(key, goal))
+    return made(best), reached(best)[-1]

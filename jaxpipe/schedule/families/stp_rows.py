@@ -26,11 +26,12 @@ microbatches apart instead of one: 4p − 2 chunks by this count (not tried).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from jaxpipe.schedule.ir import Action, Braid, Row, Slot
+from jaxpipe.schedule.ir import Action, Row, Slot
+from jaxpipe.schedule.passes.backwards import slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,99 +59,76 @@ def stp_rows(ranks: int, microbatches: int, shape: Shape) -> tuple[Row, ...]:
     return tuple(_without(row, skipped) for row in rows) if missing else tuple(map(tuple, rows))
 
 
-def _without(row: Collection[Slot], skipped: range) -> Row:
+def _without(row: Iterable[Slot], skipped: range) -> Row:
     """The row without these microbatches, the others numbered from 0."""
     first = len(skipped) if skipped.start == 0 else 0
-    slots: list[Slot] = []
-    for slot in row:
-        left = tuple(Action(a.op, a.stage, a.microbatch - first) for a in slot.actions if a.microbatch not in skipped)
-        if left:
-            slots.append(left[0] if len(left) == 1 else Braid(left))
-    return tuple(slots)
+
+    def left(slot: Slot) -> tuple[Slot, ...]:
+        kept = (a for a in slot.actions if a.microbatch not in skipped)
+        return slot_of(replace(a, microbatch=a.microbatch - first) for a in kept)
+
+    return tuple(x for slot in row for x in left(slot))
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A row as it grows. ``put_off``: per chunk, the microbatches whose W is still to run, oldest first."""
+    """A row as it grows. ``done``: how many of an op and chunk it holds (B also for BW); they come in order of microbatch."""
 
     ranks: int
     microbatches: int
     rank: int
     row: list[Slot] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=lambda: [0, 0])
-    backwards: list[int] = field(default_factory=lambda: [0, 0])
-    put_off: tuple[deque[int], deque[int]] = field(default_factory=lambda: (deque(), deque()))
+    done: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def run(self, shape: Shape) -> list[Slot]:
         below = self.ranks - 1 - self.rank
-        for _ in range(2 * below):
-            self._add(self._f(0))
-        for _ in range(self.rank + 1):
-            self._add(self._f(0))
-            self._add(self._f(1))
+        for chunk in (*[0] * (2 * below), *[0, 1] * (self.rank + 1)):
+            self._add(self._next("F", chunk))
         here = min(shape.ahead, self.rank + 1)
-        self._ahead(here, shape.paired)
+        pairs = here // 2 if shape.paired else 0
+        for forwards in [1] * (here - 2 * pairs) + [2] * pairs:
+            self._add(*(self._next("F", 0) for _ in range(forwards)))
         for k in range(below):
-            self._add(self._f(1), self._b(1))
-            self._add(*([self._f(0)] if k >= below - (shape.ahead - here) else []), self._w(1))
+            self._add(self._next("F", 1), self._next("B", 1))
+            self._add(*([self._next("F", 0)] if k >= below - (shape.ahead - here) else []), self._next("W", 1))
         self._steady(min(shape.split, self.rank))
         self._cool_down(shape.hasty)
         return self.row
 
-    def _ahead(self, count: int, paired: bool) -> None:
-        if count % 2 or not paired:
-            self._add(self._f(0))
-            count -= 1
-        while count > 0:
-            self._add(*(self._f(0) for _ in range(2 if paired else 1)))
-            count -= 2 if paired else 1
-
     def _steady(self, split: int) -> None:
-        slots = 2 * (self.microbatches - self.forwards[0]) + 1
+        slots = 2 * (self.microbatches - self.done["F", 0]) + 1
         for k in range(slots):
             chunk = 1 - k % 2
-            forward = self._f(chunk)
-            self._add(forward, *([self._b(chunk)] if k >= slots - split else self._bw(chunk)))
+            self._add(self._next("F", chunk), *([self._next("B", chunk)] if k >= slots - split else self._bw(chunk)))
 
     def _cool_down(self, hasty: int) -> None:
         m = self.microbatches
-        while self.forwards[1] < m:
+        while self.done["F", 1] < m:
             self._add(*self._bw(0))
-            self._add(self._f(1), self._b(1))
-        while self.backwards[1] < m:
+            self._add(self._next("F", 1), self._next("B", 1))
+        while self.done["B", 1] < m:
             self._add(*self._bw(0))
             self._add(*self._bw(1))
-        while self.backwards[0] < m:
-            self._add(*([self._b(0)] if self.backwards[0] >= m - hasty else self._bw(0)))
+        while self.done["B", 0] < m:
+            self._add(*([self._next("B", 0)] if self.done["B", 0] >= m - hasty else self._bw(0)))
             self._weights(2)
         self._weights(2 * m)
 
     def _add(self, *actions: Action) -> None:
-        self.row.append(actions[0] if len(actions) == 1 else Braid(actions))
+        self.row += slot_of(actions)
 
-    def _action(self, op: str, chunk: int, microbatch: int) -> Action:
-        return Action(op, 2 * self.ranks - 1 - self.rank if chunk else self.rank, microbatch)
-
-    def _f(self, chunk: int) -> Action:
-        self.forwards[chunk] += 1
-        return self._action("F", chunk, self.forwards[chunk] - 1)
-
-    def _b(self, chunk: int) -> Action:
-        self.backwards[chunk] += 1
-        self.put_off[chunk].append(self.backwards[chunk] - 1)
-        return self._action("B", chunk, self.backwards[chunk] - 1)
-
-    def _w(self, chunk: int) -> Action:
-        return self._action("W", chunk, self.put_off[chunk].popleft())
+    def _next(self, op: str, chunk: int) -> Action:
+        self.done[op, chunk] += 1
+        return Action(op, 2 * self.ranks - 1 - self.rank if chunk else self.rank, self.done[op, chunk] - 1)
 
     def _bw(self, chunk: int) -> list[Action]:
         """A whole backward: BW, or B with the W that is next in turn."""
-        b, w = self._b(chunk), self._w(chunk)
-        return [self._action("BW", chunk, b.microbatch)] if b.microbatch == w.microbatch else [b, w]
+        b, w = self._next("B", chunk), self._next("W", chunk)
+        return [replace(b, op="BW")] if b.microbatch == w.microbatch else [b, w]
 
     def _weights(self, most: int) -> None:
         """Up to so many W's that were put off, chunk 0 first: its B's came earlier."""
         for chunk in (0, 1):
-            while most and self.put_off[chunk]:
-                self._add(self._w(chunk))
+            while most and self.done["W", chunk] < self.done["B", chunk]:
+                self._add(self._next("W", chunk))
                 most -= 1

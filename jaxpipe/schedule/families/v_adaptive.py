@@ -31,7 +31,7 @@ from jaxpipe.schedule.blocks.v_ends import cells_with_ends
 from jaxpipe.schedule.blocks.v_shape import T, searched
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_blocks import v_min_block
 from jaxpipe.schedule.families.v_heuristic import best_v_draft
@@ -50,6 +50,13 @@ _SCREENED, _A_FEW, _SCREENED_FINISHED = 24, 3, 2
 _ALL, _REFILLED, _PASSES = 20, 4, 16
 
 
+@family(
+    "v-adaptive",
+    "V placement, blocks searched with real costs under any --memory-limit >= 1 (default p)",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix A",
+    placement=v_shape,
+    picture={"ranks": 3, "microbatches": 3, "memory_limit": 2},
+)
 def v_adaptive(
     ranks: int,
     microbatches: int,
@@ -69,7 +76,6 @@ def v_adaptive(
         ScheduleError: a size is not a whole number of at least 1, ``costs`` is for another number of stages, or the limit is
             below what one microbatch needs.
     """
-    require_sizes("v-adaptive", ranks=ranks, microbatches=microbatches)
     placement = v_shape(ranks)
     problem = Problem.of(placement, microbatches, costs)
     limit = float(ranks) if memory_limit is None else memory_limit
@@ -181,15 +187,3 @@ def _stretched(problem: Problem, limit: float) -> BuildingBlock:
         if not wider.collisions() and max(wider.steady_peaks(problem.reserved)) <= limit * _SLACK:
             return wider
     raise AssertionError("one microbatch at a time is within the limit")
-
-
-V_ADAPTIVE = Family(
-    name="v-adaptive",
-    function=v_adaptive,
-    description="V placement, blocks searched with real costs under any --memory-limit >= 1 (default p)",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix A",
-    options=("costs", "memory_limit", "objective"),
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    picture={"ranks": 3, "microbatches": 3, "memory_limit": 2},
-)

@@ -16,7 +16,7 @@ from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.compact import compact
 from jaxpipe.schedule.blocks.repeat import cells_of, repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import Finisher, affordable, merit
 from jaxpipe.schedule.placement import Placement, v_shape
@@ -78,6 +78,13 @@ def _slots(*forward: int) -> set[int]:
     return {first, next(c for c in sorted(free - {first, (first + 1) % 6}) if (c + 1) % 6 in free)}
 
 
+@family(
+    "v-min",
+    "V placement, least memory: about a third of 1F1B's",
+    "Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 8",
+    placement=v_shape,
+    picture={"ranks": 2, "microbatches": 4},
+)
 def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """V-Min: the least memory of the V family, about a third of 1F1B's, for any p >= 1 and m >= 1::
 
@@ -87,10 +94,16 @@ def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    require_sizes("v-min", ranks=ranks, microbatches=microbatches)
     return _repeated("v-min", v_min_block(ranks), microbatches, costs)
 
 
+@family(
+    "v-half",
+    "V placement at half of 1F1B's memory",
+    "Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 9",
+    placement=v_shape,
+    picture={"ranks": 2, "microbatches": 4},
+)
 def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """V-Half: half of 1F1B's memory and less bubble, for any p >= 1 and m >= 1::
 
@@ -100,10 +113,16 @@ def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> S
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    require_sizes("v-half", ranks=ranks, microbatches=microbatches)
     return _repeated("v-half", v_half_block(ranks), microbatches, costs)
 
 
+@family(
+    "1f1b-v",
+    "1F1B on the V placement without splitting the backward: two thirds of 1F1B's memory",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16a",
+    placement=v_shape,
+    picture={"ranks": 2, "microbatches": 4},
+)
 def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """1F1B on the V placement, B and W fused: two thirds of 1F1B's memory, for any p >= 1 and m >= 1::
 
@@ -113,7 +132,6 @@ def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    require_sizes("1f1b-v", ranks=ranks, microbatches=microbatches)
     return _repeated("1f1b-v", one_f_one_b_v_block(ranks), microbatches, costs)
 
 
@@ -132,35 +150,3 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
 
 def _v(ranks: int, chunks: int) -> Placement:
     return v_shape(ranks)
-
-
-V_MIN = Family(
-    name="v-min",
-    function=v_min,
-    description="V placement, least memory: about a third of 1F1B's",
-    source="Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 8",
-    options=("costs",),
-    placement=_v,
-    default_chunks=2,
-    picture={"ranks": 2, "microbatches": 4},
-)
-V_HALF = Family(
-    name="v-half",
-    function=v_half,
-    description="V placement at half of 1F1B's memory",
-    source="Controllable Memory (Qi, Wan et al. 2024) §3.2, appendix F table 9",
-    options=("costs",),
-    placement=_v,
-    default_chunks=2,
-    picture={"ranks": 2, "microbatches": 4},
-)
-ONE_F_ONE_B_V = Family(
-    name="1f1b-v",
-    function=one_f_one_b_v,
-    description="1F1B on the V placement without splitting the backward: two thirds of 1F1B's memory",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16a",
-    options=("costs",),
-    placement=_v,
-    default_chunks=2,
-    picture={"ranks": 2, "microbatches": 4},
-)

@@ -7,9 +7,8 @@ heuristic and takes the block's order, W laid anew, where that is better in make
 
 from __future__ import annotations
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.v_heuristic import best_v_draft
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import least_limit
@@ -18,6 +17,14 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Objective
 
 
+@family(
+    "v-zb",
+    "V placement at 1F1B's memory: almost no bubble, by real costs",
+    "Qi et al. 2024 (controllable-memory.txt) §3.2, Table 4",
+    placement=v_shape,
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * f / 2 if f == b == w and m >= p else None,
+    picture={"ranks": 2, "microbatches": 4},
+)
 def v_zb(
     ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
 ) -> Schedule:
@@ -34,29 +41,7 @@ def v_zb(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    require_sizes("v-zb", ranks=ranks, microbatches=microbatches)
-    if costs is not None and costs.num_stages != 2 * ranks:
-        raise ScheduleError(
-            f"v-zb: the costs are for {costs.num_stages} stages; {ranks} ranks need {2 * ranks}, two per rank"
-        )
     problem = Problem.of(v_shape(ranks), microbatches, costs)
     draft = best_v_draft(problem, max(ranks, least_limit(problem)), objective)
     assert draft is not None, "one microbatch fits the least limit"
     return problem.schedule("v-zb", draft.rows)
-
-
-def _makespan(p: int, m: int, v: int, f: float, b: float, w: float) -> float | None:
-    return m * (f + b + w) + (p - 1) * f / 2 if f == b == w and m >= p else None
-
-
-V_ZB = Family(
-    name="v-zb",
-    function=v_zb,
-    description="V placement at 1F1B's memory: almost no bubble, by real costs",
-    source="Qi et al. 2024 (controllable-memory.txt) §3.2, Table 4",
-    options=("costs", "objective"),
-    placement=lambda ranks, chunks: v_shape(ranks),
-    default_chunks=2,
-    makespan=_makespan,
-    picture={"ranks": 2, "microbatches": 4},
-)

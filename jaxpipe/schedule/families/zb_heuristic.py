@@ -24,7 +24,7 @@ from math import isnan
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, in_order, require_sizes
+from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.families.two_thirds_block import block_drafts
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_orders
@@ -36,9 +36,15 @@ from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of
 
-_REFILLED, _PASSES = 3, 30
+_REFILLED, _PASSES, _ACTIONS = 3, 30, 20_000
 
 
+@family(
+    "zb",
+    "the zero-bubble heuristic with real costs under any --memory-limit >= 1 (default p)",
+    "Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt appendix I for limits below p",
+    picture={"ranks": 4, "microbatches": 6, "memory_limit": 2},
+)
 def zero_bubble(
     ranks: int,
     microbatches: int,
@@ -50,10 +56,10 @@ def zero_bubble(
 
     Works for any ``ranks`` p >= 1, ``microbatches`` m >= 1 and limit >= 1. Here with a limit of 2, half of 1F1B's::
 
-        rank 0 |F0 F1                B0 W0 F2 B1 W1 F3             B2 W2 F4 B3 W3 F5             B4 W4 B5 W5
-        rank 1 |   F0 F1          B0 W0 B1 W1 F2       F3       B2 W2 B3 W3 F4       F5       B4 W4 B5 W5
-        rank 2 |      F0 F1    B0 W0 B1 W1       F2       F3 B2 W2 B3 W3       F4       F5 B4 W4 B5 W5
-        rank 3 |         F0 B0 F1 B1 W0 W1          F2 B2 W2 F3 B3 W3             F4 B4 W4 F5 B5 W5
+        rank 0 |F0 F1                B0 W0 B1 F2 W1 F3             B2 W2 B3 F4 W3 F5             B4 W4 B5 W5
+        rank 1 |   F0 F1          B0 W0 B1 W1    F2    F3       B2 W2 B3 W3    F4    F5       B4 W4 B5 W5
+        rank 2 |      F0 F1    B0 W0 B1 W1          F2    F3 B2 W2 B3 W3          F4    F5 B4 W4 B5 W5
+        rank 3 |         F0 B0 F1 B1 W0 W1             F2 B2 F3 B3 W2 W3             F4 B4 F5 B5 W4 W5
 
     ``costs``: one stage per rank; default F = B = W. A rank whose w-residuals are smaller than its residuals gets more
     forwards under the same limit. ``objective``: what is minimised first, the makespan or the longest rank span.
@@ -65,6 +71,12 @@ def zero_bubble(
     return _zero_bubble("zb", ranks, microbatches, costs, memory_limit, objective)
 
 
+@family(
+    "zb-1p",
+    "the zero-bubble heuristic with real costs, at 1F1B's memory (limit p)",
+    "Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
+    picture={"ranks": 4, "microbatches": 6},
+)
 def zb_1p(
     ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
 ) -> Schedule:
@@ -81,6 +93,12 @@ def zb_1p(
     return _zero_bubble("zb-1p", ranks, microbatches, costs, None, objective)
 
 
+@family(
+    "zb-2p",
+    "the zero-bubble heuristic with real costs, at twice 1F1B's memory (limit 2p)",
+    "Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
+    picture={"ranks": 4, "microbatches": 8},
+)
 def zb_2p(
     ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
 ) -> Schedule:
@@ -94,18 +112,14 @@ def zb_2p(
     Raises:
         ScheduleError: as :func:`zero_bubble`.
     """
-    require_sizes("zb-2p", ranks=ranks, microbatches=microbatches)
     return _zero_bubble("zb-2p", ranks, microbatches, costs, 2 * ranks, objective)
 
 
 def _zero_bubble(
     name: str, ranks: int, m: int, costs: CostProfile | None, limit: float | None, objective: Objective
 ) -> Schedule:
-    require_sizes(name, ranks=ranks, microbatches=m)
     if costs is None:
         costs = CostProfile.uniform(ranks)
-    if costs.num_stages != ranks:
-        raise ScheduleError(f"{name}: costs are for {costs.num_stages} stages; {ranks} ranks need {ranks}, one each")
     problem = Problem.of(one_to_one(ranks), m, costs)
     need = least_limit(problem)
     if limit is not None and (isnan(limit) or limit < need):
@@ -135,8 +149,9 @@ def best_draft(
             if anchor is None or draft.no_worse_than(anchor, goal):
                 kept[goal] = nsmallest(_REFILLED, [*found, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, peak, retimer)
+    passes = min(_PASSES, _ACTIONS // (3 * problem.num_ranks * problem.num_microbatches))
     bests = (
-        best_of([*found, *(refilled(filling, d, _PASSES) for d in found)], anchor, goal) for goal, found in kept.items()
+        best_of([*found, *(refilled(filling, d, passes) for d in found)], anchor, goal) for goal, found in kept.items()
     )
     chosen = best_of((fuse_backwards(retimer, best, peak * (1 + 1e-9)) for best in bests if best), objective=objective)
     assert chosen is not None
@@ -195,29 +210,3 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
 def _one_f_one_b(in_flight: int, m: int, backward: list[str]) -> list[str]:
     lead = min(in_flight, m)
     return ["F"] * lead + [*backward, "F"] * (m - lead) + backward * lead
-
-
-ZB_1P = Family(
-    name="zb-1p",
-    function=zb_1p,
-    description="the zero-bubble heuristic with real costs, at 1F1B's memory (limit p)",
-    source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
-    options=("costs", "objective"),
-    picture={"ranks": 4, "microbatches": 6},
-)
-ZB_2P = Family(
-    name="zb-2p",
-    function=zb_2p,
-    description="the zero-bubble heuristic with real costs, at twice 1F1B's memory (limit 2p)",
-    source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt §4",
-    options=("costs", "objective"),
-    picture={"ranks": 4, "microbatches": 8},
-)
-ZB = Family(
-    name="zb",
-    function=zero_bubble,
-    description="the zero-bubble heuristic with real costs under any --memory-limit >= 1 (default p)",
-    source="Qi et al. 2023 (Zero Bubble) §3.1; controllable-memory.txt appendix I for limits below p",
-    options=("costs", "memory_limit", "objective"),
-    picture={"ranks": 4, "microbatches": 6, "memory_limit": 2},
-)

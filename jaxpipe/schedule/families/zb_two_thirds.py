@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jaxpipe.schedule.blocks import repeat
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import Family, require_sizes
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.two_thirds_block import block_drafts, two_thirds_block
 from jaxpipe.schedule.families.zb_heuristic import best_draft
 from jaxpipe.schedule.ir import Schedule
@@ -19,6 +19,12 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer, best_of
 
 
+@family(
+    "zb-two-thirds",
+    "zero bubble at about 2/3 of 1F1B's memory: a building block of two microbatches",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16b (reconstructed)",
+    picture={"ranks": 5, "microbatches": 6},
+)
 def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """Zero bubble at about 2/3 of 1F1B's memory, for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
 
@@ -35,7 +41,6 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    require_sizes("zb-two-thirds", ranks=ranks, microbatches=microbatches)
     problem = Problem.of(one_to_one(ranks), microbatches, costs)
     retimer = Retimer(problem)
     squeezed = retimer.draft(repeat(two_thirds_block(ranks), problem))
@@ -48,13 +53,3 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
     best = best_of(drafts, anchor=squeezed)
     assert best is not None
     return problem.schedule("zb-two-thirds", best.rows)
-
-
-ZB_TWO_THIRDS = Family(
-    name="zb-two-thirds",
-    function=zb_two_thirds,
-    description="zero bubble at about 2/3 of 1F1B's memory: a building block of two microbatches",
-    source="Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16b (reconstructed)",
-    options=("costs",),
-    picture={"ranks": 5, "microbatches": 6},
-)

@@ -6,6 +6,8 @@ makes schedules of these rules, and says how they are read.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -16,7 +18,9 @@ from jaxpipe.schedule.list_schedule.actions import BACKWARD, FORWARD, Actions
 from jaxpipe.schedule.list_schedule.clock import Clock
 
 FIRST = ("forward", "backward", "interleaved")
-DIRECTIONS = ("breadth", "depth")
+_ORDERS = ("forward", "backward")
+_ORDER = re.compile(r"(breadth|depth)(:0*[1-9][0-9]{0,8})?")
+_LIMITS = ("in_flight", "in_flight_per_stage")
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,14 @@ class View:
     """What checks and choosers see: what ``rank`` knows at the time it is asked.
 
     ``actions``: the placement and what codes mean. ``held[kind]``: microbatches in flight, by kind of F.
+    ``_ended``: actions that have ended, on each rank, and of each op, stage and flow on it.
     """
 
     rank: int
     actions: Actions
     clock: Clock
     held: Sequence[int]
-    _seen: list[int]
-    _ended: list[int]
+    _ended: Counter[int | tuple[tuple[str, int, int], int]]
 
     @property
     def now(self) -> float:
@@ -45,25 +49,17 @@ class View:
 
     def done(self, op: str, stage: int) -> int:
         """Microbatches whose ``op`` of ``stage`` has ended; on a group, on all its ranks. 0 if there is no such stage."""
-        m, kinds, seen = self.actions.num_microbatches, self.actions.kinds, self._seen
+        kinds, m, now = self.actions.kinds, self.actions.num_microbatches, self.clock.now + self.clock.tiny
         for rank, row in enumerate(self.clock.rows):
-            running = self.clock.free[rank] > self.clock.now + self.clock.tiny
-            for code in row[seen[rank] : len(row) - running]:
-                seen[rank] += 1
-                self._ended[code // m] += kinds[code // m].ranks[0] == rank
-        by_flow: dict[int, list[int]] = {}
-        for k, kind in enumerate(kinds):
-            if kind.op == op and kind.stage == stage:
-                by_flow.setdefault(kind.flow, []).append(self._ended[k])
-        return sum(map(min, by_flow.values()))
+            for code in row[self._ended[rank] : len(row) - (self.clock.free[rank] > now)]:
+                self._ended.update((rank, (kinds[code // m][:3], rank)))
+        groups = ((k, flow[stage]) for k, flow in enumerate(self.actions.placement.flows) if stage < len(flow))
+        return sum(min(self._ended[(op, stage, k), rank] for rank in group) for k, group in groups)
 
     def in_flight(self, stage: int | None = None) -> int:
         """Microbatches on the rank whose F was chosen and whose BW was not, of one stage or summed over its stages."""
-        return sum(
-            held
-            for kind, held in zip(self.actions.kinds, self.held, strict=False)
-            if self.rank in kind.ranks and stage in (None, kind.stage)
-        )
+        mine = (self.rank in kind.ranks and stage in (None, kind.stage) for kind in self.actions.kinds)
+        return sum(held for held, counts in zip(self.held, mine, strict=True) if counts)
 
 
 Check = Callable[[View, Action], bool]
@@ -98,27 +94,25 @@ class Traversal:
     choose: Choose | None = None
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "in_flight_per_stage", "units", "checks"):
+        for name in (*_LIMITS, "units", "checks"):
             value = getattr(self, name)
             if isinstance(value, list | range | tuple):
-                alone = len(value) == 1 and name.startswith("in_flight")
-                object.__setattr__(self, name, value[0] if alone else tuple(value))
-        problems = list(self._problems())
-        if problems:
+                object.__setattr__(self, name, value[0] if len(value) == 1 and name in _LIMITS else tuple(value))
+        if problems := list(self._problems()):
             raise ScheduleError("traversal: " + "; ".join(problems), problems)
 
     def _problems(self) -> Iterator[str]:
         if self.first not in FIRST:
             yield f"the type that goes first is {self.first!r}; want {', '.join(FIRST[:-1])} or {FIRST[-1]}"
-        for name, order in (("forward", self.forward), ("backward", self.backward)):
-            direction, colon, interval = order.partition(":") if isinstance(order, str) else ("", "", "")
-            if direction not in DIRECTIONS or (colon and not _is_count(_number(interval))):
+        for name in _ORDERS:
+            order = getattr(self, name)
+            if not (isinstance(order, str) and _ORDER.fullmatch(order)):
                 yield f"{name} is {order!r}; want breadth, depth, breadth:K or depth:K with K at least 1"
-        for name in ("in_flight", "in_flight_per_stage"):
+        for name in _LIMITS:
             limit = getattr(self, name)
-            if limit is not None and not _is_count(limit) and not (_is_counts(limit) and limit):
+            if limit is not None and not _are_counts((limit,)) and not _are_counts(limit):
                 yield f"{name} is {limit!r}; want a whole number of at least 1, or one for each"
-        if not (_is_counts(self.units) and len(self.units) == 2):
+        if not (_are_counts(self.units) and len(self.units) == 2):
             yield f"units is {self.units!r}; want two whole numbers of at least 1: forwards, backwards"
         if not (isinstance(self.checks, tuple) and all(map(callable, self.checks))):
             yield f"checks is {self.checks!r}; want functions (view, action) -> bool"
@@ -131,14 +125,10 @@ class Traversal:
         return direction == "depth", int(interval or 0)
 
     def __str__(self) -> str:
-        words = [self.first, _joined(self.units), f"forward={self.forward}", f"backward={self.backward}"]
-        for key in ("in_flight", "in_flight_per_stage"):
-            limit = getattr(self, key)
-            if limit is not None:
-                words.append(f"{key.replace('_', '-')}={_joined(limit)}")
-        if self.checks:
-            words.append("checks=" + ",".join(map(name_of, self.checks)))
-        return " ".join([*words, f"choose={name_of(self.choose)}"] if self.choose is not None else words)
+        given = {name: getattr(self, name) for name in (*_ORDERS, *_LIMITS)}
+        given |= {"checks": ",".join(map(name_of, self.checks)), "choose": self.choose and name_of(self.choose)}
+        words = [f"{name.replace('_', '-')}={joined(value)}" for name, value in given.items() if value]
+        return " ".join([self.first, joined(self.units), *words])
 
     @classmethod
     def parse(cls, text: str) -> Traversal:
@@ -150,22 +140,20 @@ class Traversal:
         """
         first, *words = text.split() or [""]
         given: dict[str, Any] = {}
+        rules = f"rules {text!r}"
         for word in words:
             key, equals, value = word.partition("=")
             name = key.replace("-", "_") if equals else "units"
             if name in ("checks", "choose"):
                 raise ScheduleError(
-                    f"rules {text!r}: {word} is a function, which a line can't hold; name a file, FILE.py:NAME"
+                    f"{rules}: {word} is a function, which a line can't hold; name a file, FILE.py:NAME"
                 )
-            if name not in ("forward", "backward", "in_flight", "in_flight_per_stage", "units"):
-                raise ScheduleError(
-                    f"rules {text!r}: {key!r} is unknown; known: forward= backward= in-flight= in-flight-per-stage= units="
-                )
+            if name not in (*_ORDERS, *_LIMITS, "units"):
+                known = "known: forward= backward= in-flight= in-flight-per-stage= units="
+                raise ScheduleError(f"{rules}: {key!r} is unknown; {known}")
             if name in given:
-                raise ScheduleError(f"rules {text!r} give {name.replace('_', '-')} twice; keep one")
-            numbers: Any = tuple(map(_number, (value or word).split(",")))
-            several = len(numbers) > 1 or name == "units"
-            given[name] = value if name in ("forward", "backward") else numbers if several else numbers[0]
+                raise ScheduleError(f"{rules} give {name.replace('_', '-')} twice; keep one")
+            given[name] = value if name in _ORDERS else tuple(map(_number, (value or word).split(",")))
         return cls(first, **given)
 
 
@@ -174,17 +162,14 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _joined(numbers: int | Sequence[int]) -> str:
-    return str(numbers) if isinstance(numbers, int) else ",".join(map(str, numbers))
+def joined(value: object) -> str:
+    """``4,3,2,1``, or the value itself."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else text
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_counts(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(_is_count, value))
+def _are_counts(values: object) -> bool:
+    return isinstance(values, tuple) and values != () and all(type(x) is int and x >= 1 for x in values)

@@ -79,17 +79,23 @@ class Filled:
 class WeightFilling:
     """The tables of one problem and memory limit (units of one rank's share); :meth:`fill` for each order and rule."""
 
-    __slots__ = ("_less_work", "_tiny", "limit", "problem", "retimer")
+    __slots__ = ("_kinds", "_less_work", "_tiny", "limit", "problem", "retimer")
 
     def __init__(self, problem: Problem, limit: float, retimer: Retimer | None = None) -> None:
         self.problem, self.limit = problem, limit
         self.retimer = retimer or Retimer(problem)
-        seconds = problem.tables.seconds[: 3 * problem.num_replicas]
+        t = problem.tables
+        seconds = t.seconds[: 3 * problem.num_replicas]
         self._tiny = _ROUNDING * max(seconds)
         work = [0.0] * problem.num_ranks
-        for (r,), kind_s in zip(problem.tables.ranks, seconds, strict=False):
+        for (r,), kind_s in zip(t.ranks, seconds, strict=False):
             work[r] += problem.num_microbatches * kind_s
         self._less_work = [w - max(work) for w in work]
+        # per kind: rank, seconds, memory taken; the link of what it feeds, its seconds, that code less its own
+        self._kinds = [
+            (r, kind_s, taken, *((fed[0].link, fed[0].seconds, fed[0].gaps[0]) if fed else (-1, 0.0, 0)))
+            for (r,), kind_s, taken, fed in zip(t.ranks, t.seconds, t.change, t.feeds, strict=True)
+        ]
 
     def spare(self, filled: Filled, span: float, makespan: float) -> list[float]:
         """Per rank, the idle seconds that ``filled`` leaves under a target for the span and for the makespan."""
@@ -102,8 +108,7 @@ class WeightFilling:
     def fill(self, order: Sequence[int], rule: Rule) -> Filled | None:
         """Rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
-        seconds, change, feeds = t.seconds, t.change, t.feeds
-        ranks = self.problem.rank * 2
+        kinds, seconds, change = self._kinds, t.seconds, t.change
         room, tiny = self.limit + _ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
         spare, earlier, before = rule.spare_s, rule.profile_s, rule.before
         ready, link_free = [0.0] * (2 * n * m), [0.0] * t.num_links
@@ -121,9 +126,10 @@ class WeightFilling:
 
         for at, code in enumerate(order):
             kind = code // m
-            r, arrival = ranks[kind], ready[code]
+            r, spent, taken, link, link_s, gap = kinds[kind]
+            arrival = ready[code]
             row, waiting, now = rows[r], pending[r], free[r]
-            memory[r] += change[kind]
+            memory[r] += taken
             if kind < n:
                 while memory[r] > room:
                     if not waiting:
@@ -140,14 +146,14 @@ class WeightFilling:
                         break
                     now = run(waiting.popleft(), r, now)
                 if arrival > now:
-                    idle[r] += (arrival + seconds[kind]) - (now + seconds[kind])
+                    idle[r] += (arrival + spent) - (now + spent)
                     if idle[r] > most:
                         most = idle[r]
                     now = arrival
             profile.append(idle[r])
             row.append(code)
-            free[r] = now = now + seconds[kind]
-            for _, link, link_s, (gap,) in feeds[kind]:
+            free[r] = now = now + spent
+            if gap:
                 if link >= 0:
                     sent = link_free[link]
                     link_free[link] = now = (sent if sent > now else now) + link_s

@@ -2,7 +2,7 @@
 
 :mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory, :mod:`~jaxpipe.schedule.passes.prompt` moves each O behind
 its F or each W behind its B, :mod:`~jaxpipe.schedule.passes.backwards` splits or fuses B and W as another schedule has them,
-:mod:`~jaxpipe.schedule.passes.braid` braids F with backwards beside it, or takes braids apart,
+:mod:`~jaxpipe.schedule.passes.braid` braids what stands side by side, or takes braids apart,
 :mod:`~jaxpipe.schedule.passes.separate` splits backwards and puts their W's into bubbles. Reading order of the first:
 ``residency.py`` lives and levels of what is held, ``host_lane.py`` where O and L go, ``plans.py`` plans for all ranks,
 ``offload.py`` what leaves and the report.

@@ -7,11 +7,11 @@ BW becomes B and W side by side. A braid with such a change comes apart into its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W
+from jaxpipe.schedule.ir import BW, Action, B, Braid, Schedule, Slot, W
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
@@ -48,15 +48,23 @@ def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
     """``schedule`` with the backwards of ``fused``, pairs of stage and microbatch, as BW and all others as B and W."""
-    return replace(schedule, rows=tuple(_row(row, fused) for row in schedule.rows))
 
-
-def _row(row: Row, fused: frozenset[tuple[int, int]]) -> Row:
-    slots: list[Slot] = []
-    for slot in row:
+    def changed(slot: Slot) -> tuple[Slot, ...]:
         parts = tuple(part for action in slot.actions for part in _parts(action, fused))
-        slots += (slot,) if parts == slot.actions else parts
-    return tuple(slots)
+        return (slot,) if parts == slot.actions else parts
+
+    return with_slots(schedule, changed)
+
+
+def with_slots(schedule: Schedule, change: Callable[[Slot], Iterable[Slot]]) -> Schedule:
+    """``schedule`` with ``change(slot)`` in place of each slot."""
+    return replace(schedule, rows=tuple(tuple(x for slot in row for x in change(slot)) for row in schedule.rows))
+
+
+def slot_of(actions: Iterable[Action]) -> tuple[Slot, ...]:
+    """The one slot of these actions: an action, a braid, or no slot where there are none."""
+    held = tuple(actions)
+    return held if len(held) < 2 else (Braid(held),)
 
 
 def _parts(action: Action, fused: frozenset[tuple[int, int]]) -> Iterator[Action]:

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
+from operator import itemgetter
 
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import build_graph
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
 from jaxpipe.schedule.lanes import slot_lanes
+from jaxpipe.schedule.passes.backwards import with_slots
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import TIME, at_most
 
-_SLACK = 1 + 1e-9
 _PARTS = 32  # of the candidates, the smallest part that is tried by itself
 _OPS = frozenset(("F", "B", "BW", "W"))
 
@@ -55,7 +58,7 @@ def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float
     check_schedule(schedule)
     for alike in (False, True):
         search = _Search(schedule, costs, memory_limit)
-        pairs = _chosen(_candidates(schedule, costs, search.timeline, alike))
+        pairs = _candidates(schedule, costs, search.timeline, alike)
         search.take(pairs, max(1, len(pairs) // _PARTS))
         schedule = search.schedule
     check_schedule(schedule)
@@ -64,7 +67,7 @@ def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float
 
 def unbraid(schedule: Schedule) -> Schedule:
     """``schedule`` with each braid taken apart into its actions, in their order. Always valid if ``schedule`` is."""
-    return replace(schedule, rows=tuple(tuple(a for slot in row for a in slot.actions) for row in schedule.rows))
+    return with_slots(schedule, lambda slot: slot.actions)
 
 
 class _Search:
@@ -80,9 +83,9 @@ class _Search:
     def _better(self, timeline: Timeline) -> bool:
         """Whether it is shorter within the limit, or as long and holds no more than the best so far."""
         peak, now = max(timeline.peak_activations), max(self.timeline.peak_activations)
-        if timeline.makespan * _SLACK < self.timeline.makespan:
-            return peak <= self.limit * _SLACK
-        return timeline.makespan <= self.timeline.makespan and peak <= now * _SLACK
+        if not at_most(self.timeline.makespan, timeline.makespan):
+            return at_most(peak, self.limit)
+        return timeline.makespan <= self.timeline.makespan and at_most(peak, now)
 
     def take(self, pairs: Sequence[_Pair], least: int) -> None:
         """Braid all of ``pairs``, or those halves, quarters, … of at least ``least`` with which nothing takes longer."""
@@ -104,51 +107,43 @@ class _Times:
 
     def __init__(self, schedule: Schedule, timeline: Timeline) -> None:
         self.graph = build_graph(schedule)
-        slots = [e for e in timeline.events if e.lane not in ("send", "tp")]
-        self.start_s = {(e.rank, e.action): e.start_s for e in slots}
-        self.end_s = {(e.rank, e.action): e.end_s for e in slots}
-        self.sent_s = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "send"}
+        lanes = {(e.rank, e.action, e.lane == "send"): e for e in timeline.events if e.lane != "tp"}
+        self.times = {key: (e.start_s, e.end_s) for key, e in lanes.items()}
 
     def ended(self, number: int) -> float:
         """End of the slot or transfer that a wait names by its number."""
         graph, source = self.graph, self.graph.source(number)
-        made = self.end_s[graph.rank_of[source], graph.slots[source]]
+        made = self.times[graph.rank_of[source], graph.slots[source], False][1]
         if number == source:
             return made
         moved = graph.transfers[number - len(graph.slots)]
-        return max(made, self.sent_s.get((moved.src, moved.action), 0.0))
+        return max(made, self.times.get((moved.src, moved.action, True), (0.0, 0.0))[1])
 
     def together(self, rank: int, at: int) -> bool:
         """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
         row, first = self.graph.schedule.rows[rank], self.graph.row_start[rank]
-        begins, ends = self.start_s[rank, row[at]], self.end_s[rank, row[at]]
+        begins, ends = self.times[rank, row[at], False]
         before = (x for x in self.graph.waits[first + at + 1] if x != first + at)
-        return ends > begins and all(self.ended(x) <= begins * _SLACK for x in before)
+        return ends > begins and all(at_most(self.ended(x), begins) for x in before)
 
 
-def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[list[_Pair]]:
-    """Per rank, the pairs that may be braided, in order."""
+def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[_Pair]:
+    """Of every rank, the pairs without a slot in common that may be braided and save most together, by place in the row."""
     times = _Times(schedule, timeline)
-    gains: dict[tuple[tuple[str, int], ...], float] = {}
-    found: list[list[_Pair]] = []
+    gain = cache(partial(_gain, costs))
+    found: list[_Pair] = []
     for rank, row in enumerate(schedule.rows):
-        found.append([])
-        for at, (one, two) in enumerate(pairwise(row)):
-            if not _may(one, two, alike):
-                continue
-            key = tuple((a.op, a.stage) for slot in (one, two) for a in slot.actions)
-            if key not in gains:
-                gains[key] = _gain(costs, key)
-            if gains[key] > 0 and times.together(rank, at):
-                found[-1].append(_Pair(rank, at, gains[key]))
-    return found
+        able = [(at, (*x.actions, *y.actions)) for at, (x, y) in enumerate(pairwise(row)) if _may(x, y, alike)]
+        pairs = [_Pair(rank, at, gain(*((a.op, a.stage) for a in actions))) for at, actions in able]
+        found += _apart([x for x in pairs if x.gain_s > 0 and times.together(rank, x.at)])
+    return sorted(found, key=lambda x: (x.at, x.rank))
 
 
-def _gain(costs: CostProfile, actions: tuple[tuple[str, int], ...]) -> float:
+def _gain(costs: CostProfile, *actions: tuple[str, int]) -> float:
     """Seconds that a braid of these actions saves; 0 where it is rounding."""
     apart = sum(slot_lanes(costs, [x]).seconds for x in actions)
     saved = apart - slot_lanes(costs, actions).seconds
-    return saved if saved > (_SLACK - 1) * apart else 0.0
+    return saved if saved > TIME * apart else 0.0
 
 
 def _may(one: Slot, two: Slot, alike: bool) -> bool:
@@ -159,43 +154,28 @@ def _may(one: Slot, two: Slot, alike: bool) -> bool:
     return ops <= _OPS and (alike or ("F" in ops and len(ops) == 2))
 
 
-def _chosen(ranks: Sequence[Sequence[_Pair]]) -> list[_Pair]:
-    """Of every rank, pairs without a slot in common that save most together; by the place in their rows."""
-    chosen = [pair for pairs in ranks for pair in _apart(pairs)]
-    return sorted(chosen, key=lambda x: (x.at, x.rank))
-
-
 def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
-    best = [0.0]  # of the first k pairs
-    for k, pair in enumerate(pairs):
-        best.append(max(best[k], best[_before(pairs, k)] + pair.gain_s))
-    chosen, k = [], len(pairs)
-    while k:
-        if best[k] > best[k - 1]:
-            chosen.append(pairs[k - 1])
-            k = _before(pairs, k - 1)
-        else:
-            k -= 1
-    return chosen
-
-
-def _before(pairs: Sequence[_Pair], k: int) -> int:
-    """How many pairs end before pair k begins."""
-    return k - 1 if k and pairs[k - 1].at + 1 == pairs[k].at else k
+    """Those of the pairs of a rank that save most and share no slot."""
+    best, sooner, last = (
+        (0.0, list[_Pair]()),
+        (0.0, list[_Pair]()),
+        -1,
+    )  # of all up to the last pair, of those before it
+    for pair in pairs:
+        saved, others = sooner if last + 1 == pair.at else best
+        best, sooner, last = max(best, (saved + pair.gain_s, [*others, pair]), key=itemgetter(0)), best, pair.at
+    return best[1]
 
 
 def _with(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
     """``schedule`` with these pairs braided."""
-    firsts: list[set[int]] = [set() for _ in schedule.rows]
-    for pair in pairs:
-        firsts[pair.rank].add(pair.at)
-    rows = []
-    for row, begins in zip(schedule.rows, firsts, strict=True):
-        slots: list[Slot] = []
-        for at, slot in enumerate(row):
-            if at in begins:
-                slots.append(Braid((*slot.actions, *row[at + 1].actions)))
-            elif at - 1 not in begins:
-                slots.append(slot)
-        rows.append(tuple(slots))
+    begins = {(x.rank, x.at) for x in pairs}
+    rows = (
+        tuple(
+            Braid((*slot.actions, *row[at + 1].actions)) if (rank, at) in begins else slot
+            for at, slot in enumerate(row)
+            if (rank, at - 1) not in begins
+        )
+        for rank, row in enumerate(schedule.rows)
+    )
     return replace(schedule, rows=tuple(rows))

@@ -12,20 +12,21 @@ Not modelled: host memory, and other traffic on the host link.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile, k_of
-from jaxpipe.schedule.ir import Braid, Schedule, Slot
+from jaxpipe.schedule.ir import Schedule, Slot
+from jaxpipe.schedule.passes.backwards import slot_of, with_slots
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.passes.prompt import prompt_weights
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
-
-_SLACK = 1 + 1e-9
+from jaxpipe.schedule.tolerance import TIME, at_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class Offloaded:
 
     schedule: Schedule
     peak_before: tuple[float, ...]
-    peak_after: tuple[float, ...]
     makespan_before: float
-    makespan_after: float
     span_before: float
+    peak_after: tuple[float, ...]
+    makespan_after: float
     span_after: float
     share: float
     k: float
@@ -66,11 +67,11 @@ class Offloaded:
             f"makespan {self.makespan_before:g} -> {self.makespan_after:g}, "
             f"{100 * self.share:.0f}% offloaded, k = {self.k:.3g}"
         ]
-        lines += [
+        lines += (
             f"  rank {s.rank} stage {s.stage}: {s.offloaded} offloaded, {s.skipped} not ({s.reason})"
             for s in self.stages
             if s.skipped
-        ]
+        )
         return "\n".join(lines)
 
 
@@ -95,70 +96,6 @@ def offload(
             a stage does not exist, or the limit is not positive.
     """
     stages = None if stages is None else frozenset(stages)
-    _check_request(schedule, fraction, memory_limit, stages)
-    bare = without_offloads(schedule)
-    check_schedule(bare)
-    plans = Plans(bare, costs, fraction, stages)
-    before = plans.before
-    if memory_limit is None:
-        schedule, after = plans.free(plans.lowest)
-    else:
-        schedule, after = _within(memory_limit, plans, fraction, stages)
-    check_schedule(schedule)
-    met = None if memory_limit is None else peak_of(after) <= memory_limit * _SLACK
-    stages_report, share = _report(plans, schedule, after)
-    return Offloaded(
-        schedule,
-        before.peak_activations,
-        after.peak_activations,
-        before.makespan,
-        after.makespan,
-        before.max_span,
-        after.max_span,
-        share,
-        k_of(costs),
-        stages_report,
-        met,
-    )
-
-
-def _within(
-    limit: float, plans: Plans, fraction: float | None, stages: Iterable[int] | None
-) -> tuple[Schedule, Timeline]:
-    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shorter of
-    B's that wait for their L and W's right behind their B. If none does, what is free."""
-    for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
-        schedule, after = plans.free(plan)
-        if peak_of(after) <= limit * _SLACK:
-            return schedule, after
-    found = [plans.delayed(limit)]
-    prompt = prompt_weights(plans.schedule)
-    if prompt.rows != plans.schedule.rows:
-        earlier = Plans(prompt, plans.costs, fraction, stages)
-        low = earlier.free_within(limit)
-        found.append(earlier.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
-    met = [x for x in found if x is not None]
-    return min(met, key=lambda x: x[1].makespan) if met else (schedule, after)
-
-
-def without_offloads(schedule: Schedule) -> Schedule:
-    """``schedule`` without its O, L and S."""
-    rows = tuple(tuple(x for s in row if (x := _compute_of(s)) is not None) for row in schedule.rows)
-    return replace(schedule, rows=rows)
-
-
-def _compute_of(slot: Slot) -> Slot | None:
-    left = tuple(a for a in slot.actions if a.op not in ("O", "L", "S"))
-    if len(left) == len(slot.actions):
-        return slot
-    if len(left) > 1:
-        return Braid(left)
-    return left[0] if left else None
-
-
-def _check_request(
-    schedule: Schedule, fraction: float | None, memory_limit: float | None, stages: Iterable[int] | None
-) -> None:
     if fraction is not None and not 0 <= fraction <= 1:
         raise ScheduleError(f"offload: fraction is {fraction}; want a number between 0 and 1")
     if memory_limit is not None and not memory_limit > 0:
@@ -166,19 +103,57 @@ def _check_request(
     for s in stages or ():
         if not 0 <= s < schedule.num_stages:
             raise ScheduleError(f"offload: there is no stage {s}; stages are 0..{schedule.num_stages - 1}")
+    bare = without_offloads(schedule)
+    check_schedule(bare)
+    planned = partial(Plans, costs=costs, fraction=fraction, stages=stages)
+    plans = planned(bare)
+    if memory_limit is None:
+        schedule, after = plans.free(plans.lowest)
+    else:
+        schedule, after = _within(memory_limit, plans, planned)
+    check_schedule(schedule)
+    met = None if memory_limit is None else at_most(peak_of(after), memory_limit)
+    figures = [(x.peak_activations, x.makespan, x.max_span) for x in (plans.before, after)]
+    stages_report, share = _report(plans, schedule, after)
+    return Offloaded(schedule, *figures[0], *figures[1], share, k_of(costs), stages_report, met)
+
+
+def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) -> tuple[Schedule, Timeline]:
+    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shorter of
+    B's that wait for their L and W's right behind their B. If none does, what is free."""
+    for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
+        schedule, after = plans.free(plan)
+        if at_most(peak_of(after), limit):
+            return schedule, after
+    found, prompt = [plans.delayed(limit)], prompt_weights(plans.schedule)
+    if prompt.rows != plans.schedule.rows:
+        sooner = planned(prompt)
+        low = sooner.free_within(limit)
+        found.append(sooner.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
+    met = (x for x in found if x is not None)
+    return min(met, key=lambda x: x[1].makespan, default=(schedule, after))
+
+
+def without_offloads(schedule: Schedule) -> Schedule:
+    """``schedule`` without its O, L and S."""
+
+    def left(slot: Slot) -> tuple[Slot, ...]:
+        return slot_of(a for a in slot.actions if a.op not in ("O", "L", "S"))
+
+    return with_slots(schedule, left)
 
 
 def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[StageOffload, ...], float]:
     """What became of every stage on every rank, and the offloaded part of all residuals."""
     stages = []
     gone = total = 0
-    for life, row, peak in zip(plans.lives, schedule.rows, after.peak_activations, strict=True):
-        left = {(a.stage, a.microbatch) for slot in row for a in slot.actions if a.op == "O"}
-        asked = {(x.stage, x.microbatch) for x in plans.candidates[life.rank]}
+    for life, peak in zip(plans.lives, after.peak_activations, strict=True):
+        left = {(a.stage, a.microbatch) for a in schedule.actions(life.rank) if a.op == "O"}
+        asked = set(plans.candidates[life.rank])
         for stage in sorted({x.stage for x in life.residents}):
             held = [x for x in life.residents if x.stage == stage]
             stayed = [x for x in held if (stage, x.microbatch) not in left]
-            why = Counter(_why(life, x, peak, (stage, x.microbatch) in asked) for x in stayed)
+            why = Counter(_why(life, x, peak, x in asked) for x in stayed)
             reason = ", ".join(f"{n} {text}" for text, n in why.most_common())
             stages.append(StageOffload(life.rank, stage, len(held) - len(stayed), len(stayed), reason))
             total += sum(x.size for x in held)
@@ -192,8 +167,8 @@ def _why(life: RankLife, x: Resident, peak: float, asked: bool) -> str:
         return "nothing to move"
     if not asked:
         return "not asked for"
-    if x.life_s < (x.offload_s + x.load_s) * _SLACK or x.b_slot - x.f_slot < 2:
+    if x.life_s < (x.offload_s + x.load_s) * (1 + TIME) or x.b_slot - x.f_slot < 2:
         return "read again too soon"
-    if max(life.level[x.f_slot + 1 : x.b_slot]) <= peak * GRID * _SLACK:
+    if at_most(max(life.level[x.f_slot + 1 : x.b_slot]), peak * GRID):
         return "would not lower the peak"
     return "did not fit on the host lane"

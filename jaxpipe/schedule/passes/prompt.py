@@ -8,15 +8,15 @@ high as they pile up; `pipeoffload.txt` section 3.1 runs each W right after its 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
-from jaxpipe.schedule.retime import nine_digits
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import nine_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> 
 
 def prompt_offloads(schedule: Schedule) -> Schedule:
     """``schedule`` with each offload right behind the slot that makes what it copies, behind copies that stand there."""
-    return replace(schedule, rows=tuple(map(partial(_prompt, moves=_is_offload), schedule.rows)))
+    return replace(schedule, rows=tuple(_prompt(row, _is_offload) for row in schedule.rows))
 
 
 def prompt_weights(schedule: Schedule) -> Schedule:
@@ -58,7 +58,7 @@ def prompt_weights(schedule: Schedule) -> Schedule:
     W waits for nothing but its B, on the same rank, so a valid schedule stays valid. It can take longer: W's then stand before
     B's that other ranks wait for.
     """
-    return replace(schedule, rows=tuple(map(partial(_prompt, moves=_is_weight), schedule.rows)))
+    return replace(schedule, rows=tuple(_prompt(row, _is_weight) for row in schedule.rows))
 
 
 def _is_offload(slot: Slot) -> bool:
@@ -74,18 +74,17 @@ def _figures(timeline: Timeline) -> tuple[float, float]:
 
 
 def _prompt(row: Row, moves: Callable[[Slot], bool]) -> Row:
-    moved = {action: source for action, _, source in _late(row, moves)}
-    behind: dict[Slot, list[Slot]] = {}
-    for action, source in moved.items():
-        behind.setdefault(source, []).append(action)
+    behind = defaultdict[Slot, list[Slot]](list)
+    moved = set[Slot]()
+    for action, _, source in _late(row, moves):
+        moved.add(action)
+        behind[source].append(action)
     slots: list[Slot] = []
     waiting: list[Slot] = []
-    for slot in row:
-        if slot in moved:
-            continue
+    for slot in (x for x in row if x not in moved):
         if _is_compute(slot) and not moves(slot):
             slots += waiting
-            waiting = behind.get(slot, [])
+            waiting = behind[slot]
         slots.append(slot)
     return (*slots, *waiting)
 

@@ -7,9 +7,11 @@ Amounts are whole numbers on a binary grid (:data:`GRID` to a unit), so that wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Schedule
@@ -58,17 +60,12 @@ class RankLife:
     changes: tuple[tuple[float, int], ...]
     residents: tuple[Resident, ...]
 
-    def peak(self, moves: Sequence[tuple[float, int]] = ()) -> int:
+    def peak(self, moves: Iterable[tuple[float, int]] = ()) -> int:
         """Highest level with further changes ``moves``; changes at one instant are merged, as the simulator does."""
-        top = live = 0
-        now = float("-inf")
-        for at, amount in sorted([*self.changes, *moves]) if moves else self.changes:
-            if at != now:
-                if live > top:
-                    top = live
-                now = at
-            live += amount
-        return max(top, live)
+        by_time: defaultdict[float, int] = defaultdict(int)
+        for at, amount in (*self.changes, *moves):
+            by_time[at] += amount
+        return max(accumulate((by_time[at] for at in sorted(by_time)), initial=0))
 
 
 def rank_lives(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> tuple[RankLife, ...]:

@@ -10,13 +10,19 @@ import pytest
 
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
 from jaxpipe.schedule.blocks import BuildingBlock, repeat
-from jaxpipe.schedule.blocks.v_ends import rows_with_ends
+from jaxpipe.schedule.blocks.repeat import rows_of
+from jaxpipe.schedule.blocks.v_ends import cells_with_ends
 from jaxpipe.schedule.blocks.v_shape import searched
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, Finisher, Phases, Rule
 from jaxpipe.schedule.placement import circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
+
+
+def rows_with_ends(block: BuildingBlock, problem: Problem) -> list[list[int]] | None:
+    cells = cells_with_ends(block, problem)
+    return None if cells is None else rows_of(problem, cells)
 
 
 def uneven(p: int, seed: int) -> CostProfile:

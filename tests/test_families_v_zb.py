@@ -221,7 +221,7 @@ def test_same_input_same_schedule() -> None:
 
 
 def test_bad_requests() -> None:
-    with pytest.raises(ScheduleError, match="costs are for 4 stages; 4 ranks need 8, two per rank"):
+    with pytest.raises(ScheduleError, match="costs are for 4 stages; 4 ranks need 8, 2 per rank"):
         v_zb(4, 8, CostProfile.uniform(4))
     with pytest.raises(ScheduleError, match="microbatches is 0"):
         v_zb(4, 0)

@@ -177,7 +177,7 @@ def test_w_laid_anew_keep_the_order_of_f_and_b() -> None:
             filling = WeightFilling(problem, 4)
             before = filling.draft(problem.codes(in_order("fused", m, fused)))
             assert before is not None
-            after = refilled(filling, before)
+            after = refilled(filling, before, 30)
             assert after is not None
             assert after.peak <= 4 + 1e-9
             plain = [[code for code in row if code < 2 * 4 * m] for draft in (before, after) for row in draft.rows]

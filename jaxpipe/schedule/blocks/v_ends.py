@@ -24,8 +24,8 @@ from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Retimer
 
 
-def rows_with_ends(block: BuildingBlock, problem: Problem) -> list[list[int]] | None:
-    """Rows of all microbatches; None if the rule for the warm-up doesn't fit the block.
+def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | None:
+    """The cell of each action, by code; None if the rule for the warm-up doesn't fit the block.
 
     With fewer than 2p microbatches the warm-up is that of 2p, and the rest is left out.
     """
@@ -33,39 +33,32 @@ def rows_with_ends(block: BuildingBlock, problem: Problem) -> list[list[int]] | 
     one, free = (1.0,) * n, (0.0,) * n
     unit = replace(problem, num_microbatches=max(m, 2 * p), f_s=one, b_s=one, w_s=one, down_s=free, up_s=free)
     most = min(2 * p, round(max(block.steady_peaks())))
-    start = Retimer(unit).times([_warm_up(unit, r, row, most) for r, row in enumerate(repeat(block, unit))]).start_s
-    turn = start[unit.code(F, n - 1, m - 1)]
-    if turn == float("inf"):
+    times = Retimer(unit).times([_warm_up(unit, r, row, most) for r, row in enumerate(repeat(block, unit))])
+    if times.deadlocked:
         return None
-    return [_cool_down(problem, unit, r, start, turn, most) for r in range(p)]
-
-
-def _cool_down(problem: Problem, unit: Problem, rank: int, start: Sequence[float], turn: float, most: int) -> list[int]:
-    """The row of ``rank`` with its last B by the rule, W in the order of B: the last ones in the first vacant cells."""
-    p, m, n = problem.num_ranks, problem.num_microbatches, problem.num_replicas
-    up = min((most + 1) // 2, m)
-    down = min(most - up, rank + 1, m)
     cells = {
-        problem.code(op, s, i): start[unit.code(op, s, i)]
-        for op in (F, B)
-        for s in (rank, n - 1 - rank)
+        problem.code(op, s, i): round(times.start_s[unit.code(op, s, i)])
+        for op in (F, B, W)
+        for s in range(n)
         for i in range(m)
     }
-    for k in range(up):
-        cells[problem.code(B, rank, m - 1 - k)] = turn - rank + 2 * p - 2 * k
-    for k in range(down):
-        cells[problem.code(B, n - 1 - rank, m - 1 - k)] = turn + 1 + rank - 2 * k
-    taken, place = set(cells.values()), -1.0
-    weights = sorted(start[unit.code(W, s, i)] for s in (rank, n - 1 - rank) for i in range(m))
-    weights[len(weights) - up - down :] = [0.0] * (up + down)
-    for own, (cell, code) in zip(
-        weights, sorted((cell, code) for code, cell in cells.items() if code >= n * m), strict=True
-    ):
-        place = max(cell + 1, place + 1, own)
-        while place in taken:
-            place += 1
-        cells[code + n * m] = place
-    return sorted(cells, key=lambda code: (cells[code], code))
+    turn, up = cells[problem.code(F, n - 1, m - 1)], min((most + 1) // 2, m)
+    for r in range(p):
+        down = min(most - up, r + 1, m)
+        last = [(problem.code(B, r, m - 1 - k), turn - r + 2 * p - 2 * k) for k in range(up)]
+        last += [(problem.code(B, n - 1 - r, m - 1 - k), turn + 1 + r - 2 * k) for k in range(down)]
+        cells.update(last)
+        forward, backward, weight = (
+            [problem.code(op, s, i) for s in (r, n - 1 - r) for i in range(m)] for op in (F, B, W)
+        )
+        taken, place = {cells[code] for code in (*forward, *backward)}, -1
+        own = [*sorted(cells[code] for code in weight)[: 2 * m - len(last)], *[0] * len(last)]
+        for earliest, code in zip(own, sorted(backward, key=lambda code: (cells[code], code)), strict=True):
+            place = max(cells[code] + 1, place + 1, earliest)
+            while place in taken:
+                place += 1
+            cells[code + n * m] = place
+    return cells
 
 
 def _warm_up(problem: Problem, rank: int, row: Sequence[int], most: int) -> list[int]:

@@ -18,6 +18,7 @@ The number of drafts depends on sizes only, never on a clock. Not modelled: work
 from __future__ import annotations
 
 from dataclasses import replace
+from heapq import nsmallest
 
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.families.steady_phase import repeated
@@ -26,7 +27,7 @@ from jaxpipe.schedule.families.v_rounds import rounds_order
 from jaxpipe.schedule.list_schedule.policies import chunk_drafts
 from jaxpipe.schedule.list_schedule.weights import Filled, WeightFilling, balanced, improved, least, order_of
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, best_of, nine_digits
+from jaxpipe.schedule.retime import Draft, Objective, best_of
 
 _NEVER = float("inf")
 _ROUNDING = 1e-9
@@ -34,12 +35,7 @@ _ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
 
 
-def by_span(draft: Draft) -> tuple[float, float, float]:
-    """Smaller is better: the longest span, then the makespan, then the peak."""
-    return nine_digits(draft.span), nine_digits(draft.makespan), nine_digits(draft.peak)
-
-
-def best_v_draft(problem: Problem, limit: float, objective: str = "makespan") -> Draft | None:
+def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespan") -> Draft | None:
     """The best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
 
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
@@ -49,7 +45,7 @@ def best_v_draft(problem: Problem, limit: float, objective: str = "makespan") ->
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
     at_p = _from_anchor(short, min(limit, problem.num_ranks)) if limit > problem.num_ranks - _ROUNDING else None
     if at_p is None:
-        return _below(problem, short, limit)
+        return _below(problem, short, limit, objective)
     found = [at_p]
     if limit > problem.num_ranks + _ROUNDING:
         filling = WeightFilling(short, limit)
@@ -61,8 +57,8 @@ def best_v_draft(problem: Problem, limit: float, objective: str = "makespan") ->
     best = filling.draft(anchor.rows) if anchor else None
     for few_rows in (filled.rows for filled in found):
         rows = repeated(short, few_rows, problem.num_microbatches)
-        best = best_of([filling.draft(rows)] if rows else [], best)
-    return best or _below(problem, short, limit)
+        best = best_of([filling.draft(rows)] if rows else [], best, objective)
+    return best or _below(problem, short, limit, objective)
 
 
 def _from_anchor(problem: Problem, limit: float) -> Filled | None:
@@ -116,19 +112,20 @@ def _beatable(problem: Problem, best: Filled) -> bool:
     return best.span > span * (1 + _ROUNDING) or best.makespan > makespan * (1 + _ROUNDING)
 
 
-def _below(problem: Problem, short: Problem, limit: float) -> Draft | None:
+def _below(problem: Problem, short: Problem, limit: float, objective: Objective) -> Draft | None:
     """The best list schedule for a limit below p, or rounds under that limit; few microbatches first, then all."""
-    drafts: list[Draft | None] = [*chunk_drafts(short, limit)]
+    drafts = chunk_drafts(short, limit)
     if not drafts:
         return None
     filling = WeightFilling(short, limit)
     order = rounds_order(short, limit)
     rounds = order and balanced(filling, order)
-    drafts.append(filling.draft(rounds.rows) if rounds else None)
+    drafts += [draft for draft in (rounds and filling.draft(rounds.rows),) if draft]
     if short is problem:
-        return best_of(drafts)
-    found = sorted((d for d in drafts if d), key=lambda d: (d.makespan, d.span))[:_LONGER]
+        return best_of(drafts, objective=objective)
+    goals: tuple[Objective, ...] = ("makespan", objective)
+    found = [d for goal in dict.fromkeys(goals) for d in nsmallest(_LONGER, drafts, key=lambda d, g=goal: d.key(g))]  # type: ignore[misc]
     filling = WeightFilling(problem, limit)
     rows = [repeated(short, d.rows, problem.num_microbatches) for d in found]
-    longer = best_of(filling.draft(r) for r in rows if r)
-    return longer or best_of(chunk_drafts(problem, limit))
+    longer = best_of((filling.draft(r) for r in rows if r), objective=objective)
+    return longer or best_of(chunk_drafts(problem, limit), objective=objective)

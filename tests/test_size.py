@@ -27,16 +27,16 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
     "schedule": (24, 2726, 26),
-    "schedule/blocks": (6, 245, 1),
+    "schedule/blocks": (6, 241, 1),
     "schedule/bounds": (8, 601, 6),
-    "schedule/families": (28, 1690, 3),
+    "schedule/families": (28, 1700, 3),
     "schedule/list_schedule": (9, 1009, 14),
     "schedule/passes": (9, 886, 9),
     "schedule/solve": (34, 4077, 38),
     "stage": (34, 5538, 47),
     "train": (49, 6497, 75),
 }
-MOST_OF_SCHEDULE = 7157
+MOST_OF_SCHEDULE = 7163
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

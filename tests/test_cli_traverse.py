@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
+from jaxpipe.cli.traverse_flags import PLACEMENTS
 from jaxpipe.schedule import Traversal, circular, generate, one_to_one, read_schedule, traverse, wave
+from jaxpipe.schedule.placement import CONSTRUCTORS
 
 Run = Callable[[str], tuple[int, str, str]]
 
@@ -100,3 +102,7 @@ def test_every_mistake_is_one_line(run: Run, flags: str, said: str) -> None:
     code, out, err = run(f"schedule {flags}")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("jaxpipe: ") and said in err
+
+
+def test_the_placements_of_the_flags_are_those_that_there_are() -> None:
+    assert sorted(PLACEMENTS) == sorted(CONSTRUCTORS)

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 693, 14),
-    "cli": (17, 2159, 6),
+    "cli": (17, 2161, 6),
     "planning": (10, 1236, 14),
     "plot": (8, 801, 5),
     "profile": (7, 442, 4),
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
-    "schedule": (24, 2726, 26),
+    "schedule": (24, 2725, 26),
     "schedule/blocks": (6, 241, 1),
     "schedule/bounds": (8, 601, 6),
     "schedule/families": (28, 1700, 3),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (34, 5538, 47),
     "train": (49, 6497, 75),
 }
-MOST_OF_SCHEDULE = 7163
+MOST_OF_SCHEDULE = 7162
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

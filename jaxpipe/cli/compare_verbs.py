@@ -33,7 +33,6 @@ from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, load_schedule, make, show, simulated, write_outputs
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
-from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,6 +159,8 @@ def _entry(
     name: str, limit: float | None, made: Callable[[], tuple[Schedule, CostProfile, Timeline]], **facts: Any
 ) -> Record | Failure:
     """The record of what ``made`` simulates, or why there is none; ``facts`` of it as :meth:`Record.of` takes them."""
+    from jaxpipe.schedule.tolerance import at_most
+
     record = None
     try:
         schedule, profile, timeline = made()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.cli.parser import amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
-from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from jaxpipe.plot.units import Units
@@ -344,6 +343,8 @@ def check_limit(timeline: Timeline, limit: float | None) -> None:
     Raises:
         ConfigError: names the rank with the highest peak.
     """
+    from jaxpipe.schedule.tolerance import at_most
+
     peaks: Sequence[float] = timeline.peak_activations
     if limit is not None and peaks and not at_most(max(peaks), limit):
         rank = peaks.index(max(peaks))

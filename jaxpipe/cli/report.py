@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plot.units import Units, memory_scale, number, time_scale
-from jaxpipe.schedule.tolerance import TIME, at_most
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
@@ -175,6 +174,8 @@ def print_json(document: object) -> None:
 
 def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
     """The record for people, one quantity a line."""
+    from jaxpipe.schedule.tolerance import at_most
+
     time = time_scale(record.makespan, units)
     limit = f" within {number(record.memory_limit)} activations" if record.memory_limit else ""
     span, span_bound = time.show(record.max_span), time.show(record.span_lower_bound)
@@ -291,6 +292,8 @@ def _fits(picture: str, width: int) -> bool:
 
 def _common_step(times: Sequence[float]) -> float | None:
     """The longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
+    from jaxpipe.schedule.tolerance import TIME
+
     longest = max(times, default=0.0)
     tolerance = longest * TIME
     step = 0.0

@@ -29,7 +29,6 @@ from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, pri
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
-from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
@@ -176,6 +175,7 @@ def simulated(
 
 def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
     from jaxpipe.schedule.passes.prompt import late_offload
+    from jaxpipe.schedule.tolerance import at_most
 
     found = late_offload(schedule, profile, timeline)
     if found is None:

@@ -26,8 +26,8 @@ from jaxpipe.cli.parser import amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice, print_json
 from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, show, write_outputs
+from jaxpipe.cli.traverse_flags import PLACEMENTS
 from jaxpipe.errors import ConfigError, ScheduleError
-from jaxpipe.schedule.tolerance import at_most
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import Placement, Schedule
@@ -43,8 +43,6 @@ _FREE_CHUNKS = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    from jaxpipe.schedule.placement import PLACEMENTS
-
     add_size_flags(parser)
     add_chunk_limit_flags(parser)
     parser.add_argument(
@@ -134,6 +132,8 @@ def _progress(progress: Progress, _schedule: Schedule | None) -> None:
 
 def _headline(solution: Solution, placements: int) -> str:
     """Both bounds by name: of all placements that were tried, and, where it is another, of the one that was found."""
+    from jaxpipe.schedule.tolerance import at_most
+
     kind = solution.task.placement.kind
     where = f" of all {placements} placements tried" if placements > 1 else ""
     own = ""

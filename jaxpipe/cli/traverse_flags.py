@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Placement, Schedule
 
 TRAVERSE = "traverse"
+PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
+"""The names of :data:`~jaxpipe.schedule.placement.CONSTRUCTORS`, so that ``--help`` need not import them."""
 
 
 def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
     """``--placement --rules --steps``."""
-    from jaxpipe.schedule.placement import PLACEMENTS
-
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
     group.add_argument(

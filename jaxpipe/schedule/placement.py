@@ -179,7 +179,7 @@ def bidirectional(ranks: int) -> Placement:
 
 
 def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placement:
-    """The placement of one of the :data:`PLACEMENTS`; ``chunks`` a rank where it may have any number of them (default 2).
+    """The placement of one of the :data:`CONSTRUCTORS`; ``chunks`` a rank where it may have any number of them (default 2).
 
     Raises:
         ScheduleError: it has another number of chunks, or there is none of that name.
@@ -224,7 +224,6 @@ CONSTRUCTORS: dict[str, tuple[tuple[str, ...], Callable[..., Placement]]] = {
     "bidirectional": (("ranks",), bidirectional),
 }
 """Kinds that sizes alone say, with the names of these sizes and the constructor."""
-PLACEMENTS = tuple(CONSTRUCTORS)
 _BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
 
 

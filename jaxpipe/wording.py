@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like ``word``; empty if none is like it."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+def nearest(word: str, known: Iterable[str], alike: float = 0.5) -> str:
+    """The known word most like ``word``; empty if none is ``alike`` (difflib's ratio, 1: the same)."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=alike)), "")
 
 
 def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:

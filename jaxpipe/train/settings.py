@@ -100,7 +100,7 @@ def fit(value: Any, hint: Hint) -> Any:
     if origin is Literal:
         if value in args and isinstance(value, str):
             return value
-        near = nearest(str(value), args)
+        near = nearest(str(value), args, 0.6)
         raise _MisfitError(f"did you mean {near!r}?" if near else "")
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or (args[-1] is not Ellipsis and len(value) != len(args)):
@@ -219,10 +219,10 @@ def _unknown(record: type, key: str, place: str) -> Problem:
     hints, sections = leaf_hints(record), _sections(record)
     section, _, leaf = key.partition(".")
     siblings = [k.split(".")[1] for k in hints if k.startswith(section + ".")]
-    near = [f"{section}.{found}" for found in [nearest(leaf, siblings)] if found]
+    near = [f"{section}.{found}" for found in [nearest(leaf, siblings, 0.6)] if found]
     near += [k for k in hints if k.split(".")[1] == (leaf or section)]
     if not siblings:
-        near += [found for found in [nearest(key, hints if leaf else sections)] if found]
+        near += [found for found in [nearest(key, hints if leaf else sections, 0.6)] if found]
     if near:
         advice = f"did you mean {near[0]}?"
     else:

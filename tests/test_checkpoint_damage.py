@@ -509,7 +509,7 @@ def test_too_little_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
     save_losses(store, {1: None})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000))
     with pytest.raises(
-        CheckpointError, match=r"can't save step 2 in .*: it needs 1\.0 MB and the disk has 0\.5 MB free"
+        CheckpointError, match=r"can't save step 2 in .*: it needs 1\.05 MB and the disk has 500 KB free"
     ) as info:
         store.save(2, BIG, {}, {}, wait=True)
     one_line(info)

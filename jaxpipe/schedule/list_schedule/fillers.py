@@ -27,7 +27,7 @@ from jaxpipe.schedule.retime import Draft, Retimer, best_of, nine_digits
 
 _SLACK = 1 + 1e-9
 _STARTS, _FEWEST, _LEAST = 2, 10, 3
-_ACTIONS = 100_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
+_ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 View = Literal["real", "free transfers", "cells"]
 
 

@@ -7,10 +7,10 @@ names below are looked up when they are first used, and the rooms are imported b
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpipe.stage.adapters import from_linen, from_nnx
-    from jaxpipe.stage.cut_linen import layers_from_linen
-    from jaxpipe.stage.cut_nnx import layers_from_nnx, module_params, update_module
-    from jaxpipe.stage.layer import Layer, Model
+    from jaxpipe.stage.model.adapters import from_linen, from_nnx
+    from jaxpipe.stage.model.cut_linen import layers_from_linen
+    from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
+    from jaxpipe.stage.model.layer import Layer, Model
     from jaxpipe.train.devices import request_devices
     from jaxpipe.train.trainer import Trainer
 
@@ -30,16 +30,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Layer": "stage.layer",
-    "Model": "stage.layer",
+    "Layer": "stage.model.layer",
+    "Model": "stage.model.layer",
     "Trainer": "train.trainer",
-    "from_linen": "stage.adapters",
-    "from_nnx": "stage.adapters",
-    "layers_from_linen": "stage.cut_linen",
-    "layers_from_nnx": "stage.cut_nnx",
-    "module_params": "stage.cut_nnx",
+    "from_linen": "stage.model.adapters",
+    "from_nnx": "stage.model.adapters",
+    "layers_from_linen": "stage.model.cut_linen",
+    "layers_from_nnx": "stage.model.cut_nnx",
+    "module_params": "stage.model.cut_nnx",
     "request_devices": "train.devices",
-    "update_module": "stage.cut_nnx",
+    "update_module": "stage.model.cut_nnx",
 }
 
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.stage.adapters import from_linen
-from jaxpipe.stage.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.options import build_options, check_sizes, divisors
+from jaxpipe.stage.model.adapters import from_linen
+from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
+from jaxpipe.stage.model.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,

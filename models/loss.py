@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.stage.layer import Layer, LayerContext, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
 from jaxpipe.tensor_parallel import TensorParallel, cross_entropy
 
 

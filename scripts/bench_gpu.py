@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--recompute", default="flash", help="policy (jaxpipe/stage/policies.py)")
+    parser.add_argument("--recompute", default="flash", help="policy (jaxpipe/stage/split/policies.py)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each rehearsed program")
     parser.add_argument("--repeats", type=int, default=7, help="timed samples of everything else")
     parser.add_argument("--target", help="the device's figures, by name (jaxpipe/planning/targets.py) or JSON file")
@@ -171,7 +171,7 @@ def _pipeline(args: argparse.Namespace, device: Any, hidden: int, recompute: str
 
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import generate
-    from jaxpipe.stage.reference import resolve_model
+    from jaxpipe.stage.model.reference import resolve_model
 
     schedule = generate(SCHEDULES[0], args.ranks, args.microbatches)
     n = schedule.num_stages
@@ -199,7 +199,7 @@ def _split(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Seconds of each function, and what is said about them."""
     from jaxpipe.profile import time_function
-    from jaxpipe.stage.footprint import footprint
+    from jaxpipe.stage.compiled.footprint import footprint
 
     timings = {op: time_function(stage.functions[op], args.repeats, 2) for op in ("F", "B", "W", "BW")}
     seconds = {op: t.median_s for op, t in timings.items()}

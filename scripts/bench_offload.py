@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.runtime.offload import PINNED_HOST, host_copies
-from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from models.gpt import GPT
 

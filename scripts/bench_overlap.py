@@ -2,7 +2,7 @@
 
 A middle stage of two transformer blocks is built by the pipeline's own code, divided over ``--tp`` shards, and compiled for as
 many H100s: F, B and the fused backward BW alone; F of one microbatch and BW of another side by side in one program; and what
-the runtime runs: BW woven with itself, F+BW, F+B and F+W woven (``jaxpipe/stage/weave.py``). The scheduled HLO of each program
+the runtime runs: BW woven with itself, F+BW, F+B and F+W woven (``stage/weave/weaver.py``). The scheduled HLO of each program
 says how many products stand between the start and the done of each collective (``hlo_schedule.py``). Nothing runs: these are
 schedules, not times. Autotuning is off, since it would have to run kernels; ``cublas`` programs call cuBLAS for products where
 the others use XLA's own kernels, and a run on GPUs chooses between the two.
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from jaxpipe.stage.functions import StageFunctions
-    from jaxpipe.stage.weave import CoveredCollective
+    from jaxpipe.stage.weave.weaver import CoveredCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     import jax
 
     from jaxpipe.mesh import TensorParallel
-    from jaxpipe.stage.compile import build_all
-    from jaxpipe.stage.reference import resolve_model
+    from jaxpipe.stage.compiled.compile import build_all
+    from jaxpipe.stage.model.reference import resolve_model
 
     options = {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
     model = resolve_model(variant.model, {**options, "vocab_size": 16 * shards})
@@ -161,9 +161,9 @@ def measure(
 def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, Sequence[CoveredCollective]]:
     """What the runtime runs: a braid of several functions, or a function woven with itself; with what was planned."""
     from jaxpipe.mesh import TP
-    from jaxpipe.stage.braid import braid
-    from jaxpipe.stage.compile import BuildCache
-    from jaxpipe.stage.weave import weave
+    from jaxpipe.stage.compiled.braid import braid
+    from jaxpipe.stage.compiled.compile import BuildCache
+    from jaxpipe.stage.weave.weaver import weave
 
     functions = [stage.functions[op] for op in ops]
     if len(functions) > 1:
@@ -178,7 +178,7 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     import jax
 
     from jaxpipe._jax_compat import eval_jaxpr
-    from jaxpipe.stage.compile import gpu_options
+    from jaxpipe.stage.compiled.compile import gpu_options
 
     functions = [stage.functions[op] for op in ops]
     inputs: dict[Any, Any] = {}
@@ -242,7 +242,7 @@ def _provenance(target: str, size: Size, shards: int, given: Sequence[str], *, t
     import jaxlib
 
     from jaxpipe.planning.targets import find_target
-    from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS
+    from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS
     from scripts.commit_id import commit_id
 
     return {

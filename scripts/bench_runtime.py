@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxpipe.stage.reference import resolve_model
+    from jaxpipe.stage.model.reference import resolve_model
 
     options = {"vocab_size": 256, "seq_len": config.data.seq_len, **config.model.options}
     rng = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: int) -> Any:
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import FAMILIES, generate
-    from jaxpipe.stage.plan import analytic_layer_costs, plan_stages
+    from jaxpipe.stage.model.plan import analytic_layer_costs, plan_stages
 
     chunks = 2 if name.startswith("interleaved") else None
     assert chunks is None or "chunks" in FAMILIES[name].options
@@ -113,7 +113,7 @@ def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: i
 def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, name: str) -> dict[str, Any]:
     import jax
 
-    from jaxpipe.stage.reference import init_params
+    from jaxpipe.stage.model.reference import init_params
 
     params = init_params(model, 0)
     pipe = _build(args, config, model, name, args.microbatch_size)
@@ -166,7 +166,7 @@ def _microbatch_step(model: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.stage.reference import apply_model
+    from jaxpipe.stage.model.reference import apply_model
 
     def step(carry: Any, params: Any, micro: Any) -> Any:
         (total, weight), grads = jax.value_and_grad(lambda p: apply_model(model, p, micro), has_aux=True)(params)

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.recompute_report import PolicyCost, compare_policies
+from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies
+from jaxpipe.stage.model.layer import Model
 from models.gpt import GPT
 from models.llama import Llama
 

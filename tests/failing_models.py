@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.stage.layer import LayerContext, Model
+from jaxpipe.stage.model.layer import LayerContext, Model
 from models.gpt import GPT
 
 TOKEN = 81

@@ -15,10 +15,10 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jaxpipe.stage.adapters import from_linen, from_nnx
-from jaxpipe.stage.cut_linen import layers_from_linen
-from jaxpipe.stage.cut_nnx import layers_from_nnx
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params
+from jaxpipe.stage.model.adapters import from_linen, from_nnx
+from jaxpipe.stage.model.cut_linen import layers_from_linen
+from jaxpipe.stage.model.cut_nnx import layers_from_nnx
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
 
 V, T, D, H, B = 13, 6, 8, 2, 2
 X = jax.ShapeDtypeStruct((B, T, D), jnp.float32)

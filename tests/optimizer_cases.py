@@ -19,8 +19,8 @@ import optax
 from jaxpipe.mesh import TP
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.layer import Layer, LayerContext, LeafRule, Model, with_leaf_rules
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Layer, LayerContext, LeafRule, Model, with_leaf_rules
+from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import StepMetrics, TrainStep
 
 V, D, H, WIDE, ROWS, MICROBATCHES = 11, 8, 24, 1100, 4, 4

@@ -19,9 +19,9 @@ import optax
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.plan import plan_stages
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.optimizer import adamw, learning_rate
 from models.gpt import GPT
 from models.llama import Llama

@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Placement, Schedule, circular, op_spec
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.plan import plan_stages
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import apply_model, init_params
 from models.gpt import GPT
 from models.llama import Llama
 

@@ -1,6 +1,6 @@
 """A model run on emulated shards of a ``dp × tp`` mesh, without a pipeline: loss, gradients, and the jaxprs of its layers.
 
-Parameters enter as in a stage (:mod:`jaxpipe.stage.trace`): cast to varying over ``dp``, and over ``tp`` where each shard makes
+Parameters enter as in a stage (``split/trace.py``): cast to varying over ``dp``, and over ``tp`` where each shard makes
 a part of the gradient. What the pipeline does after its last microbatch, one sum of each gradient over ``dp`` (and over ``tp``
 for ``"partial"`` ones), is done at the end here too, so that results compare with those of one device.
 """
@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs, vary
 from jaxpipe.mesh import DP, TP, TensorParallel, pipeline_submeshes
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.reference import with_tied_leaves
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.reference import with_tied_leaves
 
 COLLECTIVES = {
     "psum": "all-reduce",

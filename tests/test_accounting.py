@@ -45,11 +45,11 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.stage.compile import build_all
-from jaxpipe.stage.footprint import UNKNOWN, footprint
-from jaxpipe.stage.layer import Layer, Model
-from jaxpipe.stage.params import stage_params
-from jaxpipe.stage.plan import cut
+from jaxpipe.stage.compiled.compile import build_all
+from jaxpipe.stage.compiled.footprint import UNKNOWN, footprint
+from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.params import stage_params
+from jaxpipe.stage.model.plan import cut
 from jaxpipe.train.step import TrainStep
 from tests import pipelines
 from tests import toy_stages as toy

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.adapters import from_linen, from_nnx
-from jaxpipe.stage.layer import LayerContext
+from jaxpipe.stage.model.adapters import from_linen, from_nnx
+from jaxpipe.stage.model.layer import LayerContext
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 SHAPE = jax.ShapeDtypeStruct((1, 8), jnp.float32)

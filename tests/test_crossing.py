@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import Var, aval_bytes
-from jaxpipe.stage.crossing import VALUE_BYTES, cheapest_moves, is_movable
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.graph import Graph
-from jaxpipe.stage.trace import StageTrace
+from jaxpipe.stage.split.crossing import VALUE_BYTES, cheapest_moves, is_movable
+from jaxpipe.stage.split.graph import Graph
+from jaxpipe.stage.split.trace import StageTrace
 
 
 @settings(max_examples=40)

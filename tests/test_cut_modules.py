@@ -17,11 +17,11 @@ from foreign_models import TOKENS, B, D, T, V, cross_entropy
 from jaxpipe.errors import StageError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.cut_linen import layers_from_linen
-from jaxpipe.stage.cut_module import CutModel
-from jaxpipe.stage.cut_nnx import layers_from_nnx, module_params, update_module
-from jaxpipe.stage.layer import LayerContext
-from jaxpipe.stage.reference import apply_model, init_params, logits
+from jaxpipe.stage.model.cut_linen import layers_from_linen
+from jaxpipe.stage.model.cut_module import CutModel
+from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
+from jaxpipe.stage.model.layer import LayerContext
+from jaxpipe.stage.model.reference import apply_model, init_params, logits
 
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 KEY = jax.random.key(0)

@@ -15,9 +15,9 @@ import pytest
 from jaxpipe.errors import ProgramError, StageError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, generate
-from jaxpipe.stage.layer import Layer, LayerContext, Model
-from jaxpipe.stage.plan import plan_stages
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import apply_model, init_params
 
 V, D, T, B, M = 7, 4, 3, 2, 2
 

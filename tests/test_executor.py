@@ -24,7 +24,7 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, circular, generate, one_to_one, op_spec, simulate
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.model.layer import Layer, Model
 from tests.pipelines import compiled, parameters, pipeline_for, random_batch
 from tests.schedule_strategies import random_schedule
 

@@ -13,8 +13,8 @@ import pytest
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.reference import apply_model, init_params
 
 MICROBATCHES = 3
 KEY = jax.random.key(11)

@@ -42,7 +42,9 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "cli": EVERYTHING | {"planning"},
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
-    "models": frozenset({"tensor_parallel", "errors", "stage.layer", "stage.adapters", "stage.options"}),
+    "models": frozenset(
+        {"tensor_parallel", "errors", "stage.model.layer", "stage.model.adapters", "stage.model.options"}
+    ),
 }
 
 NO_JAX = ("schedule", "plot")
@@ -57,7 +59,7 @@ README_MAX_LINES = 60
 
 
 def room_of(module: str) -> str:
-    """``stage`` for ``jaxpipe.stage.split``, ``models`` for ``models.gpt``, ``__init__`` for ``jaxpipe``."""
+    """``stage`` for ``jaxpipe.stage.split.splitter``, ``models`` for ``models.gpt``, ``__init__`` for ``jaxpipe``."""
     head, *rest = module.split(".")
     return head if head != "jaxpipe" else rest[0] if rest else "__init__"
 
@@ -241,7 +243,11 @@ FORBIDDEN = [
     ("jaxpipe/train/x.py", "import importlib\nimportlib.import_module('models.gpt')", "never imports models"),
     ("jaxpipe/train/x.py", "from jaxpipe.cli import main", "train may not import"),
     ("jaxpipe/novel.py", "", "has no row"),
-    ("models/x.py", "from jaxpipe.stage.split import split", "models may not import jaxpipe.stage.split"),
+    (
+        "models/x.py",
+        "from jaxpipe.stage.split.splitter import split",
+        "models may not import jaxpipe.stage.split.splitter",
+    ),
     ("models/x.py", "from jaxpipe.stage import Layer", "models may not import jaxpipe.stage.Layer"),
 ]
 
@@ -263,7 +269,7 @@ def test_checker_catches(path: str, source: str, message: str) -> None:
         ("jaxpipe/cli/x.py", "from jaxpipe import __version__\ndef f():\n    import jax\n    from jaxpipe.train import loop"),
         ("jaxpipe/_jax_compat.py", "import jax\nfrom jax._src import core\nif jax.__version_info__ > (0, 11): pass"),
         ("jaxpipe/stage/x.py", "import jax\nprint(jax.__version__)\nimport jaxpipe"),
-        ("models/x.py", "import flax\nfrom jaxpipe.stage.layer import Layer\nfrom jaxpipe.stage import layer"),
+        ("models/x.py", "import flax\nfrom jaxpipe.stage.model.layer import Layer\nfrom jaxpipe.stage.model import layer"),
     ],
 )  # fmt: skip
 def test_checker_allows(path: str, source: str) -> None:

@@ -15,9 +15,9 @@ from jaxpipe.errors import CheckpointError, ConfigError, StageError
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.layer import Layer, LayerContext, LeafRule, Model, Path, with_leaf_rules
-from jaxpipe.stage.params import get_leaf
-from jaxpipe.stage.reference import init_params
+from jaxpipe.stage.model.layer import Layer, LayerContext, LeafRule, Model, Path, with_leaf_rules
+from jaxpipe.stage.model.params import get_leaf
+from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.step import TrainState, TrainStep
 from models.gpt import GPT
 from tests import optimizer_cases as cases

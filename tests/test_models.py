@@ -11,9 +11,9 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.reference import apply_model, init_params
-from jaxpipe.stage.reference import logits as eager_logits
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.reference import apply_model, init_params
+from jaxpipe.stage.model.reference import logits as eager_logits
 from models.attention import causal_attention
 from models.gpt import GPT
 from models.llama import Llama, LlamaConfig, rotate

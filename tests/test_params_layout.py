@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Layer
-from jaxpipe.stage.params import SMALL_BYTES, ParamLayout, stage_params
+from jaxpipe.stage.model.layer import Layer
+from jaxpipe.stage.model.params import SMALL_BYTES, ParamLayout, stage_params
 
 
 def layer(name: str, tied: Any = None) -> Layer:

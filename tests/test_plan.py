@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params
-from jaxpipe.stage.plan import LayerCosts, StagePlan, analytic_layer_costs, checked_cut, cut, cut_at, plan_stages
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
+from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, checked_cut, cut, cut_at, plan_stages
 from models.gpt import GPT
 from models.llama import Llama
 

@@ -34,7 +34,7 @@ from jaxpipe.profile import (
 from jaxpipe.profile.host_link import Fit, fit
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Link, circular, generate, read_costs
-from jaxpipe.stage.footprint import footprint
+from jaxpipe.stage.compiled.footprint import footprint
 from models.llama import Llama
 from tests.pipelines import compiled
 from tests.schedule_strategies import random_schedule

@@ -19,13 +19,13 @@ from flax import nnx
 from jaxpipe._jax_compat import Var
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.adapters import from_nnx
-from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
+from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
+from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.layer import Layer, LayerContext, Model
-from jaxpipe.stage.recompute import POLICIES
-from jaxpipe.stage.recompute_report import remarks
-from jaxpipe.stage.reference import init_params
+from jaxpipe.stage.model.adapters import from_nnx
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.model.reference import init_params
+from jaxpipe.stage.split.recompute import POLICIES
 from models.gpt import GPT
 from models.llama import Llama
 

@@ -17,8 +17,8 @@ import toy_stages as toy
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.policies import STANDARD
-from jaxpipe.stage.recompute_report import PolicyCost, compare_policies, policy_table, policy_tables
+from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, policy_table, policy_tables
+from jaxpipe.stage.split.policies import STANDARD
 from models.gpt import GPT
 from models.llama import Llama
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.stage.reference import apply_model, init_params, resolve_model
+from jaxpipe.stage.model.reference import apply_model, init_params, resolve_model
 from models.gpt import GPT
 from models.llama import Llama
 
@@ -93,7 +93,7 @@ def own_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("models.gpt:GPT", {"n_layers": 1}, "models.gpt:GPT has no option 'n_layers'; did you mean 'num_layers'?"),
         ("my_models:Small", {"widht": 8}, "my_models:Small has no option 'widht'; did you mean 'width'?"),
         ("my_models:Small", {}, "my_models:Small needs the option width; give width=…"),
-        ("my_models:NotAModel", {}, "returned a int; want a jaxpipe.stage.layer.Model"),
+        ("my_models:NotAModel", {}, "returned a int; want a jaxpipe.stage.model.layer.Model"),
         (
             "logging:basicConfig",
             {"filename": "x"},

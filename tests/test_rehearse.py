@@ -33,7 +33,7 @@ from jaxpipe.schedule import (
     simulate,
     v_shape,
 )
-from jaxpipe.stage.layer import Layer, Model
+from jaxpipe.stage.model.layer import Layer, Model
 from tests.pipelines import some_schedule
 from tests.schedule_strategies import random_schedule
 

@@ -40,10 +40,10 @@ from jaxpipe.schedule import (
     parse_schedule,
     v_shape,
 )
-from jaxpipe.stage.braid import braid
+from jaxpipe.stage.compiled.braid import braid
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.layer import Layer, Model
-from jaxpipe.stage.reference import init_params
+from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.reference import init_params
 from tests.pipelines import assert_same_arrays, parameters, pipeline_for, random_batch, some_schedule
 from tests.schedule_strategies import random_schedule
 from tests.test_sharded_stages import toy_model

@@ -23,8 +23,8 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Placement, Schedule, chain, generate
 from jaxpipe.schedule.passes import separate_gradients
-from jaxpipe.stage.layer import Layer, Model
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.reference import apply_model, init_params
 from tests.pipelines import assert_same_arrays, run_sequentially, some_schedule
 
 pytestmark = pytest.mark.usefixtures("x64")

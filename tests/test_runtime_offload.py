@@ -48,7 +48,7 @@ from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.search_orders import bounds_within
 from jaxpipe.schedule.solve.offload_list import offload_candidates
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.stage.offloadable import TINY, leaves_that_may_leave, with_offload
+from jaxpipe.stage.compiled.offloadable import TINY, leaves_that_may_leave, with_offload
 from tests.pipelines import assert_same_arrays, compiled, parameters, pipeline_for, random_batch, sized
 from tests.schedule_strategies import random_schedule
 

@@ -18,9 +18,9 @@ from jaxpipe.errors import ConfigError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.adapters import from_nnx
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.adapters import from_nnx
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.reference import apply_model, init_params
 
 V, D, F, T = 13, 8, 24, 8
 

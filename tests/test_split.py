@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.compile import build_all
+from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.layer import Layer
+from jaxpipe.stage.model.layer import Layer
 
 Cut = list[list[Layer]]
 

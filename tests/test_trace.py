@@ -16,11 +16,11 @@ import toy_stages as toy
 from jaxpipe import dump
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage.compile import BuildCache, build_all, build_stage_functions
+from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.flops import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunctions
-from jaxpipe.stage.layer import Layer
-from jaxpipe.stage.trace import layer_key
+from jaxpipe.stage.model.layer import Layer
+from jaxpipe.stage.split.trace import layer_key
 
 CARRIES = [
     [toy.embedding(), toy.with_carry(), toy.carry_step("s0")],

@@ -18,9 +18,9 @@ from pipelines import some_schedule as forwards_then_backwards
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, bidirectional, generate
-from jaxpipe.stage.layer import Layer, LayerContext, Model
-from jaxpipe.stage.params import get_leaf
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.model.params import get_leaf
+from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.step import TrainState, TrainStep
 from models.gpt import GPT

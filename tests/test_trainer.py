@@ -22,9 +22,9 @@ import jaxpipe
 from jaxpipe import Layer, Model, Trainer
 from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError, ScheduleError
 from jaxpipe.schedule import Traversal, generate, one_to_one, traverse, write_schedule
-from jaxpipe.stage.layer import LayerContext
-from jaxpipe.stage.plan import plan_stages
-from jaxpipe.stage.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.stage.model.layer import LayerContext
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
 from jaxpipe.train.step import StepMetrics, TrainState
 from models.gpt import GPT
 

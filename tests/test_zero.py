@@ -17,10 +17,10 @@ from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import DP, TensorParallel, pipeline_submeshes
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.stage.footprint import device_bytes
-from jaxpipe.stage.layer import Layer, Path, Shard
-from jaxpipe.stage.params import ParamLayout
-from jaxpipe.stage.reference import init_params
+from jaxpipe.stage.compiled.footprint import device_bytes
+from jaxpipe.stage.model.layer import Layer, Path, Shard
+from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.reduction import GradientReduction
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import stage_optimizers

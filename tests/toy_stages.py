@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.mesh import DP
 from jaxpipe.stage.functions import Port, StageFunctions
-from jaxpipe.stage.layer import Layer, LayerContext, Params
-from jaxpipe.stage.params import stage_params
-from jaxpipe.stage.trace import layer_key
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params
+from jaxpipe.stage.model.params import stage_params
+from jaxpipe.stage.split.trace import layer_key
 
 V, D, H, T, B = 11, 8, 2, 6, 4
 

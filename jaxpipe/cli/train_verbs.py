@@ -226,7 +226,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
-    from jaxpipe.stage.recompute_report import policy_tables
+    from jaxpipe.stage.compiled.recompute_report import policy_tables
     from jaxpipe.train.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, trainer_over
 

@@ -20,7 +20,7 @@ from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.mesh import AXES
 from jaxpipe.planning.stages import StageKey, Workbench
 from jaxpipe.planning.targets import Target, device_text
-from jaxpipe.stage.layer import Layer
+from jaxpipe.stage.model.layer import Layer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _MOST_EQUAL = 3

@@ -8,7 +8,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link
-from jaxpipe.stage.units import UnitCosts
+from jaxpipe.stage.weave.units import UnitCosts
 
 _LEAST_S = 1e-6
 

@@ -24,7 +24,7 @@ from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
-from jaxpipe.stage.recompute_report import remarks
+from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.train.assemble import after_passes, build_schedule, order_for, within_memory_limit
 from jaxpipe.train.config import TrainConfig
 

@@ -1,7 +1,7 @@
 """Seconds of a stage function from its jaxpr: a roofline per kernel, with stated efficiencies.
 
 The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, convolutions, gathers, scatters, sorts and loops
-are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.stage.units`).
+are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.stage.weave.units`).
 Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by itself: where its result must
 exist in memory (it leaves the function, or a product reads it), one kernel reads what the chain started from and writes the
 result. Reshapes and barriers cost nothing. A kernel takes
@@ -26,7 +26,7 @@ from typing import Any
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.flops import eqn_flops
-from jaxpipe.stage.units import EXCHANGES
+from jaxpipe.stage.weave.units import EXCHANGES
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _OWN = (*_PRODUCTS, "gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call",

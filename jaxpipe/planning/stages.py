@@ -23,15 +23,15 @@ from jaxpipe._jax_compat import aval_bytes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
-from jaxpipe.stage.compile import BuildCache, build_stage_functions
-from jaxpipe.stage.footprint import total_device_bytes
+from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
+from jaxpipe.stage.compiled.footprint import total_device_bytes
+from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import Port, StageFunctions
-from jaxpipe.stage.layer import Layer, Model
-from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.params import compute_avals
-from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
-from jaxpipe.stage.policies import per_stage
-from jaxpipe.stage.units import Collective, collectives
+from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.params import compute_avals
+from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.split.policies import per_stage
+from jaxpipe.stage.weave.units import Collective, collectives
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.tokenizers import load_tokenizer

@@ -22,7 +22,7 @@ from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule
 from jaxpipe.schedule.passes import offload
-from jaxpipe.stage.policies import STANDARD, per_stage
+from jaxpipe.stage.split.policies import STANDARD, per_stage
 from jaxpipe.train.config import TrainConfig
 
 Transform = Callable[[Schedule, CostProfile], Schedule]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from jaxpipe.profile.memory import OPS, with_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link
-from jaxpipe.stage.footprint import Footprint
+from jaxpipe.stage.compiled.footprint import Footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
-from jaxpipe.stage.units import UnitCosts, collectives
+from jaxpipe.stage.weave.units import UnitCosts, collectives
 
 DEFAULT_FLOPS_PER_S = 1e11
 

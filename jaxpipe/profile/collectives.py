@@ -11,7 +11,7 @@ import time
 import jax
 
 from jaxpipe.profile.timing import Timing
-from jaxpipe.stage.exchange import collectives_alone
+from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction
 
 

@@ -27,11 +27,11 @@ from jaxpipe.profile.memory import OPS
 from jaxpipe.profile.timing import Timing
 from jaxpipe.schedule import CostProfile, Link
 from jaxpipe.schedule.lanes import slot_lanes
-from jaxpipe.stage.footprint import Footprint, footprint
+from jaxpipe.stage.compiled.footprint import Footprint, footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.layer import Layer, LayerContext, Model
-from jaxpipe.stage.reference import init_params, with_tied_leaves
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.model.reference import init_params, with_tied_leaves
 
 _SAMPLE_S = 0.05
 """What a sample should take on an accelerator: long against the microseconds that its ends are uncertain by."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxpipe.schedule import CostProfile
-from jaxpipe.stage.footprint import Footprint, total_device_bytes
+from jaxpipe.stage.compiled.footprint import Footprint, total_device_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 OPS = ("F", "B", "W", "BW")

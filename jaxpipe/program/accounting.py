@@ -3,7 +3,7 @@
 The programs of all ranks are walked in the order in which they are dispatched (:func:`jaxpipe.program.order.issue_order`),
 with the buffers that the runtime allocates: a result that is an argument handed on shares its buffer, an accumulator is
 updated in place, and a message lives on the receiver from the moment it is sent (that is when the in-process transport
-allocates it). XLA's workspace of the function that runs (:mod:`jaxpipe.stage.footprint`) counts while it runs.
+allocates it). XLA's workspace of the function that runs (:mod:`jaxpipe.stage.compiled.footprint`) counts while it runs.
 
 What is counted as what:
 
@@ -39,7 +39,7 @@ from typing import Any, Literal
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action, Slot, Timeline
-from jaxpipe.stage.footprint import Footprint, device_bytes, footprint, total_device_bytes
+from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
 from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
 
 Kind = Literal[

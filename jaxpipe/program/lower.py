@@ -22,7 +22,7 @@ from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import Step, assign_slots
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
-from jaxpipe.stage.footprint import device_bytes
+from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import AnyFunction, Braids, Parts, Port, StageFunctions
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import batch_sharded, replicated
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.options import divisors
+from jaxpipe.stage.model.options import divisors
 
 Batch = Mapping[str, np.ndarray | jax.Array]
 """Arrays ``[microbatches, microbatch size, …]`` by name."""

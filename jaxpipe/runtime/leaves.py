@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpipe.stage.layer import Path
+from jaxpipe.stage.model.layer import Path
 
 
 def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action
-from jaxpipe.stage.footprint import device_bytes, footprint
+from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import Braids, StageFunctions, function_of
 from jaxpipe.wording import format_bytes
 

@@ -47,18 +47,18 @@ from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
-from jaxpipe.stage.braid import build_braids
-from jaxpipe.stage.compile import BuildCache, build_all, build_output
-from jaxpipe.stage.footprint import footprint
+from jaxpipe.stage.compiled.braid import build_braids
+from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
+from jaxpipe.stage.compiled.footprint import footprint
+from jaxpipe.stage.compiled.offloadable import with_offload
+from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
 from jaxpipe.stage.functions import Braids, StageFunction, StageFunctions
-from jaxpipe.stage.layer import Layer, Model, Params, Path
-from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.params import ParamLayout, compute_avals, get_leaf, stage_params
-from jaxpipe.stage.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
-from jaxpipe.stage.policies import STANDARD
-from jaxpipe.stage.recompute_report import PolicyCost, compare_policies, remarks
-from jaxpipe.stage.reference import model_output
-from jaxpipe.stage.trace import array_leaves, fill
+from jaxpipe.stage.leaves import array_leaves, fill
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path
+from jaxpipe.stage.model.params import ParamLayout, compute_avals, get_leaf, stage_params
+from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
+from jaxpipe.stage.model.reference import model_output
+from jaxpipe.stage.split.policies import STANDARD
 
 Buffers = list[jax.Array]
 
@@ -144,7 +144,7 @@ class Pipeline:
                 None for stages balanced by FLOPs.
             devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
-            recompute: policy by name (:mod:`jaxpipe.stage.recompute`), or one a stage.
+            recompute: policy by name (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
             costs: for the dispatch order and the prediction; FLOP counts by default.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
             dp: shards of a microbatch on each rank.
@@ -284,7 +284,7 @@ class Pipeline:
         return self.model.layers[a:b]
 
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
-        """What each recompute policy would save and cost, by stage (:mod:`jaxpipe.stage.recompute_report`). Runs nothing."""
+        """What each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
         stages = range(len(self.boundaries))
         return compare_policies(
             [self.layers(s) for s in stages],

@@ -1,9 +1,9 @@
 """The one reduction of a step's gradients inside a rank: what its devices accumulated, summed.
 
-Within a step every device adds up its own microbatch shards (:mod:`jaxpipe.stage.compile`), so F, B and W hold no reduction
+Within a step every device adds up its own microbatch shards (``compiled/compile.py``), so F, B and W hold no reduction
 over ``dp``. Afterwards each accumulator is summed once, over ``dp``, and over ``tp`` too where shards made parts of a gradient
 (``partial`` buffers); split parameters stay split. The result lies as the parameters do. Small leaves share a buffer already
-(:mod:`jaxpipe.stage.params`), so a stage needs few collectives.
+(:mod:`jaxpipe.stage.model.params`), so a stage needs few collectives.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jaxpipe.program.accounting import RankMemory
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
-from jaxpipe.stage.footprint import Footprint, footprint
+from jaxpipe.stage.compiled.footprint import Footprint, footprint
 from jaxpipe.stage.functions import StageFunctions
 
 

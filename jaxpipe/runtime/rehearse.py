@@ -43,7 +43,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.rehearsal_report import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
 from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.schedule import Event, HostLink, Timeline, simulate
-from jaxpipe.stage.footprint import device_bytes, footprint
+from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import AnyFunction, function_of
 
 GPU_ALIGN = 256

@@ -10,13 +10,13 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
     Y : (param, x, data)                        -> (y)                 the last stage without the loss, in evaluation
 
 Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
-:class:`~jaxpipe.stage.params.ParamLayout` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
+``ParamLayout`` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
 of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
 :attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum, others belong to metrics; ``res`` and ``wres``
 number what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the
 runtime waits on.
 
-A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.braid`).
+A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.compiled.braid`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
-from jaxpipe.stage.params import ParamLayout
-from jaxpipe.stage.weave import CoveredCollective
+from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.weave.weaver import CoveredCollective
 
 Metrics = Mapping[str, tuple[int, int]]
 """What the loss layer reports besides the loss, by name: the ``loss`` ports of its sum and of what that is divided by."""
@@ -111,7 +111,7 @@ class StageFunctions:
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
     ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
-    (:func:`jaxpipe.stage.offloadable.with_offload`).
+    (:func:`jaxpipe.stage.compiled.offloadable.with_offload`).
     ``notes``: remarks for people, such as a scan that could not be divided between B and W. ``metrics``: of the last stage's F;
     ``eval_metrics``: of its E.
     """

@@ -24,8 +24,8 @@ from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, ge
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.plan import StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.train.own_schedules import made_by_function, traversed
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
 

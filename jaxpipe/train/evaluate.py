@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError
-from jaxpipe.stage.layer import Model, Params
-from jaxpipe.stage.reference import apply_model, logits
+from jaxpipe.stage.model.layer import Model, Params
+from jaxpipe.stage.model.reference import apply_model, logits
 from jaxpipe.train import ngram
 from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.stage.layer import Path
+from jaxpipe.stage.model.layer import Path
 
 Tree = Mapping[str, Any]
 

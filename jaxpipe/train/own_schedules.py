@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, check_schedule, traverse
 from jaxpipe.schedule.placement import placement_named
-from jaxpipe.stage.reference import resolved
+from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.rules import rules_of
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
 

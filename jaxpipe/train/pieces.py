@@ -18,7 +18,7 @@ from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import array_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr
-from jaxpipe.stage.layer import Path
+from jaxpipe.stage.model.layer import Path
 from jaxpipe.train.dataflow import part_of
 from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
 from jaxpipe.train.optimizer_state import StateLeaf

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.errors import CheckpointError, DataError
-from jaxpipe.stage.layer import Params
+from jaxpipe.stage.model.layer import Params
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.checkpoint_manifest import Manifest

@@ -17,7 +17,7 @@ from typing import Any
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import Traversal
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.stage.policies import POLICIES
+from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train import settings
 from jaxpipe.train.sections import Sections, TraverseConfig
 from jaxpipe.train.settings import Problem

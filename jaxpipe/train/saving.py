@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.stage.layer import Params
+from jaxpipe.stage.model.layer import Params
 from jaxpipe.train.checkpoint import CheckpointStore
 
 

@@ -38,7 +38,7 @@ class PipelineConfig:
     each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``),
     ``traverse`` (by the section of that name), or ``module:function``, which makes a schedule.
     ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
-    ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.policies`): one policy, such as ``cheap`` or
+    ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.split.policies`): one policy, such as ``cheap`` or
     ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or
     the layers (indices or names) at which the second and later stages start.
 

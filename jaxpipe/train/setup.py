@@ -13,9 +13,9 @@ from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.plan import StagePlan
-from jaxpipe.stage.reference import resolve_model
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated
-from jaxpipe.stage.params import LeafSlot, ParamLayout, get_leaf, insert_leaf
+from jaxpipe.stage.model.params import LeafSlot, ParamLayout, get_leaf, insert_leaf
 
 Tree = Mapping[str, Any]
 

@@ -32,10 +32,10 @@ from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
-from jaxpipe.stage.footprint import Footprint, compiled_footprint
+from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.functions import Metrics
-from jaxpipe.stage.layer import Params
-from jaxpipe.stage.params import get_leaf, insert_leaf
+from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.params import get_leaf, insert_leaf
 from jaxpipe.train.optimizer import LearningRate
 from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced, on_rank
 from jaxpipe.train.shards import StageShards

@@ -18,7 +18,7 @@ import jax
 
 from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.stage.footprint import Footprint, device_bytes, total_device_bytes
+from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, total_device_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.stage.identity import program_digest
-from jaxpipe.stage.layer import Model
-from jaxpipe.stage.params import trained_params
-from jaxpipe.stage.reference import apply_model, init_params
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.params import trained_params
+from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
 from jaxpipe.train.optimizer_state import fitted, state_leaves
 

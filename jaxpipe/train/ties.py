@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StageError
 from jaxpipe.runtime.pipeline import Pipeline, Tie
-from jaxpipe.stage.layer import Path
-from jaxpipe.stage.params import LeafSlot
+from jaxpipe.stage.model.layer import Path
+from jaxpipe.stage.model.params import LeafSlot
 from jaxpipe.train.reduction import on_rank, spec_of
 
 Instance = tuple[int, int]

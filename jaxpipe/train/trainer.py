@@ -32,9 +32,9 @@ from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.registry import family_named
-from jaxpipe.stage.layer import Layer, LeafRule, Model, Params, with_leaf_rules
-from jaxpipe.stage.plan import StagePlan, param_avals
-from jaxpipe.stage.reference import init_params
+from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
+from jaxpipe.stage.model.plan import StagePlan, param_avals
+from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError
@@ -62,7 +62,7 @@ class Trainer:
         cut: how layers become stages: balanced by ``"analytic"`` FLOPs or by ``"measured"`` seconds; the layers (indices or
             names) at which the second and later stages start; or a stage plan.
         dtype: of parameters and activations in the compute; master parameters are float32 (float64 if this is).
-        recompute: a policy (:mod:`jaxpipe.stage.policies`), or one a stage.
+        recompute: a policy (:mod:`jaxpipe.stage.split.policies`), or one a stage.
         update_arguments: of the optimizer's update by name, numbers or arrays, beside ``value``, the mean loss, which it gets
             without asking; :meth:`step` may give other values.
         clip_norm: bound on the norm of the whole gradient; 0 for none.
@@ -73,7 +73,7 @@ class Trainer:
             state and update over dp.
         offload, braid: as in :meth:`Pipeline.build`.
         trainable, float32: of (layer name, path), whether a parameter is trained, and whether it stays float32 where
-            ``dtype`` is smaller (:func:`jaxpipe.stage.layer.with_leaf_rules`).
+            ``dtype`` is smaller (:func:`jaxpipe.stage.model.layer.with_leaf_rules`).
         seed: of initial parameters, and of the random numbers that layers draw.
         keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
         devices: to run on, ``dp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any, emulated

@@ -1,6 +1,6 @@
 """Which arrays go where in a module's call: what each of its blocks receives, and where that comes from.
 
-Read off outlines of the call (:mod:`jaxpipe.stage.outline`) in training and evaluation, and with parameters in bfloat16 if it
+Read off outlines of the call (``model/outline.py``) in training and evaluation, and with parameters in bfloat16 if it
 works so: in float32 a cast to float32 leaves no trace, and a block would seem to receive what the one before it returned.
 """
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxpipe._jax_compat import Atom, Var, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.layer import Params, Path
-from jaxpipe.stage.outline import Outline, Stubs, trace_outline, type_of
-from jaxpipe.stage.params import nested
-from jaxpipe.stage.trace import array_leaves, fill, is_array
+from jaxpipe.stage.leaves import array_leaves, fill, is_array
+from jaxpipe.stage.model.layer import Params, Path
+from jaxpipe.stage.model.outline import Outline, Stubs, trace_outline, type_of
+from jaxpipe.stage.model.params import nested
 
 Wire = tuple[str, int, int]
 """An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of
 from jaxpipe.mesh import DP, TP, device_sharded
 from jaxpipe.stage.functions import StageFunction
-from jaxpipe.stage.units import collectives
+from jaxpipe.stage.weave.units import collectives
 
 
 def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list[jax.Array]] | None:

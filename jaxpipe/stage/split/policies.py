@@ -1,7 +1,7 @@
 """Recompute policies by name, without JAX: what a config may say, and what each of them means.
 
 A policy is one name of :data:`POLICIES` or several joined by ``+``: what any of them recomputes is recomputed.
-:mod:`jaxpipe.stage.recompute` holds the rules.
+:mod:`jaxpipe.stage.split.recompute` holds the rules.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from jaxpipe.stage.units import Chunk, Collective
+from jaxpipe.stage.weave.units import Chunk, Collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Braided slots: functions of several (op, stage) of one rank as one compiled function.
 
-Source: ``stp.txt`` section 3. The parts compute independent things, so their equations are woven (:mod:`jaxpipe.stage.weave`),
+Source: ``stp.txt`` section 3. The parts compute independent things, so their equations are woven (``weave/weaver.py``),
 and each collective of one part finds compute of another to hide behind. What the parts share is passed once: the parameters of
 a stage, and its accumulators, to which the parts add one after another, in the order of the slot. Only these additions are kept
 in order; all that leads up to them is woven. So the results are those of separate calls, bit for bit.
@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
 from jaxpipe.mesh import TP
-from jaxpipe.stage.compile import BuildCache, forwarding, gpu_options, jit_per_shard
+from jaxpipe.stage.compiled.compile import BuildCache, forwarding, gpu_options, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
-from jaxpipe.stage.weave import weave
+from jaxpipe.stage.weave.weaver import weave
 
 
 def build_braids(

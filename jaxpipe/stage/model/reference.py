@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.options import suggestion
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.model.options import suggestion
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
@@ -126,11 +126,11 @@ def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
     """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
 
     Raises:
-        ConfigError: as :func:`resolved`; or what comes out is no :class:`~jaxpipe.stage.layer.Model`.
+        ConfigError: as :func:`resolved`; or what comes out is no :class:`~jaxpipe.stage.model.layer.Model`.
     """
     model = resolved("model", name, options)
     if not isinstance(model, Model):
-        raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.layer.Model")
+        raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.model.layer.Model")
     return model
 
 

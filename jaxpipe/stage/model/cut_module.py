@@ -1,6 +1,6 @@
 """A Flax module cut into layers at its blocks, whatever its call does around them.
 
-The call is traced with its blocks left out (:mod:`jaxpipe.stage.outline`). Then it is known what each block receives, and the
+The call is traced with its blocks left out (``model/outline.py``). Then it is known what each block receives, and the
 layers follow: ``embed`` computes what the first block receives, ``block_00`` … are the blocks in the order of their calls,
 ``head`` computes what the module returns, ``loss`` is a function of the caller's. Where a block receives something computed
 after another one (encoder norm before the decoder), a layer ``between_06`` before it computes that.
@@ -26,11 +26,11 @@ import numpy as np
 
 from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
 from jaxpipe.errors import StageError
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.outline import Outline
-from jaxpipe.stage.params import get_leaf, nested
-from jaxpipe.stage.trace import array_leaves, fill, is_array
-from jaxpipe.stage.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
+from jaxpipe.stage.leaves import array_leaves, fill, is_array
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.model.outline import Outline
+from jaxpipe.stage.model.params import get_leaf, nested
+from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
 from jaxpipe.wording import closest
 
 

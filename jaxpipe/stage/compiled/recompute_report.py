@@ -5,7 +5,7 @@ count elementwise work too (:mod:`jaxpipe.stage.flops`), or ``cheap`` would seem
 
 Bytes saved count between F and B: what a schedule holds once per microbatch in flight. What W waits for (the operands of its
 matrix products) is the same under every policy that recomputes no product for W, so a schedule that delays W much gains less.
-Not modelled: workspace inside B, which holds what it recomputes for one layer at a time (:mod:`jaxpipe.stage.footprint`).
+Not modelled: workspace inside B, which holds what it recomputes for one layer at a time (``compiled/footprint.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
-from jaxpipe.stage.compile import BuildCache, build_all
+from jaxpipe.stage.compiled.compile import BuildCache, build_all
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.layer import Layer, Params
-from jaxpipe.stage.policies import STANDARD
+from jaxpipe.stage.model.layer import Layer, Params
+from jaxpipe.stage.split.policies import STANDARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def compare_policies(
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[tuple[PolicyCost, ...], ...]:
     """For each stage of a chain, what each of ``policies`` costs, in their order. Arguments as for
-    :func:`~jaxpipe.stage.compile.build_all`; each stage is traced once.
+    :func:`~jaxpipe.stage.compiled.compile.build_all`; each stage is traced once.
 
     Raises:
         StageError: as ``build_all``; a policy does not exist.

@@ -23,8 +23,8 @@ import numpy as np
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.layer import Layer, LayerContext, Model, Path
-from jaxpipe.stage.reference import calling, with_tied_leaves
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path
+from jaxpipe.stage.model.reference import calling, with_tied_leaves
 
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -192,7 +192,7 @@ def checked_cut(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> C
             wanted = f"({end}, {most})" if last else f"({end}, n) with n from {end + 1} to {most}"
             raise StageError(
                 f"stage {stage} is given layers ({start}, {stop}); want {wanted}: the stages take all {len(layers)} layers in "
-                "order, each once (jaxpipe.stage.plan.cut makes such a cut)"
+                "order, each once (jaxpipe.stage.model.plan.cut makes such a cut)"
             )
         end = stop
     return tuple((int(start), int(stop)) for start, stop in ranges)

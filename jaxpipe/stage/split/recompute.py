@@ -48,9 +48,9 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, sub_jaxprs, variables
-from jaxpipe.stage.graph import Graph, Level, Saveable
-from jaxpipe.stage.policies import POLICIES, ingredients
-from jaxpipe.stage.units import EXCHANGES
+from jaxpipe.stage.split.graph import Graph, Level, Saveable
+from jaxpipe.stage.split.policies import POLICIES, ingredients
+from jaxpipe.stage.weave.units import EXCHANGES
 
 __all__ = ["ATTENTION_SCORES", "POLICIES", "policy"]
 

@@ -25,10 +25,10 @@ from jaxpipe._jax_compat import eval_jaxpr, is_key_dtype, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
-from jaxpipe.stage.layer import Params
-from jaxpipe.stage.loops import handed_on
-from jaxpipe.stage.params import nested
-from jaxpipe.stage.trace import array_leaves, fill
+from jaxpipe.stage.leaves import array_leaves, fill
+from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.params import nested
+from jaxpipe.stage.split.loops import handed_on
 
 KeyPath = tuple[Any, ...]
 """Where a leaf lies in a module: attribute names, positions in lists, keys of dicts."""

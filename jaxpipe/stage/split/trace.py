@@ -3,7 +3,7 @@
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
 the rank's submesh, with varying-axis types on where layers are divided over ``tp``. Parameters are cast to varying
 over ``dp`` first, so gradients stay per-shard sums and no microbatch pays a reduction. Nothing is executed; splitting
-(:mod:`jaxpipe.stage.split`) cuts the result.
+(:mod:`jaxpipe.stage.split.splitter`) cuts the result.
 
 Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
 :func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
@@ -47,10 +47,11 @@ from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over
 from jaxpipe.stage.functions import Metrics, Port
 from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr, flatten
-from jaxpipe.stage.layer import Layer, LayerContext, Params
-from jaxpipe.stage.loops import hoist_fixed
-from jaxpipe.stage.params import ParamLayout
-from jaxpipe.stage.reference import calling
+from jaxpipe.stage.leaves import array_leaves, fill, is_array, is_inexact
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params
+from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.model.reference import calling
+from jaxpipe.stage.split.loops import hoist_fixed
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 """A microbatch's random key: raw threefry key data."""
@@ -138,28 +139,6 @@ class StageTrace:
 def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:
     """The key that layer ``layer_index`` (counted over the whole model) draws from; ``key``: uint32[2] of the microbatch."""
     return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), layer_index)
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a boundary leaf is an array (or the type of one) rather than a static value."""
-    return isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf carries a gradient."""
-    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def array_leaves(tree: Any) -> list[Any]:
-    """The array leaves of a boundary pytree, in port order."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-
-
-def fill(tree: Any, arrays: Sequence[Any]) -> Any:
-    """``tree`` with its array leaves replaced, in port order; static leaves stay."""
-    leaves, treedef = jax.tree.flatten(tree)
-    rest = iter(arrays)
-    return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
 
 
 def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
-from jaxpipe.stage.graph import Part
+from jaxpipe.stage.split.graph import Part
 
 _NEVER = -1
 """Group of what nothing needs yet; any layer comes before it."""

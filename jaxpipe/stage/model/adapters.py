@@ -23,8 +23,8 @@ from flax import linen, nnx
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
-from jaxpipe.stage.layer import Layer, LayerContext, Params, Path, Shard
-from jaxpipe.stage.nnx_modules import SplitModule, blueprint, mode_keyword, typed_key
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
+from jaxpipe.stage.model.nnx_modules import SplitModule, blueprint, mode_keyword, typed_key
 
 
 def from_linen(
@@ -93,7 +93,7 @@ def from_nnx(
     """A layer from ``module``: a function ``rngs -> nnx module``, or such a module, whose weights ``init`` then gives whatever
     its key.
 
-    The module is taken apart once, here (:mod:`jaxpipe.stage.nnx_modules`); a function's without allocating its parameters.
+    The module is taken apart once, here (``model/nnx_modules.py``); a function's without allocating its parameters.
     ``nnx.Param`` leaves become the parameters, at string keys (an index into a list becomes its digits); arrays and variables
     of other kinds become constants; random streams held by the module are refilled from the context's key. ``uses_key``: None
     means yes if the module holds a random stream. Dropout and the like are switched by nnx's own train and eval modes.

@@ -35,7 +35,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.stage.trace import array_leaves, fill
+from jaxpipe.stage.leaves import array_leaves, fill
 
 _MARK = "jaxpipe.block"
 

@@ -6,12 +6,12 @@ cross are the w-residuals. No equation of F runs again in B or W, except
 * what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
   so that no residual holds a parameter or a function of parameters;
 * views (reshape, broadcast, widening cast) of a value that is kept anyway: cheaper to redo than to keep;
-* what a recompute policy forbids to save (:mod:`jaxpipe.stage.recompute`), recomputed once, in B if B needs it and in W if only
+* what a recompute policy forbids to save (``split/recompute.py``), recomputed once, in B if B needs it and in W if only
   W does.
 
-Then :mod:`jaxpipe.stage.crossing` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
+Then :mod:`jaxpipe.stage.split.crossing` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
 gradients). A
-``scan`` is divided like layers written out (:mod:`jaxpipe.stage.loops`); ``cond``, ``while`` and nested scans that yield both
+``scan`` is divided like layers written out (``split/loops.py``); ``cond``, ``while`` and nested scans that yield both
 ``dx`` and parameter gradients go whole to B.
 """
 
@@ -26,13 +26,13 @@ import jax
 import numpy as np
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, source_line, variables
-from jaxpipe.stage.crossing import cheapest_moves
-from jaxpipe.stage.delay import delayed
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.graph import Graph, Level, Part, Saveable
-from jaxpipe.stage.loops import Loop, divide, is_mixed
-from jaxpipe.stage.policies import FINDS
-from jaxpipe.stage.trace import StageTrace, layer_of
+from jaxpipe.stage.split.crossing import cheapest_moves
+from jaxpipe.stage.split.delay import delayed
+from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
+from jaxpipe.stage.split.loops import Loop, divide, is_mixed
+from jaxpipe.stage.split.policies import FINDS
+from jaxpipe.stage.split.trace import StageTrace, layer_of
 
 
 class RecomputePolicy(Protocol):

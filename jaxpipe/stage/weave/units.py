@@ -8,7 +8,7 @@ another one with products ``MLP``; what stands before the first product of a uni
 (residual sum, norm) is ``Pre-Attn`` or ``Pre-MLP``. In a backward pass the norm's own derivative so counts as the beginning
 of the following unit, since the collective lies between it and the products that it belongs to.
 
-Units are made of chunks, the least that :mod:`jaxpipe.stage.weave` moves: one product (or loop, or kernel) with the cheap
+Units are made of chunks, the least that ``weave/weaver.py`` moves: one product (or loop, or kernel) with the cheap
 equations around it.
 
 Collectives are the all-reduces, reduce-scatters, all-gathers and all-to-alls over ``tp``. Those that move little beside the

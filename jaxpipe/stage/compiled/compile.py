@@ -30,29 +30,27 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
+from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
-from jaxpipe.stage.graph import Part
 from jaxpipe.stage.identity import Same, function_key, value_key
-from jaxpipe.stage.layer import Layer, Params
-from jaxpipe.stage.offloadable import with_offload
-from jaxpipe.stage.params import ParamLayout, stage_params
-from jaxpipe.stage.policies import ingredients, per_stage
-from jaxpipe.stage.recompute import policy
-from jaxpipe.stage.split import Split, split
-from jaxpipe.stage.trace import (
+from jaxpipe.stage.leaves import array_leaves, fill, is_array
+from jaxpipe.stage.model.layer import Layer, Params
+from jaxpipe.stage.model.params import ParamLayout, stage_params
+from jaxpipe.stage.split.graph import Part
+from jaxpipe.stage.split.policies import ingredients, per_stage
+from jaxpipe.stage.split.recompute import policy
+from jaxpipe.stage.split.splitter import Split, split
+from jaxpipe.stage.split.trace import (
     StageTrace,
     TraceSpec,
     acc_axes,
-    array_leaves,
     boundary_axes,
-    fill,
-    is_array,
     param_axes,
     trace_eval,
     trace_joint,
 )
-from jaxpipe.stage.weave import GPU_OVERLAP_OPTIONS, weave
+from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
 _WOVEN_ALONE = ("BW", "W")
 """Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
@@ -102,7 +100,7 @@ def build_stage_functions(
             shapes) or static values.
         data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
         mesh: the rank's submesh with axes ``dp`` and ``tp``.
-        recompute: name of a policy in :data:`jaxpipe.stage.policies.POLICIES`, or several joined by ``+``.
+        recompute: name of a policy in :data:`jaxpipe.stage.split.policies.POLICIES`, or several joined by ``+``.
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
         tp: how the layers divide their work over the axis ``tp`` of ``mesh``.

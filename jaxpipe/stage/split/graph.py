@@ -19,7 +19,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.trace import StageTrace
+from jaxpipe.stage.split.trace import StageTrace
 
 Saveable = Callable[[Var], bool]
 """Whether F may save a value it computed."""

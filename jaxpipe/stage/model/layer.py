@@ -3,7 +3,7 @@
 A model is a list of layers; a stage is a run of consecutive layers. What flows between layers is any pytree: floating-point
 leaves carry gradients, integer leaves and non-array leaves (a Python int, a string) travel along without. Data from outside
 (tokens, labels, masks) enters at any layer that names it in ``reads``: labels reach the last stage this way and never cross
-the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.adapters`.
+the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.model.adapters`.
 """
 
 from __future__ import annotations

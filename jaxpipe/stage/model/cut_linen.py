@@ -18,14 +18,14 @@ from flax import linen
 
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
-from jaxpipe.stage.adapters import as_stage_error, refuse_state, streams
-from jaxpipe.stage.cut_module import CutModel, batch_types, cut_module, nearest
 from jaxpipe.stage.identity import Same, value_key
-from jaxpipe.stage.layer import Params, Path
-from jaxpipe.stage.nnx_modules import mode_keyword, typed_key
-from jaxpipe.stage.outline import Stubs
-from jaxpipe.stage.params import by_path, nested
-from jaxpipe.stage.wiring import Home
+from jaxpipe.stage.model.adapters import as_stage_error, refuse_state, streams
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
+from jaxpipe.stage.model.layer import Params, Path
+from jaxpipe.stage.model.nnx_modules import mode_keyword, typed_key
+from jaxpipe.stage.model.outline import Stubs
+from jaxpipe.stage.model.params import by_path, nested
+from jaxpipe.stage.model.wiring import Home
 
 
 def layers_from_linen(
@@ -44,7 +44,7 @@ def layers_from_linen(
     ``blocks``: what its blocks are called in its parameters, or several such names: ``"Encoder_0/layer"`` means ``layer_0``,
     ``layer_1`` … in ``Encoder_0``, or ``layer`` if that is what an ``nn.scan`` over a stack is called (parameters stacked on
     axis 0). ``params``: its ``variables["params"]``, which become the initial values. ``rngs``: the streams that it draws from
-    in training. Other arguments and the layers' names as for :func:`~jaxpipe.stage.cut_nnx.layers_from_nnx`; weights go in and
+    in training. Other arguments and the layers' names as for ``layers_from_nnx``; weights go in and
     out by :meth:`CutModel.by_layer` and :meth:`CutModel.whole`.
 
     Raises:
@@ -60,7 +60,7 @@ def layers_from_linen(
 
 
 class _LinenCut:
-    """A :class:`~jaxpipe.stage.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
+    """A :class:`~jaxpipe.stage.model.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from itertools import pairwise
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, sub_jaxprs
-from jaxpipe.stage.graph import Graph
+from jaxpipe.stage.split.graph import Graph
 
 _UNMOVABLE = frozenset(
     {

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.footprint import device_bytes
+from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import StageFunctions
 
 TINY = 256

@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.cut_module import CutModel, batch_types, cut_module, nearest
 from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.layer import Params, Path
-from jaxpipe.stage.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
-from jaxpipe.stage.outline import Stubs
-from jaxpipe.stage.params import by_path
-from jaxpipe.stage.wiring import Home
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
+from jaxpipe.stage.model.layer import Params, Path
+from jaxpipe.stage.model.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
+from jaxpipe.stage.model.outline import Stubs
+from jaxpipe.stage.model.params import by_path
+from jaxpipe.stage.model.wiring import Home
 
 _STUB = "_jaxpipe_stub"
 
@@ -41,7 +41,7 @@ def layers_from_nnx(
     whose parameters are stacked on axis 0 and that the call scans over. ``batch``: an example microbatch, arrays or their types
     by name. ``reads``: names of those that the module is called with, in order; it may take ``train``, ``training`` or
     ``deterministic`` besides. ``loss(output, batch) -> (loss_sum, weight_sum)``, optionally with a dict of metrics. Layers are
-    called ``embed``, ``block_00`` …, ``head`` and ``loss`` (:mod:`jaxpipe.stage.cut_module`)::
+    called ``embed``, ``block_00`` …, ``head`` and ``loss`` (:mod:`jaxpipe.stage.model.cut_module`)::
 
         model = layers_from_nnx(gpt, "layers", batch={"tokens": tokens, "targets": targets}, reads=("tokens",), loss=loss)
         params = model.by_layer(module_params(gpt))          # what model.layers[i].init gives, too
@@ -83,7 +83,7 @@ def update_module(module: Any, params: Params) -> None:
 
 
 class _NnxCut:
-    """A :class:`~jaxpipe.stage.wiring.CuttableModule`."""
+    """A :class:`~jaxpipe.stage.model.wiring.CuttableModule`."""
 
     def __init__(self, source: Any, paths: Sequence[str]) -> None:
         self._whole = blueprint("layers_from_nnx", source)

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
-from jaxpipe.stage.layer import Layer, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Params, Path, Shard
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""

@@ -1,8 +1,8 @@
 """Weave stage functions into one jaxpr so that each tensor-parallel collective has compute under it (`stp.txt` section 3).
 
 F of one microbatch and B, W or BW of another, of the same stage or of two, depend on nothing of each other; put into one
-program as they are, XLA still runs them one after the other. :func:`weave` orders their chunks (:mod:`jaxpipe.stage.units`) on
-a compute and a collective lane (:mod:`jaxpipe.stage.lanes`) and writes the order into the jaxpr: wherever the chunk that runs
+program as they are, XLA still runs them one after the other. :func:`weave` orders their chunks (``weave/units.py``) on
+a compute and a collective lane (``weave/lanes.py``) and writes the order into the jaxpr: wherever the chunk that runs
 next does not read what the last one made, an ``optimization_barrier`` ties an operand of the next chunk, and the results of the
 collectives it reads, to a result of the last one. XLA then can't run chunks in another order, and a collective whose start
 stands before a chunk, and whose result is read behind it, has that chunk under it. A function alone is worth weaving, too: the
@@ -32,8 +32,8 @@ from jaxpipe._jax_compat import (
     fresh_var,
     variables,
 )
-from jaxpipe.stage.lanes import Node, Order, best_order, covers
-from jaxpipe.stage.units import Chunk, Collective, PartGraph, Unit, UnitCosts, cut_threshold, units_of
+from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
+from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, Unit, UnitCosts, cut_threshold, units_of
 
 GPU_OVERLAP_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {

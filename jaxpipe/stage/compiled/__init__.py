@@ -1,0 +1,1 @@
+"""The compiled functions of stages, and what XLA says of them."""

@@ -23,7 +23,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cli": (17, 2161, 6),
     "planning": (10, 1236, 14),
     "plot": (8, 801, 5),
-    "profile": (7, 442, 4),
+    "cost": (7, 442, 4),
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
     "schedule": (24, 2725, 26),

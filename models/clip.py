@@ -2,9 +2,9 @@
 
     B pairs   E embed_size   N patches   T time   D d_model of a tower   t tensor-parallel shards
 
-After Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021): unit vectors of both towers,
-their products times a learned factor (at most 100, from 14.3), and the mean of two cross entropies, of the text among all texts
-for each picture and the other way round. Differs: both towers have GPT-2's blocks without the causal mask, and end in the
+After Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021): unit vectors of two towers,
+their products times a learned factor (at most 100, from 14.3), the mean of two cross entropies: of the text among all texts for
+each picture, and the other way round. Differs: both towers have GPT-2's blocks without the causal mask and end in the
 mean over their positions.
 
 The negatives of a pair are the other pairs of its *group*: ``group`` consecutive microbatches, gathered over nothing else. That
@@ -81,9 +81,9 @@ class CLIPConfig:
 
 
 def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``, ``text_embed``,
-    ``text_00`` …, ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the
-    nearest of its group's."""
+    """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``, ``text_embed``, …
+    ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the nearest of those of
+    the same group."""
     config = build_options(CLIPConfig, options, "models.clip:CLIP")
     picture = (config.image_height, config.image_width)
     image, text = config.tower("image"), config.tower("text")
@@ -95,7 +95,13 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
         *block_layers(text, "text", causal=False),
         to_unit("text_head", text),
         Layer(
-            "loss", _init_loss, _loss, reads=("weights",), takes=("image_head", "text_head"), kind="clip.loss", shards=_whole
+            "loss",
+            _init_loss,
+            _loss,
+            reads=("weights",),
+            takes=("image_head", "text_head"),
+            kind="clip.loss",
+            shards=_whole,
         ),
     ]
 

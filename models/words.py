@@ -50,9 +50,9 @@ def transcripts(
     *, seq_len: int = 16, height: int = 12, width: int = 48, patch: int = 6, font: str = "DejaVuSansMono", copies: int = 1,
     held_out: int = 256, seed: int = 0,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """For ``models.vlm``, pictures to transcribe: ``images`` [n, height, width, 1] uint8; ``tokens`` [n, seq_len] int32: as many
-    0 (:data:`IMAGE`) as the picture has squares of 2 × 2 patches, the word, zeros; ``targets`` [n, seq_len] the tokens shifted
-    by one, a line's end after the word; ``weights`` [n, seq_len] float32: 1 where the target is of the word or its end.
+    """For ``models.vlm``, pictures to transcribe: ``images`` [n, height, width, 1] uint8; ``tokens`` [n, seq_len] int32: as
+    many 0 (:data:`IMAGE`) as the picture has squares of 2 × 2 patches, the word, a line's end, zeros; ``targets`` [n, seq_len]:
+    the tokens shifted by one; ``weights`` [n, seq_len] float32: 1 where the target is of the word or its end.
 
     Raises:
         DataError: as :func:`pairs`; or the picture does not divide into squares, or leaves no room for a word.
@@ -63,7 +63,9 @@ def transcripts(
     slots = height // square * (width // square)
     room = seq_len - slots
     if room < 3:
-        raise DataError(f"data.seq_len={seq_len} leaves {room} positions beside the {slots} of a picture; use {slots + 8}")
+        raise DataError(
+            f"data.seq_len={seq_len} leaves {room} positions beside the {slots} of a picture; use {slots + 8}"
+        )
 
     def arrays(chosen: Sequence[str], images: np.ndarray[Any, Any]) -> Arrays:
         whole = np.zeros((len(chosen), seq_len + 1), np.int32)
@@ -106,9 +108,7 @@ def _drawn_and(
     return made[0], made[1]
 
 
-def _drawn(
-    words: Sequence[str], shape: tuple[int, int], font: str, rng: np.random.Generator
-) -> np.ndarray[Any, Any]:
+def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Pictures of ``words``, their baseline 3 pixels above the lower edge; the first copy of a word starts at the left edge,
     others up to 3 pixels further right. Empty where a word does not fit."""
     import matplotlib

@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.cost import analytic_profile, with_memory
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
-from jaxpipe.profile import analytic_profile, with_memory
 from jaxpipe.program.accounting import KINDS, MemoryReport, account
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order

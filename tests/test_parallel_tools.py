@@ -12,8 +12,8 @@ import pytest
 
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import Parser
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.lanes import slot_lanes

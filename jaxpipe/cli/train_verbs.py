@@ -223,7 +223,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
-    from jaxpipe.profile import measure_host_link, measure_stages
+    from jaxpipe.cost import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import dump
+from jaxpipe.cost import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
-from jaxpipe.profile import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
 from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower

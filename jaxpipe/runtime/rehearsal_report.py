@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxpipe.profile import Timing, with_memory
-from jaxpipe.profile.memory import OPS
+from jaxpipe.cost import Timing, with_memory
+from jaxpipe.cost.memory import OPS
 from jaxpipe.program.accounting import RankMemory
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline

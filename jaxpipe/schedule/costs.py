@@ -1,6 +1,6 @@
 """What a schedule costs: seconds and bytes per stage, links between ranks, the link to the host.
 
-A :class:`CostProfile` is measured (:mod:`jaxpipe.profile`), computed from shapes, or made of unit costs. Units: seconds and
+A :class:`CostProfile` is measured (:mod:`jaxpipe.cost`), computed from shapes, or made of unit costs. Units: seconds and
 bytes; a profile made by :meth:`CostProfile.uniform` uses whatever unit its caller means, with activations in units of one
 rank's share of one microbatch.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe import profile
+from jaxpipe.cost import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.offload import OffloadOptions
@@ -37,7 +37,7 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
     cut = pipe.cut
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
-        costs, source = profile.measured_layer_costs(model, size), "measured"
+        costs, source = measured_layer_costs(model, size), "measured"
     else:
         costs, source = analytic_layer_costs(model, size), "analytic"
 
@@ -194,7 +194,7 @@ def within_memory_limit(
 
 def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
     """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their tensor-parallel
-    collectives: those are known once stages are there (:func:`jaxpipe.profile.analytic_profile`). The families of `stp.txt`
+    collectives: those are known once stages are there (:func:`jaxpipe.cost.analytic_profile`). The families of `stp.txt`
     choose their warm-up by them, others leave room for what F and B wait.
     Depends on shapes only, so a resumed run gets the same order.
 

@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
-from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Timeline, simulate

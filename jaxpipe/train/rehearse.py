@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.profile import Timing
+from jaxpipe.cost import Timing
 from jaxpipe.program.accounting import Kind
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline

@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
-from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.profile import StageMeasurements
+from jaxpipe.cost import StageMeasurements
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.metrics import format_gain, plain

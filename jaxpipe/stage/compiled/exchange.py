@@ -1,6 +1,6 @@
 """The tensor-parallel collectives of a stage function alone: same shapes, same devices, one after another, nothing beside them.
 
-For measuring T_AR of `stp.txt` section 4.3 (:mod:`jaxpipe.profile`): what schedules with braids hide.
+For measuring T_AR of `stp.txt` section 4.3 (:mod:`jaxpipe.cost`): what schedules with braids hide.
 """
 
 from __future__ import annotations

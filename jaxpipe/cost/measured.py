@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.profile.analytic import with_bytes
-from jaxpipe.profile.collectives import time_collectives
-from jaxpipe.profile.host_link import HostLinkMeasurement
-from jaxpipe.profile.memory import OPS
-from jaxpipe.profile.timing import Timing
+from jaxpipe.cost.analytic import with_bytes
+from jaxpipe.cost.collectives import time_collectives
+from jaxpipe.cost.host_link import HostLinkMeasurement
+from jaxpipe.cost.memory import OPS
+from jaxpipe.cost.timing import Timing
 from jaxpipe.schedule import CostProfile, Link
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.compiled.footprint import Footprint, footprint

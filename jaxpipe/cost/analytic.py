@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxpipe.profile.memory import OPS, with_memory
+from jaxpipe.cost.memory import OPS, with_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link
 from jaxpipe.stage.compiled.footprint import Footprint
 from jaxpipe.stage.functions import StageFunction, StageFunctions

@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from jaxpipe.profile.timing import Timing
+from jaxpipe.cost.timing import Timing
 from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction
 

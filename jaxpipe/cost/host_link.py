@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.profile.timing import Timing
+from jaxpipe.cost.timing import Timing
 from jaxpipe.schedule import HostLink
 
 MIB = 1 << 20

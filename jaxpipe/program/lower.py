@@ -260,3 +260,11 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
         for a in schedule.actions(rank)
         for part in op_spec(a.op).performs()
     }
+<<<<<<< HEAD
+=======
+
+
+def _is_read(stage: StageFunctions, value: Value) -> bool:
+    wanted = Port(value.kind, value.index)
+    return any(wanted in f.inputs for f in stage.functions.values())
+>>>>>>> main

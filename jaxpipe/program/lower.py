@@ -243,12 +243,12 @@ def message(stages: Stages, sender: Action, readers: Collection[int]) -> tuple[t
 
 
 def readers_of(stages: Stages, value: Value) -> Iterator[int]:
-    """The stages whose functions (of training) read a y or dx."""
+    """The stages that read a y or dx in training."""
     made, forward = stages[value.stage], value.kind == "y"
     for t in dict.fromkeys(t for t, _ in (made.dy_from if forward else made.x_from)):
         names = stages[t].x_from if forward else stages[t].dy_from
         ports = {Port("x" if forward else "dy", k) for k, n in enumerate(names) if n == (value.stage, value.index)}
-        if any(not ports.isdisjoint(f.inputs) for op, f in stages[t].functions.items() if op != "E"):
+        if any(not ports.isdisjoint(f.inputs) for f in stages[t].functions.values()):
             yield t
 
 
@@ -260,11 +260,3 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
         for a in schedule.actions(rank)
         for part in op_spec(a.op).performs()
     }
-<<<<<<< HEAD
-=======
-
-
-def _is_read(stage: StageFunctions, value: Value) -> bool:
-    wanted = Port(value.kind, value.index)
-    return any(wanted in f.inputs for f in stage.functions.values())
->>>>>>> main

@@ -2,7 +2,7 @@
 
     B pairs   E embed_size   N patches   T time   D d_model of a tower   t tensor-parallel shards
 
-After Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021): unit vectors of two towers,
+After Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021): two towers' unit vectors,
 their products times a learned factor (at most 100, from 14.3), the mean of two cross entropies: of the text among all texts for
 each picture, and the other way round. Differs: both towers have GPT-2's blocks without the causal mask and end in the
 mean over their positions.
@@ -81,9 +81,9 @@ class CLIPConfig:
 
 
 def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``, ``text_embed``, …
-    ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the nearest of those of
-    the same group."""
+    """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``,
+    ``text_embed``, … ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the
+    nearest of those of the same group."""
     config = build_options(CLIPConfig, options, "models.clip:CLIP")
     picture = (config.image_height, config.image_width)
     image, text = config.tower("image"), config.tower("text")

@@ -267,4 +267,4 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
 
 def _is_read(stage: StageFunctions, value: Value) -> bool:
     wanted = Port(value.kind, value.index)
-    return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
+    return any(wanted in f.inputs for f in stage.functions.values())

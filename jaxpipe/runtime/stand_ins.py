@@ -90,7 +90,7 @@ def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[l
     """Per microbatch, the batch arrays that ``stage`` reads: integers below ``vocab_size``, floats within ±1."""
     read: Mapping[int, jax.ShapeDtypeStruct] = {
         port.index: aval
-        for function in stage.functions.values()
+        for function in (*stage.functions.values(), stage.evaluation)
         for port, aval in zip(function.inputs, function.avals_in, strict=True)
         if port.kind == "data"
     }

@@ -39,11 +39,10 @@ def cost_profile(
     Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``others``: more fields of
     the profile (links, ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out).
     """
-
-    def each(name: str) -> tuple[float, ...]:
-        return tuple(float(getattr(s, name)) for s in stages)
-
-    found: dict[int, tuple[dict[str, float], float, int]] = {}  # by identity: stages may be many and few of them different
+    sizes: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
+    found: dict[
+        int, tuple[dict[str, float], float, int]
+    ] = {}  # by identity: stages may be many and few of them different
     for s in stages:
         if id(s) not in found:
             functions = {op: s.functions[op] for op in OPS if op in s.functions}
@@ -57,7 +56,7 @@ def cost_profile(
         b_s=seconds["B"],
         w_s=seconds["W"],
         bw_s=seconds["BW"],
-        **{name: each(name) for name in _BYTES},
+        **sizes,
         temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in OPS),
         optimizer_bytes=tuple(a + b for (_, a, _), b in zip(own, state_bytes or [0.0] * len(own), strict=True)),
         boundary_buffers=True,

@@ -68,29 +68,25 @@ class Timing:
         return f"{self.median_s * 1e3:.3f} ms ±{half}"
 
 
-def flop_seconds(
-    stages: Sequence[StageFunctions],
-    flops_per_s: float | None = None,
-    known: Mapping[tuple[str, int], float] | None = None,
-) -> Seconds:
-    """What is ``known`` by (op, stage), and for the rest FLOPs ÷ ``flops_per_s``; without it, at the rate of the same op where
-    it is known (of all ops, if it is known nowhere)."""
-    measured = known or {}
+def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
+    """FLOPs ÷ ``flops_per_s``."""
+    return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in OPS}
 
-    def inverse_rate(ops: Sequence[str]) -> float:
-        if flops_per_s is not None:
-            return 1 / flops_per_s
-        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in measured.items() if op in ops]
+
+def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
+    """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
+    is known nowhere)."""
+
+    def seconds_per_flop(*ops: str) -> float:
+        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if op in ops]
         flops = sum(f for f, _ in found)
         return sum(x for _, x in found) / flops if flops else 0.0
 
-    seconds = {}
-    for op in OPS:
-        rate = inverse_rate((op,)) or inverse_rate(OPS)
-        seconds[op] = tuple(
-            measured.get((op, s), max(LEAST_S, rate * stage.flops.get(op, 0))) for s, stage in enumerate(stages)
-        )
-    return seconds
+    rates = {op: seconds_per_flop(op) or seconds_per_flop(*OPS) for op in OPS}
+    return {
+        op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
+        for op, rate in rates.items()
+    }
 
 
 def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
@@ -178,7 +174,8 @@ def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, rep
     floats = {k: leaf for k, leaf in enumerate(leaves) if _is_float(leaf)}
 
     def run(given: Mapping[int, Any]) -> Any:
-        y = layer.apply(*jax.tree.unflatten(tree, [given.get(k, leaf) for k, leaf in enumerate(leaves)]), context)
+        own, carry = jax.tree.unflatten(tree, [given.get(k, leaf) for k, leaf in enumerate(leaves)])
+        y = layer.apply(own, carry, context)
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(y) if _is_float(leaf))
 
     step = jax.jit(jax.grad(run))

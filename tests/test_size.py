@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 693, 14),
+    "(top)": (9, 689, 14),
     "cli": (17, 2161, 6),
-    "planning": (10, 1236, 14),
-    "plot": (8, 801, 5),
     "cost": (7, 442, 4),
+    "planning": (10, 1231, 14),
+    "plot": (8, 801, 5),
     "program": (7, 857, 12),
     "runtime": (16, 1917, 19),
     "schedule": (24, 2725, 26),
@@ -33,8 +33,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1009, 14),
     "schedule/passes": (9, 886, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (39, 5542, 47),
-    "train": (49, 6497, 75),
+    "stage": (40, 5582, 49),
+    "train": (49, 6491, 75),
 }
 MOST_OF_SCHEDULE = 7162
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

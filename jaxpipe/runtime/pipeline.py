@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.cost import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
-from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -413,7 +413,7 @@ class Pipeline:
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
         """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
-        losses = self._forward(params, batch, [f.functions["E"] for f in self.stages])
+        losses = self._forward(params, batch, [f.evaluation for f in self.stages])
         return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
@@ -432,7 +432,7 @@ class Pipeline:
         unread = {
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
-        functions = [*(f.functions["E"] for f in self.stages[:-1]), function]
+        functions = [*(f.evaluation for f in self.stages[:-1]), function]
         made = zip(*self._forward(params, {**unread, **batch}, functions), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
@@ -522,7 +522,7 @@ class Pipeline:
         timed_copies: bool = False,
         curves: bool = False,
     ) -> MemoryReport:
-        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.cost.memory`).
 
         Args:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.

@@ -18,6 +18,7 @@ w-residuals     what B saved for W
 boundaries      x and dy on the rank that reads them (x stays for the backward pass where that reads it), y and dx until sent
 communication   x and dy that were sent and that the receiver has not taken yet
 losses          loss sums, and a scalar per action that the runtime waits on
+user values     what instructions of one's own write for themselves and for the caller
 temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
 ==============  ======================================================================================================
@@ -40,20 +41,21 @@ from jaxpipe.errors import ProgramError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action, Slot, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
-from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
+from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunctions, function_of
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
-    "losses", "temporaries", "code",
+    "losses", "user values", "temporaries", "code",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = (
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
-    "losses", "temporaries", "code",
+    "losses", "user values", "temporaries", "code",
 )  # fmt: skip
 FORMAT = "jaxpipe-memory-1"
 
 _KIND_OF_PORT: Mapping[str, Kind] = {
     "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
+    "user": "user values",
 }  # fmt: skip
 _KEY_BYTES = 8
 _TOKEN_BYTES = 4
@@ -248,6 +250,10 @@ class _Walk:
             self.held.append(_Held(p.rank, total))
         self.index = {p.rank: k for k, p in enumerate(programs)}
         self.slots: list[dict[int, _Buffer | None]] = [{slot: None for _, slot in p.bound} for p in programs]
+        for k, p in enumerate(programs):
+            for (value, slot), n in zip(p.bound, p.bound_bytes, strict=True):
+                if value.kind == "state":
+                    self._fill(k, slot, self._aligned(n), "user values")
         self.messages: dict[tuple[int, int, Action], int] = {}
         self.starts: dict[tuple[int, Slot], float] = {}
         self.ends: dict[tuple[int, Slot], float] = {}
@@ -331,7 +337,7 @@ class _Walk:
                 slots[slot] = shared
             elif slot < 0:
                 held.add("losses", device_bytes(aval, self.align))
-            elif port.kind != "acc":
+            elif port.kind not in IN_PLACE:
                 self._fill(k, slot, device_bytes(aval, self.align), _KIND_OF_PORT[port.kind])
         if self.footprint_of is None:
             return 0

@@ -11,21 +11,23 @@ from typing import Literal
 
 from jaxpipe.schedule.ir import Action, Slot
 
-ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss"]
+ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss", "user", "state"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators."""
+    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. ``name``: of
+    what instructions of one's own write."""
 
     kind: ValueKind
     stage: int
     microbatch: int
     index: int
+    name: str = ""
 
     def __str__(self) -> str:
         where = f"{self.stage}" if self.microbatch < 0 else f"{self.stage}.{self.microbatch}"
-        return f"{self.kind}{where}[{self.index}]"
+        return f"{self.name or self.kind}{where}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Program:
     """The instructions of one rank.
 
     ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
-    ``results``: values that are in slots after it (accumulators, losses). ``bound_bytes``: bytes of each bound value on each
+    ``results``: values that are in slots after it (accumulators, losses, named values that nothing reads). ``bound_bytes``: bytes of each bound value on each
     device of the rank.
     ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
     """

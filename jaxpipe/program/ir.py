@@ -7,7 +7,7 @@ between slots. Arrays that travel between ranks are tagged with the action that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.schedule.ir import Action, Slot
 
@@ -52,11 +52,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Copy ``slots`` to rank ``dst``; the message is named by the action that produced it."""
+    """Copy ``slots``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it."""
 
     action: Action
     dst: int
     slots: tuple[int, ...]
+    avals: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"Send {self.action} to rank {self.dst} ({_slots(self.slots)})"
@@ -69,6 +70,7 @@ class Recv:
     action: Action
     src: int
     slots: tuple[int, ...]
+    avals: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"Recv {self.action} from rank {self.src} ({_slots(self.slots)})"
@@ -127,8 +129,8 @@ class Program:
     """The instructions of one rank.
 
     ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
-    ``results``: values that are in slots after it (accumulators, losses, named values that nothing reads). ``bound_bytes``: bytes of each bound value on each
-    device of the rank.
+    ``results``: values that are in slots after it (accumulators, losses, named values that nothing reads).
+    ``bound_bytes``: bytes of each bound value on each device of the rank.
     ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
     """
 

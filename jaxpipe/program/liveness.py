@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value
 from jaxpipe.schedule.ir import Action, Slot
@@ -22,14 +22,15 @@ UNREAD_KINDS = (*RESULT_KINDS, "user")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive. Only a run is of a
-    braid."""
+    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive, and ``avals`` what it
+    carries. Only a run is of a braid."""
 
     kind: Literal["run", "send", "recv", "offload", "reload", "sync"]
     action: Slot
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
     peer: int = -1
+    avals: tuple[Any, ...] = ()
 
 
 class _Slots:
@@ -99,9 +100,9 @@ def _instruction(slots: _Slots, step: Step) -> Instruction:
     assert isinstance(action, Action), f"{step.kind} of {action}"
     match step.kind:
         case "send":
-            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs))
+            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs), step.avals)
         case "recv":
-            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None))
+            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None), step.avals)
         case "offload":
             host = tuple(slots.take(v, "host") for v in step.inputs)
             return Offload(action, tuple(slots.drop(v) for v in step.inputs), host)

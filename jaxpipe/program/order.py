@@ -56,8 +56,8 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     if waiting:
         (src, action), k = min(waiting.items())
         raise ProgramError(
-            f"rank {programs[k].rank} waits for ever for what {action} of rank {src} sends: an op that reads a value of another "
-            "stage waits for the op that writes it (Wait of its OpSpec)"
+            f"rank {programs[k].rank} waits for ever for what {action} of rank {src} sends: an op that reads a value of "
+            "another stage waits for the op that writes it (Wait of its OpSpec)"
         )
     return tuple(order)
 

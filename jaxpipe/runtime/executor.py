@@ -27,7 +27,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, reads
-from jaxpipe.program.lower import message
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
@@ -156,7 +155,7 @@ class Executor:
         self._programs = tuple(programs)
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         if transport is None:
-            transport = InProcess(message_homes(programs, functions, meshes, numbers))
+            transport = InProcess(message_homes(programs, meshes, numbers))
         self._transport = transport
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         self._states = [_states(p, functions) for p in self._programs]
@@ -453,21 +452,17 @@ def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action]
 
 def message_homes(
     programs: Sequence[Program],
-    functions: Mapping[tuple[int, int], StageFunctions],
     meshes: Sequence[Mesh],
     numbers: Mapping[tuple[int, int, Action], int],
 ) -> dict[int, list[NamedSharding]]:
     """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
-    stages = {s: f for (_, s), f in functions.items()}
     homes = {}
     for program in programs:
         for i in program.instructions:
             if isinstance(i, Send):
-                there = {s for r, s in functions if r == i.dst}
-                carried = [aval.sharding for _, aval in message(stages, i.action, there)]
-                number = numbers[(program.rank, i.dst, i.action)]
-                homes[number] = [NamedSharding(meshes[i.dst], s.spec) for s in carried if isinstance(s, NamedSharding)]
-                assert len(homes[number]) == len(i.slots), f"{i}: every array has a sharding on the rank"
+                homes[numbers[(program.rank, i.dst, i.action)]] = [
+                    NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals
+                ]
     return homes
 
 

@@ -209,7 +209,7 @@ class Rehearsal:
             issue_order([self.program], timeline),
             pipe.functions,
             pipe.submeshes,
-            StandIns(self.program, pipe.programs, pipe.stages),
+            StandIns(self.program, pipe.programs),
             all_programs=pipe.programs,
             offload_fallback=pipe.offload.fallback,
             holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},

@@ -113,7 +113,12 @@ class _Instruction:
     def __init__(self, op: str, stage: StageFunctions, mesh: AnyMesh, state: Mapping[str, Avals]) -> None:
         self.op, self.stage, self.mesh, self.state = op, stage, mesh, state
         self.known: dict[Port, jax.ShapeDtypeStruct] = {}
-        for kind, avals in (("param", stage.param_avals), ("acc", stage.acc_avals), ("x", stage.x_avals), ("y", stage.y_avals)):
+        for kind, avals in (
+            ("param", stage.param_avals),
+            ("acc", stage.acc_avals),
+            ("x", stage.x_avals),
+            ("y", stage.y_avals),
+        ):
             self.known.update({Port(kind, k): aval for k, aval in enumerate(avals)})  # type: ignore[arg-type]
         for f in stage.functions.values():
             self.known.update(zip(f.inputs, f.avals_in, strict=True))
@@ -135,7 +140,9 @@ class _Instruction:
             results = (results,) if len(writes) == 1 else tuple(results or ())
             if len(results) != len(writes):
                 raise self._error(f"returns {len(results)} results for {len(writes)}: {', '.join(writes)}")
-            flat = [x for name, result in zip(writes, results, strict=True) for x in self._leaves(name, result, made[name])]
+            flat = [
+                x for name, result in zip(writes, results, strict=True) for x in self._leaves(name, result, made[name])
+            ]
             return (*flat, jnp.zeros((), jnp.float32))
 
         closed = jax.make_jaxpr(run)(*avals_in)
@@ -183,7 +190,11 @@ class _Instruction:
             avals = self.state[entry]
             listed = [avals] if isinstance(avals, jax.ShapeDtypeStruct) else list(avals)
             ports = [Port("state", k, entry) for k in range(len(listed))]
-            return listed is not avals and not isinstance(avals, jax.ShapeDtypeStruct), ports, [self._placed(a) for a in listed]
+            return (
+                listed is not avals and not isinstance(avals, jax.ShapeDtypeStruct),
+                ports,
+                [self._placed(a) for a in listed],
+            )
         own = Port("user", 0, entry)
         if own in self.known:
             return False, [own], [self.known[own]]

@@ -84,7 +84,7 @@ def test_evaluation_takes_no_key_and_saves_nothing() -> None:
     cut = [layers[:2], layers[2:]]
     functions, params = build(cut)
     for f in functions:
-        e = f.functions["E"]
+        e = f.evaluation
         assert {p.kind for p in e.inputs} <= {"param", "x", "data"}
         assert {p.kind for p in e.outputs} <= {"y", "loss"}
     runner = toy.Runner(functions, cut, params, compiled=False)

@@ -437,7 +437,7 @@ def _data_avals(stage: StageFunctions) -> Iterator[Any]:
     """Shapes of the batch arrays that a stage reads, one microbatch."""
     known = {
         port.index: aval
-        for f in stage.functions.values()
+        for f in (*stage.functions.values(), stage.evaluation)
         for port, aval in zip(f.inputs, f.avals_in, strict=True)
         if port.kind == "data"
     }

@@ -286,7 +286,7 @@ class Assembly:
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
         """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
-        losses = self._forward(params, batch, [f.functions["E"] for f in self.stages])
+        losses = self._forward(params, batch, [f.evaluation for f in self.stages])
         return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
@@ -305,7 +305,7 @@ class Assembly:
         unread = {
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
-        functions = [*(f.functions["E"] for f in self.stages[:-1]), function]
+        functions = [*(f.evaluation for f in self.stages[:-1]), function]
         made = zip(*self._forward(params, {**unread, **batch}, functions), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])

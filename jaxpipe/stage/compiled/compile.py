@@ -226,15 +226,17 @@ def _assemble(
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
-    parts = {**cut.parts, "E": _eval_part(traced.evaluation)}
     x_varies = tuple(varies_over_tp(v) for v in array_leaves(spec.x))
-    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, _handed_on(parts))
+    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, _handed_on(cut.parts))
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
-    functions: dict[str, StageFunction] = {}
-    for op, part in parts.items():
-        closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
-        dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
-        functions[op] = _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+
+    def compiled(op: str, part: Part, consts: Mapping[Var, Any]) -> StageFunction:
+        closed = part.close(consts)
+        dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda: str(closed))
+        return _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+
+    functions = {op: compiled(op, part, consts) for op, part in cut.parts.items()}
+    evaluation = {v: _portable(c) for v, c in traced.evaluation.consts.items()}
     y = joint.y
     leaving = [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(y))]
     y_global = fill(y, leaving) if y is not None else None
@@ -243,16 +245,19 @@ def _assemble(
     built = StageFunctions(
         stage=spec.stage,
         functions=functions,
+        evaluation=compiled("E", _eval_part(traced.evaluation), evaluation),
         x=spec.x,
         y=y_global,
         x_avals=x_avals,
         y_avals=tuple(array_leaves(y_global)),
+        x_from=tuple((spec.stage - 1, i) for i in range(len(x_avals))),
+        dy_from=tuple((spec.stage + 1, i) for i in range(len(leaving))),
         data_names=tuple(spec.data),
         uses_key=spec.uses_key,
         layout=layout,
         param_avals=tuple(homes.aval(Port("param", i), b) for i, b in enumerate(layout.buffers)),
         acc_avals=tuple(homes.aval(Port("acc", i), b) for i, b in enumerate(layout.acc_avals(spec.acc_dtype))),
-        **_sizes(parts),
+        **_sizes(cut.parts),
         boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
@@ -329,7 +334,7 @@ class _Homes:
                 return boundary_axes(self.y_varies[port.index])
             case "acc":
                 return acc_axes(self.layout, port.index)
-            case "res" | "wres":
+            case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)
                 return (DP, TP) if source is None else self.axes(source)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, taken_by
 from jaxpipe.stage.model.reference import calling, with_tied_leaves
 
 _ARRAYS = (jax.Array, np.ndarray)
@@ -292,18 +292,20 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    x: Any = None
     seen: dict[Any, tuple[float, Any]] = {}
     costs, sent = [], []
-    for layer in model.layers:
+    made: list[Any] = []
+    for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):
+        x = given_to(layer, [made[k] for k in taken])
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
         leaves, structure = jax.tree.flatten(arguments)
         signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in seen:
             seen[signature] = _forward_flops(layer, arguments)
-        flops, x = seen[signature]
+        flops, y = seen[signature]
+        made.append(y)
         costs.append(flops)
-        sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.ShapeDtypeStruct)))
+        sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(y) if isinstance(leaf, jax.ShapeDtypeStruct)))
     return LayerCosts(costs, sent)
 
 

@@ -350,15 +350,15 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
     compile_setup = loop.compile_setup
 
     def compile_and_break(*args: Any, **kwargs: Any) -> Any:
-        setup = compile_setup(*args, **kwargs)
-        combine = setup.trainer.train_step._combine
+        trainer = compile_setup(*args, **kwargs)
+        combine = trainer.train_step._combine
 
         def broken(*inputs: Any) -> Any:
             loss, *rest = combine(*inputs)
             return jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))(loss), *rest
 
-        monkeypatch.setattr(setup.trainer.train_step, "_combine", broken)
-        return setup
+        monkeypatch.setattr(trainer.train_step, "_combine", broken)
+        return trainer
 
     monkeypatch.setattr(loop, "compile_setup", compile_and_break)
     with pytest.raises(

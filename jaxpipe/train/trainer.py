@@ -296,11 +296,10 @@ class Trainer:
     def measured(self, repeats: int = 3) -> Trainer:
         """The same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
         predictions rest on these times then, and no longer on FLOP counts."""
-        pipeline = self.pipeline.with_costs(self.pipeline.measure_costs(repeats=repeats))
-        costs = self.train_step.with_pipeline(pipeline).costs_with_state()
-        pipeline = pipeline.with_costs(costs)
-        pipeline.warm_up()
-        return self.with_pipeline(pipeline)
+        costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
+        measured = self.with_pipeline(self.pipeline.with_costs(costs))
+        measured.pipeline.warm_up()
+        return measured
 
     # -- training -----------------------------------------------------------------------------------------------------
 

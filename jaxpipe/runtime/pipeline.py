@@ -115,6 +115,7 @@ class Pipeline(Assembly):
                 f"schedule {schedule.name!r} places stages on other ranks than these stages were compiled for; build a new "
                 "pipeline for it"
             )
+        assembly = assembly.with_ops(schedule)
         wanted = braided_slots(schedule, assembly.stages) if assembly.braid else ()
         braids = build_braids(wanted, assembly.functions, assembly.cache)
         programs = lower(schedule, assembly.stages, braids)

@@ -33,8 +33,8 @@ from train_runs import (
 
 from jaxpipe.cli import main
 from jaxpipe.cli.exit_codes import EXIT_CODES
+from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError, NotFiniteError, RunError, gist
-from jaxpipe.program.accounting import KINDS, MemoryReport, RankMemory
 from jaxpipe.schedule import generate
 from jaxpipe.train import checkpoint_format, run_directory
 from jaxpipe.train.checkpoint import CheckpointStore

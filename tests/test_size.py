@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 693, 14),
+    "(top)": (9, 701, 14),
     "cli": (17, 2161, 6),
-    "cost": (7, 442, 4),
+    "cost": (5, 663, 6),
     "planning": (10, 1236, 14),
     "plot": (8, 801, 5),
-    "program": (7, 847, 12),
-    "runtime": (16, 1919, 19),
+    "program": (6, 513, 10),
+    "runtime": (16, 1904, 19),
     "schedule": (24, 2725, 26),
     "schedule/blocks": (6, 241, 1),
     "schedule/bounds": (8, 601, 6),

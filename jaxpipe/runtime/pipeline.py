@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import dump
-from jaxpipe.cost import measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.cost import measure_host_link, measure_stages, with_missing_ops, with_offloadable_bytes
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -125,7 +125,7 @@ class Pipeline(Assembly):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
         stages = {f.name: getattr(assembly, f.name) for f in fields(Assembly)}
-        costs = assembly.flop_costs if costs is None else costs
+        costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         return cls(**stages, schedule=schedule, programs=programs, costs=costs, braids=braids, epilogues=epilogues)
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
@@ -280,7 +280,7 @@ class Pipeline(Assembly):
         timed_copies: bool = False,
         curves: bool = False,
     ) -> MemoryReport:
-        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.cost.memory`).
 
         Args:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.

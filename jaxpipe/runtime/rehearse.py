@@ -29,10 +29,9 @@ from typing import Any
 import jax
 
 from jaxpipe.cost import Timing, time_function
-from jaxpipe.cost.memory import OPS
+from jaxpipe.cost.memory import Kind, RankMemory, account
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.batches import microbatch_keys
@@ -253,7 +252,7 @@ class Rehearsal:
         its step will say more."""
         found = {}
         for (_, s), stage in sorted(self.functions.items()):
-            for op in OPS:
+            for op in stage.functions:
                 try:
                     found[(op, s)] = time_function(stage.functions[op], repeats)
                 except jax.errors.JaxRuntimeError as error:

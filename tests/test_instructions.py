@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
 from jaxpipe.plot.cells import colour_of
-from jaxpipe.runtime.memory_probe import probe_step
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
     Action,
-    OpSpec,
     Schedule,
     Slot,
-    Wait,
-    check_schedule,
     generate,
     ir,
     one_f_one_b,
     parse_schedule,
-    register_op,
 )
 from jaxpipe.stage import instructions
-from jaxpipe.stage.functions import StageFunction, StageFunctions
-from jaxpipe.stage.instructions import From, register_instruction, stage_function
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
-from jaxpipe.train.step import TrainStep
 
 README = Path(instructions.__file__).parent / "README.md"
 EXAMPLE = README.read_text(encoding="utf-8").split("## An instruction of one's own")[1].split("```python\n")[1]

@@ -51,7 +51,7 @@ def cost_profile(
             code = sum(f.code_bytes for f in known.values() if f is not None)
             found[id(s)] = temp, float(total_device_bytes(s.acc_avals) + code), len(collectives(s.functions["F"].jaxpr))
     own = [found[id(s)] for s in stages]
-    rows: dict[str, tuple[float, ...]] = {}
+    rows: dict[str, Any] = {}
     for op, row in seconds.items():
         rows.setdefault(op_spec(op).cost, row)
     return CostProfile(

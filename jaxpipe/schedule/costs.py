@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
 
@@ -158,7 +158,8 @@ class CostProfile:
     def with_values(self, name: str, values: Sequence[float]) -> CostProfile:
         """With other :meth:`values` of that name, which may be a new one."""
         if name in PER_STAGE_FIELDS:
-            return replace(self, **{name: tuple(values)})
+            changed: dict[str, Any] = {name: tuple(values)}
+            return replace(self, **changed)
         return replace(self, extra=tuple({**dict(self.extra), name: tuple(values)}.items()))
 
     def seconds(self, cost: str, stage: int) -> float:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._jax_compat import Var, eval_jaxpr
-from jaxpipe.errors import JaxpipeError, StageError
+from jaxpipe.errors import JaxpipeError, StageError, gist
 from jaxpipe.mesh import AnyMesh, replicated
 from jaxpipe.stage.compiled.compile import forwarding
 from jaxpipe.stage.flops import jaxpr_flops
@@ -71,7 +71,7 @@ def with_instructions(stage: StageFunctions, ops: Iterable[str], mesh: AnyMesh) 
         except JaxpipeError:
             raise
         except Exception as error:
-            raise StageError(f"{where}: building it failed: {type(error).__name__}: {error}") from error
+            raise StageError(f"{where}: building it failed: {gist(error)}") from error
         if not isinstance(made, StageFunction) or made.op != op:
             got = f"the function of op {made.op!r}" if isinstance(made, StageFunction) else f"a {type(made).__name__}"
             raise StageError(f"{where}: build returned {got}; want what stage_function({op!r}, …) makes")
@@ -132,27 +132,25 @@ class _Instruction:
         made = {name: self._written(name, reads) for name in writes}
         if len(made) < len(writes):
             raise self._error("writes the same thing twice")
+        returned: list[list[Any]] = []
 
         def run(*arrays: Any) -> tuple[Any, ...]:
             left = iter(arrays)
             arguments = [[next(left) for _ in ports] if many else next(left) for many, ports, _ in given]
             results = call(*arguments)
             results = (results,) if len(writes) == 1 else tuple(results or ())
-            if len(results) != len(writes):
-                raise self._error(f"returns {len(results)} results for {len(writes)}: {', '.join(writes)}")
-            flat = [
-                x for name, result in zip(writes, results, strict=True) for x in self._leaves(name, result, made[name])
-            ]
-            return (*flat, jnp.zeros((), jnp.float32))
+            returned[:] = [list(x) if isinstance(x, list | tuple) else [x] for x in results]
+            return (*(jnp.asarray(x) for leaves in returned for x in leaves), jnp.zeros((), jnp.float32))
 
         closed = jax.make_jaxpr(run)(*avals_in)
+        self._check(made, [len(leaves) for leaves in returned], closed.out_avals)
         outputs = [p for name in writes for p in made[name]] + [Port("token")]
         at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
         donated = tuple(k for k, p in enumerate(inputs) if p.kind in IN_PLACE and p in outputs)
         forwarded = {
             k: at[a]
             for k, a in enumerate(closed.jaxpr.outvars)
-            if isinstance(a, Var) and a in at and inputs[at[a]].kind not in SHARED
+            if isinstance(a, Var) and a in at and not {inputs[at[a]].kind, outputs[k].kind} & set(SHARED)
         }
         rest = [k for k in range(len(outputs)) if k not in forwarded]
         avals_out = [
@@ -188,13 +186,9 @@ class _Instruction:
             return False, [Port("user", 0, entry.name, entry.stage)], [self._placed(entry.aval)]
         if entry in self.state:
             avals = self.state[entry]
-            listed = [avals] if isinstance(avals, jax.ShapeDtypeStruct) else list(avals)
-            ports = [Port("state", k, entry) for k in range(len(listed))]
-            return (
-                listed is not avals and not isinstance(avals, jax.ShapeDtypeStruct),
-                ports,
-                [self._placed(a) for a in listed],
-            )
+            if isinstance(avals, jax.ShapeDtypeStruct):
+                return False, [Port("state", 0, entry)], [self._placed(avals)]
+            return True, [Port("state", k, entry) for k in range(len(avals))], [self._placed(a) for a in avals]
         own = Port("user", 0, entry)
         if own in self.known:
             return False, [own], [self.known[own]]
@@ -214,17 +208,19 @@ class _Instruction:
             raise self._error(f"writes {name!r}; an instruction writes values that it names, state and 'acc'")
         return [Port("user", 0, name)]
 
-    def _leaves(self, name: str, result: Any, ports: Sequence[Port]) -> Sequence[Any]:
-        """The arrays of one result, checked against what they replace."""
-        leaves = list(result) if isinstance(result, list | tuple) else [result]
-        if len(leaves) != len(ports):
-            raise self._error(f"returns {len(leaves)} arrays for {name!r}; want {len(ports)}")
-        if name == "acc" or name in self.state:
-            for k, (leaf, want) in enumerate(zip(leaves, self._read(name)[2], strict=True)):
-                if (jnp.shape(leaf), jnp.result_type(leaf)) != (want.shape, want.dtype):
-                    got = f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-                    raise self._error(f"writes {name}[{k}] as {got}; it is {want.dtype}{list(want.shape)}")
-        return leaves
+    def _check(self, made: Mapping[str, Sequence[Port]], counts: Sequence[int], avals: Sequence[Any]) -> None:
+        """What is returned against what is written, and against what that replaces."""
+        if len(counts) != len(made):
+            raise self._error(f"returns {len(counts)} results for {len(made)}: {', '.join(made)}")
+        left = iter(avals)
+        for (name, ports), count in zip(made.items(), counts, strict=True):
+            if count != len(ports):
+                raise self._error(f"returns {count} arrays for {name!r}; want {len(ports)}")
+            for port in ports:
+                got, want = next(left), self._home(port, None) if port.kind in IN_PLACE else None
+                if want is not None and (got.shape, got.dtype) != (want.shape, want.dtype):
+                    shapes = (f"{x.dtype}{list(x.shape)}" for x in (got, want))
+                    raise self._error(f"writes {port} as {' where it is '.join(shapes)}")
 
     def _home(self, port: Port, aval: Any) -> jax.ShapeDtypeStruct:
         if port.kind == "acc":

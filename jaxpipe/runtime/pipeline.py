@@ -25,9 +25,9 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.cost import measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -279,7 +279,7 @@ class Pipeline(Assembly):
         timed_copies: bool = False,
         curves: bool = False,
     ) -> MemoryReport:
-        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.cost.memory`).
 
         Args:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.

@@ -321,7 +321,7 @@ def test_a_second_meaning_of_an_instruction_is_refused() -> None:
     assert register_instruction("Mine", build) is build
     with pytest.raises(StageError, match="'Mine' is already registered"):
         register_instruction("Mine", lambda s, m: 4)  # type: ignore[arg-type,return-value]
-    with pytest.raises(ScheduleError, match="op 'Mine' in 'Mine0[.]0' is not registered"):
+    with pytest.raises(ScheduleError, match=r"op 'Mine' in 'Mine0\.0' is not registered"):
         parse_schedule(str(one_f_one_b(2, 1)).replace("F0.0", "F0.0 Mine0.0"))
 
 

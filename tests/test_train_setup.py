@@ -10,6 +10,8 @@ from typing import Any
 
 import optax
 import pytest
+from pipelines import MICROBATCH, parameters, random_batch, tiny_model
+from train_runs import config, write_text
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.runtime import pipeline
@@ -19,8 +21,6 @@ from jaxpipe.train import assemble, loop, trainer
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import compile_setup, prepare
 from jaxpipe.train.trainer import Trainer
-from tests.pipelines import MICROBATCH, parameters, random_batch, tiny_model
-from tests.train_runs import config, write_text
 
 
 def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:

@@ -40,8 +40,7 @@ from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import TrainStep
 
-README = Path(instructions.__file__).parent / "README.md"
-EXAMPLE = README.read_text(encoding="utf-8").split("## An instruction of one's own")[1].split("```python\n")[1]
+EXAMPLE = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8").split("```python\n")[1]
 M, B = 4, 2
 
 

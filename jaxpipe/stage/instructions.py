@@ -6,7 +6,7 @@ ports that its stage has, values that ops before it wrote, and values sent from 
 accumulators, and a token. FlexPipe binds functions to user-defined instructions likewise (``flexpipe.txt`` section 4.2).
 
 A value that nothing reads comes back from the step (``StepOutputs.user``); one that is read is dropped after its last reader.
-Worked example: ``stage/README.md``.
+Worked example: ``GUIDE.md``.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def cost_profile(
     source: str,
     footprint_of: FootprintOf | None = None,
     state_bytes: Sequence[float] = (),
+    extra: Sequence[tuple[str, tuple[float, ...]]] = (),
     **others: Any,
 ) -> CostProfile:
     """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
@@ -37,7 +38,8 @@ def cost_profile(
     ``temp_bytes`` of an op: workspace (as ``footprint_of`` tells it; 0 without) and what the runtime holds while the op runs
     beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
     ``optimizer_bytes``: gradient accumulators, compiled code and ``state_bytes`` (masters and optimizer state, by stage).
-    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``others``: more fields of
+    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
+    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of
     the profile (links, ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out).
     """
     sizes: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
@@ -56,7 +58,9 @@ def cost_profile(
         rows.setdefault(op_spec(op).cost, row)
     return CostProfile(
         **{name: row for name, row in rows.items() if name in PER_STAGE_FIELDS},
-        extra=tuple((name, row) for name, row in rows.items() if name not in PER_STAGE_FIELDS),
+        extra=tuple(
+            {**dict(extra), **{name: row for name, row in rows.items() if name not in PER_STAGE_FIELDS}}.items()
+        ),
         **sizes,
         temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in ops_of(stages)),
         optimizer_bytes=tuple(a + b for (_, a, _), b in zip(own, state_bytes or [0.0] * len(own), strict=True)),

@@ -112,8 +112,7 @@ class Pipeline(Assembly):
         """
         if schedule.placement.flows != assembly.placement.flows:
             raise ProgramError(
-                f"schedule {schedule.name!r} places stages on other ranks than these stages were compiled for; build a new "
-                "pipeline for it"
+                f"schedule {schedule.name!r} places stages differently from how they were compiled; build a new pipeline for it"
             )
         assembly = assembly.with_ops(schedule)
         wanted = braided_slots(schedule, assembly.stages) if assembly.braid else ()

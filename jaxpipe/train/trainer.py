@@ -400,11 +400,11 @@ class Trainer:
         Raises:
             CheckpointError: it can't be written; earlier checkpoints are as they were.
         """
+        store = self._open(path)
         if eval_loss is not None and not isinstance(eval_loss, float | int | np.number | np.ndarray | jax.Array):
             raise ConfigError(f"eval_loss is a {type(eval_loss).__name__}; want a number, such as evaluate(…)['loss']")
         params, optimizer, meta = self.contents(state)
         values, trees = _divided({} if extra is None else extra)
-        store = self._open(path)
         if self._restored is not None:
             for line in store.discard_after(self._restored):
                 warnings.warn(line, stacklevel=2)

@@ -33,7 +33,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1009, 14),
     "schedule/passes": (9, 886, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (40, 5630, 49),
+    "stage": (41, 5552, 50),
     "train": (50, 6699, 79),
 }
 MOST_OF_SCHEDULE = 7162

@@ -8,9 +8,10 @@ The models are `scripts/plans/vlm-*.toml`: the whole vision transformer first, t
 cuts them. For TP 8, PP 2 it does not say how 33 layers are cut into three, the last with two fewer; here 12, 11 and 10.
 
 Rates. The paper's attention is FlashAttention 2, which writes no scores to memory; `plan` counts the plain XLA path, half of
-whose time is that traffic. So memory's bandwidth is taken as unbounded here, and time is what products take at three quarters of
-the A800's peak. Links are such that figure 1 holds: 27.5% of a layer's forward pass at TP 8, sequence 6144. Nothing is fitted
-to this table. A microbatch is one sample.
+whose time is that traffic. So memory's bandwidth is taken as unbounded here, and time is that of products at 0.75 of peak.
+Links are such that figure 1 holds: 27.5% of a layer's forward pass at TP 8, sequence 6144. Between ranks each GPU sends its
+1/TP of an activation over the network, gathered over NVLink, as Megatron does (`paper_stp.py`), where jaxpipe sends it whole.
+Nothing is fitted to this table. A microbatch is one sample.
 
 ZB-V is the better of ours and of ours with each W right behind its B, in both a B whose W follows at once one backward, as in
 `paper_stp.py`. Memory is a rank's total without workspace; the paper calls its own "peak activation memory".
@@ -39,7 +40,7 @@ from jaxpipe.planning.costs import cost_profile  # noqa: E402
 from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
 from jaxpipe.planning.roofline import Efficiency  # noqa: E402
 from jaxpipe.planning.stages import Sharding, Workbench, workbench  # noqa: E402
-from jaxpipe.planning.targets import TARGETS  # noqa: E402
+from jaxpipe.planning.targets import TARGETS, Target  # noqa: E402
 from jaxpipe.schedule import CostProfile, Schedule  # noqa: E402
 from jaxpipe.schedule.passes import prompt_weights  # noqa: E402
 from jaxpipe.schedule.passes.backwards import fuse_neighbours  # noqa: E402
@@ -64,6 +65,14 @@ def setting(name: str, tp: int, pp: int) -> TrainConfig:
     return config.override([f"pipeline.tp={tp}", f"pipeline.ranks={pp}", f"pipeline.cut={json.dumps(UNPRINTED_CUT)}"])
 
 
+def machine(tp: int, efficiency: Efficiency) -> Target:
+    """The A800 with a network that an activation crosses as in Megatron."""
+    a800 = TARGETS["a800"]
+    near = a800.link_bytes_per_s * efficiency.link
+    rate = 1 / (1 / (tp * a800.network_bytes_per_s) + (tp - 1) / tp / near)
+    return replace(a800, network_bytes_per_s=rate / efficiency.link)
+
+
 def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: int) -> Prediction:
     """The prediction of one schedule; of ZB-V as described above."""
     config = base.override(
@@ -74,7 +83,7 @@ def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: in
         lambda schedule, _: fuse_neighbours(schedule),
         lambda schedule, _: fuse_neighbours(prompt_weights(schedule)),
     ]
-    target = TARGETS["a800"]
+    target = bench.target
     found = [
         predict(config, bench, target, bench.efficiency, Sharding.of(config), target.memory_bytes, transform)
         for transform in (fused if schedule == "v-zb" else as_it_is)
@@ -103,7 +112,7 @@ def rates() -> Efficiency:
 def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
     """A setting at its three numbers of microbatches."""
     base, rows = setting(name, tp, pp), []
-    bench = workbench(base, TARGETS["a800"], efficiency, Sharding.of(base), quiet)
+    bench = workbench(base, machine(tp, efficiency), efficiency, Sharding.of(base), quiet)
     by_microbatches, peaks = VLM_THROUGHPUT[name, tp, pp]
     for m, paper in by_microbatches.items():
         found = {schedule: planned(base, bench, schedule, m) for schedule in SCHEDULES}
@@ -148,6 +157,19 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _write(rows: list[Row], efficiency: Efficiency, seconds: float) -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    document = {
+        "command": "python scripts/plan_vlm.py",
+        "commit": commit.stdout.strip(),
+        "link": round(efficiency.link, 4),
+        "seconds": round(seconds, 1),
+        "rows": rows,
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    quiet(f"wrote {RESULT}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="settings whose name, such as '14.9B TP 8 PP 2', has this in it")
@@ -158,17 +180,8 @@ def main() -> None:
     for name, tp, pp in VLM_THROUGHPUT:
         if arguments.only in f"{name} TP {tp} PP {pp}":
             rows += rows_of(name, tp, pp, efficiency)
-    if arguments.write:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        document = {
-            "command": "python scripts/plan_vlm.py",
-            "commit": commit.stdout.strip(),
-            "link": round(efficiency.link, 4),
-            "seconds": round(time.monotonic() - start, 1),
-            "rows": rows,
-        }
-        RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        quiet(f"wrote {RESULT}")
+            if arguments.write:
+                _write(rows, efficiency, time.monotonic() - start)
     print(table(rows))
 
 

@@ -1,4 +1,4 @@
-"""CLIP uncut: its loss by hand, what a group is, padding, shards, evaluation. Pipelined in ``tests/test_towers.py``."""
+"""CLIP uncut: its loss by hand, what a group is, padding, shards, evaluation."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ def test_bad_sizes_are_one_line() -> None:
     for given, said in (
         ({"image_width": 6}, "multiples of 2 · patch = 4"),
         ({"text_heads": 5}, "use one of"),
-        ({"group": 0}, "group is 0"),
         ({"tower": 2}, "has no option 'tower'"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -31,7 +31,7 @@ from jaxpipe.stage.model.reference import init_params, with_tied_leaves
 
 OPS = ("F", "B", "W", "BW")
 """The functions of a stage that a schedule runs."""
-Seconds = Mapping[str, tuple[float, ...]]
+Seconds = Mapping[str, Sequence[float]]
 """By op, an entry a stage."""
 LEAST_S = 1e-6
 """Of any function: one without matmuls takes time, too."""

@@ -27,7 +27,7 @@ from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
-from jaxpipe.train.assemble import after_passes, build_schedule, order_for, within_memory_limit
+from jaxpipe.train.assemble import build_schedule, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.sections import PipelineConfig
 
@@ -117,9 +117,7 @@ def predict(
     ops |= {"B", "W"} if pipe.separate_gradients else set()
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
-    schedule = order_for(pipe, schedule, costs)
-    schedule = within_memory_limit(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
-    schedule = after_passes(pipe, schedule, costs)
+    schedule = final_order(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
         schedule = transform(schedule, costs)
     timeline = simulate(schedule, costs)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.cost import analytic_profile, cost_profile
 from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
-from jaxpipe.cost.seconds import OPS, flop_seconds
+from jaxpipe.cost.seconds import flop_seconds
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
@@ -312,7 +312,7 @@ def offload_all(schedule: Schedule) -> Schedule:
 def test_workspace_counts_in_program_and_simulator_alike() -> None:
     """Within 5% of each other, as without it, and more than it by a workspace at most."""
     pipe = built("bfloat16", "one").with_schedule(generate("zb-h1", 2, 8))
-    workspace, _ = compiled_bytes(pipe.stages, OPS)
+    workspace, _ = compiled_bytes(pipe.stages)
     pipe = pipe.with_costs(
         cost_profile(pipe.stages, flop_seconds(pipe.stages, 1e9), source="with workspace", workspace=workspace)
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpipe.cost.profile import cost_profile, exchange_s
-from jaxpipe.cost.seconds import LEAST_S, OPS
-from jaxpipe.planning.roofline import Efficiency
+from jaxpipe.cost.seconds import LEAST_S, ops_of
+from jaxpipe.planning.roofline import Efficiency, Work
 from jaxpipe.planning.stages import PlannedStage
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link
@@ -22,13 +22,14 @@ def planned_costs(
     head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
     functions, rates = [s.functions for s in stages], unit_costs(target, efficiency, pipe.tp)
     f, b, w = ([exchange_s(x, op, rates) for x in functions] for op in ("F", "B", "W"))
-    seconds = {op: [max(LEAST_S, s.work[op].seconds) for s in stages] for op in OPS}
+    work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of(functions)}
+    seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
     for op in ("W", "BW"):  # gathers of what W recomputes: nothing hides them
         seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
     return cost_profile(
         functions,
         seconds,
-        workspace={op: [s.workspace[op] for s in stages] for op in OPS},
+        workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
         state_bytes=[s.state_bytes / (pipe.dp if pipe.zero1 else 1) for s in stages],
         link=Link(target.network_latency_s, target.network_bytes_per_s * efficiency.link),
         links=near_links(target, efficiency, pipe),

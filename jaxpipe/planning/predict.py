@@ -150,7 +150,8 @@ def _memory(
     """What each rank holds at its peak, and the most that residuals and boundaries take. Kinds are told apart by simulating
     the same times without workspace, and without boundaries."""
     passing = tuple(
-        (op, tuple(n - s.workspace[op] for n, s in zip(row, stages, strict=True))) for op, row in costs.temp_bytes
+        (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
+        for op, row in costs.temp_bytes
     )
     held = simulate(schedule, replace(costs, temp_bytes=passing)).memory
     kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory

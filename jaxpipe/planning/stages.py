@@ -23,7 +23,6 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes
-from jaxpipe.cost.seconds import OPS
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
@@ -161,11 +160,11 @@ class Workbench:
         if self.temp_of is None:
             return tuple(stages)
         one = {s.key.kind: s for s in stages}
-        wanted = [op for op in OPS if op in set(ops)]
+        wanted = set(ops)
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
             temps = self._temps.setdefault(kind, {})
-            for op in wanted:
-                if op not in temps and (found := self.temp_of(self, one[kind].key, op)) is not None:
+            for op in one[kind].work:
+                if op in wanted and op not in temps and (found := self.temp_of(self, one[kind].key, op)) is not None:
                     temps[op] = found
         made = {kind: replace(s, workspace={**s.workspace, **self._temps[kind]}) for kind, s in one.items()}
         return tuple(made[s.key.kind] for s in stages)
@@ -180,7 +179,7 @@ class Workbench:
 
     def _make(self, key: StageKey) -> PlannedStage:
         functions = with_offload(self.functions_of(key), key.offload_fraction)
-        work = {op: work_of(functions.functions[op].jaxpr, self.target, self.efficiency) for op in OPS}
+        work = {op: work_of(f.jaxpr, self.target, self.efficiency) for op, f in functions.functions.items()}
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxpipe.cost import Timing, cost_profile
 from jaxpipe.cost.memory import RankMemory, compiled_bytes
-from jaxpipe.cost.seconds import OPS, filled_seconds
+from jaxpipe.cost.seconds import filled_seconds
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
@@ -195,7 +195,7 @@ def costs_from(
     """
     base, stages = pipeline.costs, pipeline.stages
     complete = {s for _, s in seconds} >= set(range(len(stages)))
-    workspace, code = compiled_bytes(stages, OPS) if complete else ({}, ())
+    workspace, code = compiled_bytes(stages) if complete else ({}, ())
     costs = cost_profile(
         stages,
         filled_seconds(stages, seconds),

@@ -9,7 +9,7 @@ evaluates: that needs no schedule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,11 +30,12 @@ from jaxpipe.runtime.batches import (
     place_data,
 )
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
-from jaxpipe.schedule import CostProfile, Placement
+from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
 from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
@@ -168,6 +169,23 @@ class Assembly:
             for f in self.stages
             for (layer, path), (owner, owner_path) in f.layout.shared.items()
         )
+
+    def with_ops(self, schedule: Schedule) -> Assembly:
+        """With the functions of ``schedule``'s instructions that are not F, B, W or BW and that a function is registered for
+        (:mod:`jaxpipe.stage.instructions`).
+
+        Raises:
+            StageError: one can't be built.
+        """
+        used: dict[int, dict[str, None]] = {}
+        for rank in range(schedule.num_ranks):
+            for action in schedule.actions(rank):
+                used.setdefault(action.stage, {})[action.op] = None
+        functions = {
+            (r, s): with_instructions(f, used.get(s, ()), self.submeshes[r]) for (r, s), f in self.functions.items()
+        }
+        same = all(f is self.functions[at] for at, f in functions.items())
+        return self if same else replace(self, functions=functions)
 
     @cached_property
     def flop_costs(self) -> CostProfile:

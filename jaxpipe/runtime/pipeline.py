@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import dump
-from jaxpipe.cost import measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.cost import measure_host_link, measure_stages, with_missing_ops, with_offloadable_bytes
 from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
@@ -114,6 +114,7 @@ class Pipeline(Assembly):
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from how they were compiled; build a new pipeline for it"
             )
+        assembly = assembly.with_ops(schedule)
         wanted = braided_slots(schedule, assembly.stages) if assembly.braid else ()
         braids = build_braids(wanted, assembly.functions, assembly.cache)
         programs = lower(schedule, assembly.stages, braids)
@@ -123,7 +124,7 @@ class Pipeline(Assembly):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
         stages = {f.name: getattr(assembly, f.name) for f in fields(Assembly)}
-        costs = assembly.flop_costs if costs is None else costs
+        costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         return cls(**stages, schedule=schedule, programs=programs, costs=costs, braids=braids, epilogues=epilogues)
 
     def with_costs(self, costs: CostProfile) -> Pipeline:

@@ -78,11 +78,7 @@ class Task:
             return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
         if not isinstance(self.costs, CostProfile):
             return self.costs(placement)
-        if self.costs.num_stages != placement.num_stages:
-            raise ScheduleError(
-                f"the costs are for {self.costs.num_stages} stages; this takes {placement.num_stages} "
-                f"({placement.num_chunks} per rank)"
-            )
+        self.costs.require_stages(placement.num_stages, f"this, with {placement.num_chunks} per rank,")
         return self.costs
 
     def offloads_somewhere(self) -> bool:

@@ -11,12 +11,13 @@ from typing import Literal
 
 from jaxpipe.schedule.ir import Action, Slot
 
-ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss"]
+ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators."""
+    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. What crosses
+    from stage to stage is named by who makes it: ``y`` by the leaf of what leaves, ``dx`` by that of what enters."""
 
     kind: ValueKind
     stage: int

@@ -10,7 +10,7 @@ several ranks, and stage graphs other than a chain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -168,69 +168,55 @@ class _RankLowering:
         """The value an input port reads."""
         s, i = action.stage, action.microbatch
         match port.kind:
+            case "x":
+                producer, leaf = self.stages[s].x_from[port.index]
+                return Value("y", producer, i, leaf)
+            case "dy":
+                reader, leaf = self.stages[s].dy_from[port.index]
+                return Value("dx", reader, i, leaf)
             case "param" | "acc":
                 return Value(port.kind, s, -1, port.index)
             case "key":
                 return Value("key", -1, i, port.index)
-            case "data" | "x" | "dy" | "res" | "wres":
+            case "data" | "res" | "wres":
                 return Value(port.kind, s, i, port.index)
             case _:
                 raise AssertionError(f"{action} reads a {port.kind} port")
 
     def _output(self, port: Port, action: Action) -> Value | None:
-        """The value an output port writes; y and dx are named by the stage that reads them."""
+        """The value an output port writes."""
         s, i = action.stage, action.microbatch
         match port.kind:
-            case "y":
-                return Value("x", s + 1, i, port.index)
-            case "dx":
-                return Value("dy", s - 1, i, port.index)
             case "acc":
                 return Value("acc", s, -1, port.index)
-            case "res" | "wres" | "loss":
+            case "y" | "dx" | "res" | "wres" | "loss":
                 return Value(port.kind, s, i, port.index)
             case "token":
                 return None
             case _:
                 raise AssertionError(f"{action} writes a {port.kind} port")
 
-    def _source(self, value: Value) -> tuple[Action, int] | None:
-        """Which action on which rank sends this value here; None if it is not a neighbour's."""
-        if value.kind == "x":
-            stage, part = value.stage - 1, "F"
-        elif value.kind == "dy":
-            stage, part = value.stage + 1, "B"
-        else:
-            return None
-        (rank,) = self.schedule.placement.ranks(stage, value.microbatch)
-        return self.performers[(rank, part, stage, value.microbatch)], rank
-
     def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
-        missing = [v for v in inputs if v.kind in ("x", "dy") and v not in self.present]
-        if not missing:
-            return
-        kinds = {v.kind for v in missing}
-        for kind in sorted(kinds):
-            first = next(v for v in missing if v.kind == kind)
-            source = self._source(first)
-            assert source is not None
-            sender, src = source
-            assert src != self.rank, f"{action} on rank {self.rank} reads {first}, which this rank never made"
-            values = self._sent_values(sender)
+        missing = dict.fromkeys((v.kind, v.stage) for v in inputs if v.kind in ("y", "dx") and v not in self.present)
+        for kind, stage in sorted(missing):
+            (src,) = self.schedule.placement.ranks(stage, action.microbatch)
+            sender = self.performers[(src, "F" if kind == "y" else "B", stage, action.microbatch)]
+            assert src != self.rank, f"{action} on rank {self.rank} reads what {sender} never made"
+            values = self._message(sender, self.rank)
             self.steps.append(Step("recv", sender, (), values, peer=src))
             self.present.update(values)
 
-    def _sent_values(self, sender: Action) -> tuple[Value, ...]:
-        carried = message(self.stages, sender)
+    def _message(self, sender: Action, dst: int) -> tuple[Value, ...]:
+        carried = message(self.stages, sender, self.schedule.placement.stages_of(dst))
         self.value_bytes.update({value: device_bytes(aval) for value, aval in carried})
         return tuple(value for value, _ in carried)
 
     def _send(self, action: Action, boundary: Sequence[Value | None]) -> None:
-        if not boundary or boundary[0] is None:
-            return
-        (dst,) = self.schedule.placement.ranks(boundary[0].stage, action.microbatch)
-        if dst != self.rank:
-            values = self._sent_values(action)
+        """A message to each other rank that reads of what an action made."""
+        readers = {t for value in boundary if value is not None for t in readers_of(self.stages, value)}
+        ranks = {rank for t in readers for rank in self.schedule.placement.ranks(t, action.microbatch)}
+        for dst in sorted(ranks - {self.rank}):
+            values = self._message(action, dst)
             if values:
                 self.steps.append(Step("send", action, values, (), peer=dst))
 
@@ -240,19 +226,30 @@ class _RankLowering:
         self.steps.append(Step(kind, action, residuals, ()))
 
 
-def message(
-    stages: Sequence[StageFunctions] | Mapping[int, StageFunctions], sender: Action
-) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
-    """What a send of ``sender`` carries, in order: its y or dx that the neighbour's functions read (named as the neighbour
-    names them), with their shapes."""
+Stages = Sequence[StageFunctions] | Mapping[int, StageFunctions]
+"""The functions of stages by number."""
+
+
+def message(stages: Stages, sender: Action, readers: Collection[int]) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
+    """What a send of ``sender`` to a rank with the stages ``readers`` carries, in order: of its y or dx what their functions
+    read, with shapes."""
     function = stages[sender.stage].functions[sender.op]
-    kinds: Mapping[str, tuple[Literal["x", "dy"], int]] = {"y": ("x", sender.stage + 1), "dx": ("dy", sender.stage - 1)}
     found = [
-        (Value(*kinds[port.kind], sender.microbatch, port.index), aval)
+        (Value(port.kind, sender.stage, sender.microbatch, port.index), aval)
         for port, aval in zip(function.outputs, function.avals_out, strict=True)
-        if port.kind in kinds
+        if port.kind in ("y", "dx")
     ]
-    return tuple((value, aval) for value, aval in found if _is_read(stages[value.stage], value))
+    return tuple((v, aval) for v, aval in found if any(t in readers for t in readers_of(stages, v)))
+
+
+def readers_of(stages: Stages, value: Value) -> Iterator[int]:
+    """The stages that read a y or dx in training."""
+    made, forward = stages[value.stage], value.kind == "y"
+    for t in dict.fromkeys(t for t, _ in (made.dy_from if forward else made.x_from)):
+        names = stages[t].x_from if forward else stages[t].dy_from
+        ports = {Port("x" if forward else "dy", k) for k, n in enumerate(names) if n == (value.stage, value.index)}
+        if any(not ports.isdisjoint(f.inputs) for f in stages[t].functions.values()):
+            yield t
 
 
 def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:
@@ -263,8 +260,3 @@ def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action
         for a in schedule.actions(rank)
         for part in op_spec(a.op).performs()
     }
-
-
-def _is_read(stage: StageFunctions, value: Value) -> bool:
-    wanted = Port(value.kind, value.index)
-    return any(wanted in f.inputs for f in stage.functions.values())

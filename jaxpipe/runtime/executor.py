@@ -435,7 +435,8 @@ def message_homes(
     for program in programs:
         for i in program.instructions:
             if isinstance(i, Send):
-                carried = [aval.sharding for _, aval in message(stages, i.action)]
+                there = {s for r, s in functions if r == i.dst}
+                carried = [aval.sharding for _, aval in message(stages, i.action, there)]
                 number = numbers[(program.rank, i.dst, i.action)]
                 homes[number] = [NamedSharding(meshes[i.dst], s.spec) for s in carried if isinstance(s, NamedSharding)]
                 assert len(homes[number]) == len(i.slots), f"{i}: every array has a sharding on the rank"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
-from jaxpipe.program.ir import Program, Recv
+from jaxpipe.program.ir import Program, Recv, Run
 from jaxpipe.program.lower import message
 from jaxpipe.runtime.executor import message_numbers
 from jaxpipe.stage.functions import StageFunctions
@@ -38,10 +38,11 @@ class StandIns:
     def __init__(self, program: Program, all_programs: Sequence[Program], stages: Sequence[StageFunctions]) -> None:
         numbers = message_numbers(all_programs)
         self._make: dict[int, Callable[[], list[jax.Array]]] = {}
+        here = {stage for i in program.instructions if isinstance(i, Run) for _, stage in i.parts}
         for instruction in program.instructions:
             if isinstance(instruction, Recv):
-                carried = message(stages, instruction.action)
-                scale = COTANGENT if any(value.kind == "dy" for value, _ in carried) else ACTIVATION
+                carried = message(stages, instruction.action, here)
+                scale = COTANGENT if any(value.kind == "dx" for value, _ in carried) else ACTIVATION
                 number = numbers[(instruction.src, program.rank, instruction.action)]
                 self._make[number] = maker(tuple(aval for _, aval in carried), scale)
 

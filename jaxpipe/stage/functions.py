@@ -99,7 +99,9 @@ class StageFunctions:
     ``functions``: by op, those that a schedule runs. ``evaluation``: E.
 
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
-    does. ``x_avals``/``y_avals``: their array leaves in port order. ``data_names``: batch arrays it reads, in port order.
+    does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that
+    makes it and the ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there.
+    ``data_names``: batch arrays it reads, in port order.
     Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
@@ -116,6 +118,8 @@ class StageFunctions:
     y: Any
     x_avals: tuple[jax.ShapeDtypeStruct, ...]
     y_avals: tuple[jax.ShapeDtypeStruct, ...]
+    x_from: tuple[tuple[int, int], ...]
+    dy_from: tuple[tuple[int, int], ...]
     data_names: tuple[str, ...]
     uses_key: bool
     layout: ParamLayout

@@ -250,6 +250,8 @@ def _assemble(
         y=y_global,
         x_avals=x_avals,
         y_avals=tuple(array_leaves(y_global)),
+        x_from=tuple((spec.stage - 1, i) for i in range(len(x_avals))),
+        dy_from=tuple((spec.stage + 1, i) for i in range(len(leaving))),
         data_names=tuple(spec.data),
         uses_key=spec.uses_key,
         layout=layout,

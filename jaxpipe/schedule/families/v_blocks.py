@@ -142,7 +142,6 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     squeezed = finisher.retimer.draft(rows)
     assert squeezed is not None, "a repeated block deadlocks"
     tries = affordable(problem, _ACTIONS)
-    drafts = [
-        finisher.best(start, squeezed.peak, tries) for start in (rows, compact(problem, cells_of(block, problem)))
-    ]
+    starts = rows, compact(problem, cells_of(block, problem))
+    drafts = [finisher.best(start, squeezed.peak, tries) for start in starts]
     return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)

@@ -53,15 +53,11 @@ def prompt_weights(schedule: Schedule) -> Schedule:
     W waits for nothing but its B, on the same rank, so a valid schedule stays valid. It can take longer: W's then stand before
     B's that other ranks wait for.
     """
-    return replace(schedule, rows=tuple(_prompt(row, _is_weight) for row in schedule.rows))
+    return replace(schedule, rows=tuple(_prompt(row, lambda slot: slot.actions[0].op == "W") for row in schedule.rows))
 
 
 def _is_offload(slot: Slot) -> bool:
     return op_spec(slot.actions[0].op).lane == "d2h"
-
-
-def _is_weight(slot: Slot) -> bool:
-    return slot.actions[0].op == "W"
 
 
 def _figures(timeline: Timeline) -> tuple[float, float]:

@@ -45,7 +45,7 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
     found: BraidedFunction | None = cache.jitted.get(key)
     if found is None:
-        mesh = _mesh_of([f for _, f in parts])
+        mesh = mesh_of([f for _, f in parts])
         found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
     return replace(found, parts=names)
 
@@ -80,7 +80,8 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     )
 
 
-def _mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+def mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+    """The devices on which functions run."""
     meshes = {a.sharding.mesh for f in functions for a in f.avals_out if isinstance(a.sharding, NamedSharding)}
     assert len(meshes) == 1, "the parts of a braid live on one submesh"
     (mesh,) = meshes

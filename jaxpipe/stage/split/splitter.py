@@ -174,10 +174,8 @@ def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
     kinds = {"param", "data", "key", "acc"}
 
     def free(v: Var) -> bool:
-        port = graph.trace.inputs.get(v)
-        if port is not None:
-            return port.kind in kinds
-        return graph.of(v) is Level.FIXED or v is graph.trace.seed
+        kind = graph.port_kind(v)
+        return kind in kinds if kind else graph.of(v) is Level.FIXED or v is graph.trace.seed
 
     return free
 
@@ -196,7 +194,6 @@ def _crossing(
             continue
         seen.add(v)
         i = graph.maker.get(v)
-        port = graph.trace.inputs.get(v)
         if i in b:
             base = graph.view_base(v)
             if base is None:
@@ -205,7 +202,7 @@ def _crossing(
                 assert i is not None
                 redo.add(i)
                 stack.append(base)
-        elif port is not None and port.kind == "dy":
+        elif graph.port_kind(v) == "dy":
             crossing[v] = None
     order = {v: k for k, v in enumerate([*graph.trace.inputs, *graph.maker])}
     return sorted(crossing, key=order.__getitem__), redo

@@ -21,7 +21,7 @@ from jaxpipe.planning.costs import cost_profile
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import OPS, PlannedStage, Sharding, Workbench, microbatch_size
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
+from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.recompute_report import remarks
@@ -174,7 +174,9 @@ def _prediction(
                 max(0.0, activations - residuals),
             )
         )
-        copied.append(sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if a.op == "O"))
+        copied.append(
+            sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if op_spec(a.op).lane == "d2h")
+        )
     static = max(m.parameters + m.gradients + m.optimizer for m in memory)
     flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches * sharding.dp * sharding.tp
     return Prediction(
@@ -219,9 +221,9 @@ def _host_peaks(timeline: Timeline, costs: CostProfile) -> tuple[float, ...]:
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         for action in event.action.actions:
-            if action.op == "O":
+            if event.lane == "d2h":
                 changes[event.rank].append((event.start_s, costs.offloadable_bytes[action.stage]))
-            elif action.op == "L":
+            elif event.lane == "h2d":
                 changes[event.rank].append((event.end_s, -costs.offloadable_bytes[action.stage]))
     peaks = []
     for mine in changes:

@@ -86,7 +86,9 @@ class Prediction:
     def offload_bytes(self) -> tuple[float, ...]:
         """Copied to the host, by a rank in a step."""
         rows = (self.schedule.actions(rank) for rank in range(self.schedule.num_ranks))
-        return tuple(sum(self.costs.offloadable_bytes[a.stage] for a in row if op_spec(a.op).lane == "d2h") for row in rows)
+        return tuple(
+            sum(self.costs.offloadable_bytes[a.stage] for a in row if op_spec(a.op).lane == "d2h") for row in rows
+        )
 
     @property
     def worst(self) -> RankMemory:

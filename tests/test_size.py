@@ -20,23 +20,23 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 697, 14),
-    "cli": (17, 2164, 6),
-    "cost": (5, 663, 6),
-    "planning": (10, 1231, 14),
+    "cli": (17, 2162, 6),
+    "cost": (5, 692, 6),
+    "planning": (10, 1072, 12),
     "plot": (8, 801, 5),
-    "program": (6, 513, 10),
-    "runtime": (16, 1904, 19),
-    "schedule": (24, 2725, 26),
+    "program": (6, 548, 10),
+    "runtime": (17, 1943, 20),
+    "schedule": (24, 2730, 26),
     "schedule/blocks": (6, 241, 1),
     "schedule/bounds": (8, 601, 6),
     "schedule/families": (28, 1700, 3),
     "schedule/list_schedule": (9, 1009, 14),
     "schedule/passes": (9, 886, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (41, 5552, 50),
-    "train": (50, 6724, 80),
+    "stage": (42, 5721, 51),
+    "train": (50, 6690, 79),
 }
-MOST_OF_SCHEDULE = 7162
+MOST_OF_SCHEDULE = 7167
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

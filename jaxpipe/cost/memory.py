@@ -18,6 +18,7 @@ w-residuals     what B saved for W
 boundaries      x and dy on the rank that reads them (x stays for the backward pass where that reads it), y and dx until sent
 communication   x and dy that were sent and that the receiver has not taken yet
 losses          loss sums, and a scalar per action that the runtime waits on
+user values     what instructions of one's own write for themselves and for the caller
 temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
 ==============  ======================================================================================================
@@ -34,7 +35,7 @@ Not modelled: the source of a message while the copy is under way, fragmentation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -49,7 +50,7 @@ from jaxpipe.wording import aligned, format_bytes
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
-    "losses", "temporaries", "code",
+    "losses", "user values", "temporaries", "code",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FootprintOf = Callable[[Any], Footprint]
@@ -57,6 +58,7 @@ FootprintOf = Callable[[Any], Footprint]
 
 _KIND_OF_PORT: Mapping[str, Kind] = {
     "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
+    "user": "user values",
 }  # fmt: skip
 _NO_ARRAYS: tuple[Kind, ...] = ("temporaries", "code")
 _KEY_BYTES = 8
@@ -223,6 +225,9 @@ class _Rank:
         self.curve: list[int] = []
         self.host_curve: list[int] = []
         self.slots: dict[int, _Buffer | None] = {slot: None for _, slot in program.bound}
+        for (value, slot), n in zip(program.bound, program.bound_bytes, strict=True):
+            if value.kind == "state":
+                self.fill(slot, n, "user values")
         events = [e for e in timeline.events if e.rank == program.rank and e.lane != "send"] if timeline else []
         self.times: dict[Slot, tuple[float, float]] = {
             a: (e.start_s, e.end_s) for e in events for a in (e.action, *e.action.actions)
@@ -324,6 +329,20 @@ def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:
         return 0
     donated = total_device_bytes([function.avals_in[k] for k in function.donated])
     return found.temp_bytes + max(0, donated - found.alias_bytes)
+
+
+def compiled_bytes(
+    stages: Sequence[StageFunctions], ops: Collection[str] | None = None
+) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """Workspace by op, an entry a stage, and compiled code by stage. Compiles these ops (all), unless they are already."""
+    ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
+
+    def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
+        functions = [s.functions.get(op) for s in stages]
+        return tuple(0 if f is None else count(f, footprint(f)) for f in functions)
+
+    code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
+    return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))
 
 
 def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:

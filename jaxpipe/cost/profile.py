@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpipe.cost.host_link import HostLinkMeasurement
-from jaxpipe.cost.memory import FootprintOf, passing_bytes, workspace_bytes
-from jaxpipe.cost.seconds import OPS, Seconds, Timing, flop_seconds, time_collectives, time_function
-from jaxpipe.schedule import CostProfile, HostLink, Link
+from jaxpipe.cost.memory import compiled_bytes, passing_bytes
+from jaxpipe.cost.seconds import Seconds, Timing, flop_seconds, ops_of, time_collectives, time_function
+from jaxpipe.schedule import CostProfile, HostLink, Link, op_spec
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.compiled.footprint import Footprint, footprint, total_device_bytes
 from jaxpipe.stage.functions import StageFunctions
@@ -27,40 +28,42 @@ def cost_profile(
     seconds: Seconds,
     *,
     source: str,
-    footprint_of: FootprintOf | None = None,
+    workspace: Seconds | None = None,
     state_bytes: Sequence[float] = (),
+    extra: Sequence[tuple[str, tuple[float, ...]]] = (),
     **others: Any,
 ) -> CostProfile:
     """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
 
-    ``temp_bytes`` of an op: workspace (as ``footprint_of`` tells it; 0 without) and what the runtime holds while the op runs
-    beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
-    ``optimizer_bytes``: gradient accumulators, compiled code and ``state_bytes`` (masters and optimizer state, by stage).
-    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``others``: more fields of
-    the profile (links, ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out).
+    ``temp_bytes`` of an op: ``workspace`` (bytes by op, an entry a stage; 0 without) and what the runtime holds while the op
+    runs beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
+    ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code).
+    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
+    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of the profile (links, ``tp_comm_s``: of the
+    tensor-parallel collectives of F, which ``seconds`` leave out).
     """
-    sizes: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
-    found: dict[
-        int, tuple[dict[str, float], float, int]
-    ] = {}  # by identity: stages may be many and few of them different
-    for s in stages:
-        if id(s) not in found:
-            functions = {op: s.functions[op] for op in OPS if op in s.functions}
-            known = {op: footprint_of(f) if footprint_of is not None else None for op, f in functions.items()}
-            temp = {op: float(passing_bytes(s, f) + workspace_bytes(f, known[op])) for op, f in functions.items()}
-            code = sum(f.code_bytes for f in known.values() if f is not None)
-            found[id(s)] = temp, float(total_device_bytes(s.acc_avals) + code), len(collectives(functions["F"].jaxpr))
-    own = [found[id(s)] for s in stages]
+    fields: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
+    more = dict(extra)
+    for op, row in seconds.items():
+        name = op_spec(op).cost
+        (fields if name in PER_STAGE_FIELDS else more).setdefault(name, tuple(row))
+    kinds = {id(s): s for s in stages}  # stages may be many, and few of them different
+    passing = {at: {op: passing_bytes(s, f) for op, f in s.functions.items()} for at, s in kinds.items()}
+    acc = {at: total_device_bytes(s.acc_avals) for at, s in kinds.items()}
+    exchanges = {at: len(collectives(s.functions["F"].jaxpr)) for at, s in kinds.items()}
+    none, own = (0.0,) * len(stages), [id(s) for s in stages]
+
+    def temp(op: str) -> tuple[float, ...]:
+        inside = (workspace or {}).get(op, none)
+        return tuple(float(passing[at].get(op, 0) + n) for at, n in zip(own, inside, strict=True))
+
     return CostProfile(
-        f_s=seconds["F"],
-        b_s=seconds["B"],
-        w_s=seconds["W"],
-        bw_s=seconds["BW"],
-        **sizes,
-        temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in OPS),
-        optimizer_bytes=tuple(a + b for (_, a, _), b in zip(own, state_bytes or [0.0] * len(own), strict=True)),
+        **fields,
+        extra=tuple(more.items()),
+        temp_bytes=tuple((op, temp(op)) for op in ops_of(stages)),
+        optimizer_bytes=tuple(float(acc[at] + n) for at, n in zip(own, state_bytes or none, strict=True)),
         boundary_buffers=True,
-        tp_collectives=tuple(max(1, count) for _, _, count in own),
+        tp_collectives=tuple(max(1, exchanges[at]) for at in own),
         source=source,
         **others,
     )
@@ -112,18 +115,21 @@ class StageMeasurements:
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
         stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
-        seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS if op in ops}
+        medians = {at: timing.median_s for at, timing in self.timings.items()}
+        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
         comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
         if any(comm):
             for op in ("F", "B"):
                 seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
         apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
         seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
         return cost_profile(
             self.stages,
             seconds,
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
-            footprint_of=(lambda f: footprint(f) if f.op in ops else Footprint()) if self.footprints else None,
+            workspace=workspace,
+            state_bytes=code,
             link=link if link is not None else Link(),
             host=self.host.host_link() if self.host is not None else HostLink(),
             tp_comm_s=comm,
@@ -143,7 +149,7 @@ def measure_stages(
 
     Args:
         stages: in order.
-        fused: BW too, which schedules of B and W never run.
+        fused: ops that do the work of several too (BW), which schedules of B and W never run.
         repeats: timed samples per function.
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
@@ -152,10 +158,12 @@ def measure_stages(
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
     for s, stage in enumerate(stages):
-        for op in OPS if fused else [op for op in OPS if op != "BW"]:
-            timings[(op, s)] = time_function(stage.functions[op], repeats, warm_up)
+        for op, function in stage.functions.items():
+            if op_spec(op).parts and not fused:
+                continue
+            timings[(op, s)] = time_function(function, repeats, warm_up)
             if memory:
-                footprints[(op, s)] = footprint(stage.functions[op])
+                footprints[(op, s)] = footprint(function)
             tell(f"stage {s} {op}: {timings[(op, s)]}")
         alone = time_collectives(stage.functions["F"], repeats, warm_up)
         if alone is not None:
@@ -172,11 +180,24 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
         measured = seconds.get((op, stage))
         return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
 
-    rows = {op: getattr(costs, f"{op.lower()}_s") for op in OPS}
-    changed: dict[str, Any] = {
-        f"{op.lower()}_s": tuple(compute_s(op, s, x) for s, x in enumerate(row)) for op, row in rows.items()
-    }
-    return replace(costs, source="measured in the run", **changed)
+    made = replace(costs, source="measured in the run")
+    for op in dict.fromkeys(op for op, _ in seconds):
+        spec = op_spec(op)
+        if spec.lane == "compute" and spec.cost:
+            row = tuple(compute_s(op, s, x) for s, x in enumerate(costs.values(spec.cost)))
+            made = made.with_values(spec.cost, row)
+    return made
+
+
+def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> CostProfile:
+    """``costs`` with those of ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
+    :func:`analytic_profile` has them."""
+    known = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
+    missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in known}
+    seconds = flop_seconds(stages, DEFAULT_FLOPS_PER_S) if missing else {}
+    for name, op in missing.items():
+        costs = costs.with_values(name, seconds[op])
+    return costs
 
 
 def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:

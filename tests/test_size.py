@@ -20,23 +20,24 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 697, 14),
-    "cli": (17, 2164, 6),
-    "cost": (5, 684, 6),
-    "planning": (10, 1229, 14),
+    "cli": (17, 2162, 6),
+    "cost": (5, 692, 6),
+    "planning": (10, 1072, 12),
     "plot": (8, 801, 5),
     "program": (6, 548, 10),
-    "runtime": (17, 1941, 20),
-    "schedule": (24, 2730, 26),
-    "schedule/blocks": (6, 241, 1),
-    "schedule/bounds": (8, 601, 6),
-    "schedule/families": (28, 1700, 3),
-    "schedule/list_schedule": (9, 1009, 14),
-    "schedule/passes": (9, 886, 9),
+    "rehearsal": (6, 671, 8),
+    "runtime": (13, 1422, 13),
+    "schedule": (24, 2790, 26),
+    "schedule/blocks": (5, 237, 1),
+    "schedule/bounds": (6, 594, 6),
+    "schedule/families": (20, 1644, 3),
+    "schedule/list_schedule": (9, 1015, 14),
+    "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (42, 5722, 51),
-    "train": (50, 6699, 79),
+    "stage": (42, 5653, 50),
+    "train": (49, 6534, 78),
 }
-MOST_OF_SCHEDULE = 7167
+MOST_OF_SCHEDULE = 7199
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -39,7 +39,7 @@ from jaxpipe.runtime.leaves import replace_leaf, without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
-from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
+from jaxpipe.schedule import CostProfile, Schedule, Timeline, op_spec, simulate
 from jaxpipe.stage.compiled.braid import build_braids
 from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -129,7 +129,7 @@ class Pipeline(Assembly):
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        return replace(self, costs=costs)
+        return replace(self, costs=with_missing_ops(costs, self.stages))
 
     def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
         """The same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as nothing
@@ -209,30 +209,19 @@ class Pipeline(Assembly):
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
         loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
         weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
-        acc = self.sum_replicas(self.reduced({at: list(buffers) for at, buffers in out.acc.items()}))
-        whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
-        grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
+        acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
+        whole: dict[int, dict[str, Params]] = {}
+        grads: dict[str, Params] = {}
+        for s, f in enumerate(self.stages):
+            untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
+            whole[s] = f.layout.unpack([*acc[self.primary(s)], *untrained])
+            copies = {(name, *path) for name, path in f.layout.shared}
+            grads |= {name: without_leaves(leaves, (name,), copies) for name, leaves in whole[s].items()}
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
             grads = replace_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
         return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
-
-    def owned(self, stage: int, tree: Mapping[str, Params]) -> dict[str, Params]:
-        """``tree`` (a stage's parameters or gradients) without the copies of leaves that other stages own."""
-        copies = {(name, *path) for name, path in self.layout(stage).shared}
-        return {name: without_leaves(leaves, (name,), copies) for name, leaves in tree.items()}
-
-    def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
-        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained come
-        as zeros."""
-        functions = self.functions[self.primary(stage)]
-        untrained = functions.param_avals[functions.layout.num_trained :]
-        return functions.layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in untrained)])
-
-    def reduced(self, acc: Mapping[Instance, Buffers]) -> dict[Instance, Buffers]:
-        """What the devices of each rank accumulated, summed over them (:mod:`jaxpipe.runtime.reduction`)."""
-        return {at: self._reductions[at](buffers) for at, buffers in acc.items()}
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:
@@ -306,7 +295,7 @@ class Pipeline(Assembly):
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
-        fused = any(a.op == "BW" for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
+        fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
         measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
         return replace(measured, host=host).costs()
 

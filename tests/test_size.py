@@ -35,7 +35,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
     "stage": (42, 5653, 50),
-    "train": (49, 6534, 78),
+    "train": (49, 6535, 78),
 }
 MOST_OF_SCHEDULE = 7199
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -95,6 +95,10 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"stage {s} is spread over ranks {', '.join(map(str, group))}; the runtime runs one rank a stage: use a "
                     "placement without shared stages"
                 )
+    if placement.has_spans:
+        raise ProgramError(
+            f"spans are {' '.join(map(str, placement.span))}; the runtime runs each stage once per microbatch"
+        )
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
             if op_spec(action.op).is_sync:

@@ -28,6 +28,7 @@ from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.split.policies import per_stage
@@ -101,13 +102,13 @@ class TempOf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageKey:
-    """What a stage is built from: layers, the first one's index in the model, what enters, whether it is the last, its
-    recompute policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
+    """What a stage is built from: layers, the first one's index in the model, what enters, its links to others, its recompute
+    policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
 
     layers: tuple[Layer, ...]
     offset: int
     x: Any
-    last: bool
+    links: StageLinks
     policy: str
     size: int
     offload_fraction: float = 1.0
@@ -116,7 +117,7 @@ class StageKey:
     def kind(self) -> Hashable:
         """Equal for stages that cost the same."""
         layers = tuple(layer.code for layer in self.layers)
-        return (layers, str(self.x), self.last, self.policy, self.size, self.offload_fraction)
+        return (layers, str(self.x), self.links.kind, self.policy, self.size, self.offload_fraction)
 
     def __str__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -185,15 +186,15 @@ class Workbench:
         """
         policies = per_stage(recompute, len(cut))
         made: list[PlannedStage] = []
-        for (start, stop), policy in zip(cut, policies, strict=True):
-            x = made[-1].functions.y if made else None
-            key = StageKey(
-                self.model.layers[start:stop], start, x, stop == len(self.model.layers), policy, size, offload_fraction
-            )
+        layers = [self.model.layers[start:stop] for start, stop in cut]
+        leaving: list[tuple[Any, ...]] = []
+        for s, links in enumerate(links_of(layers, self.avals)):
+            key = StageKey(layers[s], cut[s][0], links.entering(leaving), links, policies[s], size, offload_fraction)
             if key.kind not in self._known:
                 self.progress(f"tracing {key}")
                 self._known[key.kind] = self._make(key)
             made.append(self._known[key.kind])
+            leaving.append(links.exits(made[-1].functions.y))
         return tuple(made)
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Iterable[str]) -> tuple[PlannedStage, ...]:
@@ -221,7 +222,7 @@ class Workbench:
             self.model.batch_spec(key.size),
             self.mesh,
             0,
-            key.last,
+            key.links,
             key.policy,
             self._master_dtype,
             self.cache,

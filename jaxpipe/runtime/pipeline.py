@@ -52,12 +52,13 @@ from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
-from jaxpipe.stage.functions import Braids, StageFunction, StageFunctions
+from jaxpipe.stage.functions import Braids, Metrics, Port, StageFunction, StageFunctions
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, Model, Params, Path
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, taken_by
+from jaxpipe.stage.model.links import loss_factor
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, get_leaf, stage_params
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
-from jaxpipe.stage.model.reference import model_output
+from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
 from jaxpipe.stage.split.policies import STANDARD
 
 Buffers = list[jax.Array]
@@ -75,6 +76,19 @@ class Tie:
     owner_path: Path
     copy_stage: int
     copy_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Positions among the ``loss`` ports of all stages, in order: ``heads``, of each loss its sum and weight; ``metrics``, by
+    name the same of each metric, and of several losses of each by its layer's name."""
+
+    heads: tuple[tuple[int, int], ...]
+    metrics: Metrics
+
+    def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """Loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), of the sums by position."""
+        return combined([(sums[a], sums[b]) for a, b in self.heads])
 
 
 @dataclass(frozen=True, repr=False)
@@ -386,7 +400,7 @@ class Pipeline:
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
         microbatches = self.schedule.num_microbatches
         check_placed(params, self.functions)
-        batch = checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
+        batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
         data = place_data(batch, self.functions, self.submeshes)
         return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
 
@@ -395,8 +409,8 @@ class Pipeline:
     ) -> tuple[jax.Array, dict[str, Params]]:
         """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
-        loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
-        weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
+        sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
+        loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas(self.reduced({at: list(buffers) for at, buffers in out.acc.items()}))
         whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
         grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
@@ -407,14 +421,45 @@ class Pipeline:
         return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
-        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
-        loss_sum, weight, *_ = self.evaluate_sums(params, batch)
-        return loss_sum, weight
+        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout. Of several
+        losses, as :func:`~jaxpipe.stage.model.reference.combined`."""
+        sums = self.evaluate_sums(params, batch)
+        loss_sum, weight = self.eval_reported.loss(sums)
+        return float(loss_sum), float(weight)
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
-        """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
-        losses = self._forward(params, batch, [f.evaluation for f in self.stages])
+        """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
+        found = self._forward(params, batch, [f.evaluation for f in self.stages])
+        losses = [[made[at] for at in sorted(made) if at[1].kind == "loss"] for made in found]
         return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
+
+    @cached_property
+    def reported(self) -> Reported:
+        """Where what a step reports stands among the ``loss`` ports of all stages."""
+        return self._reported(False)
+
+    @cached_property
+    def eval_reported(self) -> Reported:
+        """As :attr:`reported`, of an evaluation."""
+        return self._reported(True)
+
+    def _reported(self, evaluation: bool) -> Reported:
+        heads: list[tuple[int, int]] = []
+        named: dict[str, tuple[int, int]] = {}
+        first = 0
+        several = len(self.model.losses) > 1
+        for s, f in enumerate(self.stages):
+            own = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
+            names = [self.layers(s)[k].name for k in f.links.losses]
+            found = {n: at for n, at in zip(names, own, strict=True) if several and n != "loss"}
+            metrics = f.eval_metrics if evaluation else f.metrics
+            found |= {name: (first + a, first + b) for name, (a, b) in metrics.items()}
+            if twice := found.keys() & named.keys():
+                raise StageError(f"two losses report a metric {min(twice)!r}; give one another name")
+            named |= found
+            heads += own
+            first += sum(p.kind == "loss" for p in (f.evaluation if evaluation else f.functions["F"]).outputs)
+        return Reported(tuple(heads), named)
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
         """What the layer before the loss returns for ``batch`` (leading axis: microbatches; what only the loss reads may be
@@ -424,7 +469,7 @@ class Pipeline:
             ProgramError: the batch lacks what a layer before the loss reads; the output's shape does not tell how it is divided
                 over tensor-parallel shards.
         """
-        reads = list(dict.fromkeys(name for layer in self.model.layers[:-1] for name in layer.reads))
+        reads = read_by(self.model, taken_by(self.model.layers)[-1])
         if missing := [name for name in reads if name not in batch]:
             raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
         function, tree, whole = self._output
@@ -433,7 +478,8 @@ class Pipeline:
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
         functions = [*(f.evaluation for f in self.stages[:-1]), function]
-        made = zip(*self._forward(params, {**unread, **batch}, functions), strict=True)
+        runs = self._forward(params, {**unread, **batch}, functions)
+        made = zip(*([run[(len(functions) - 1, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
             for parts, a in zip(made, whole, strict=True)
@@ -452,20 +498,45 @@ class Pipeline:
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
-    ) -> Iterator[Sequence[jax.Array]]:
-        """What the last of ``functions``, one a stage, returns for each microbatch."""
+    ) -> Iterator[Mapping[tuple[int, Port], jax.Array]]:
+        """What ``functions``, one a stage, return for each microbatch, by stage and port."""
         check_placed(params, self.functions)
-        batch = checked_batch(batch, self.model.batch_spec(self.microbatch_size), len(next(iter(batch.values()))))
+        count = len(next(iter(batch.values())))
+        batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), count))
         data = place_data(batch, self.functions, self.submeshes)
-        for i in range(len(next(iter(batch.values())))):
-            carry: Sequence[jax.Array] = ()
+        for i in range(count):
+            made: dict[tuple[int, Port], jax.Array] = {}
             for s, function in enumerate(functions):
                 at = self.primary(s)
-                if s:
-                    carry = jax.device_put(list(carry), [_home(a) for a in self.functions[at].x_avals])
-                given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
-                carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
-            yield carry
+                f = self.functions[at]
+                entering = [made[(t, Port("y", leaf))] for t, leaf in f.x_from]
+                x = jax.device_put(entering, [_home(a) for a in f.x_avals]) if entering else []
+                given = {"param": params[at], "x": x, "data": data[at][i] if at in data else ()}
+                results = function.call(*(given[port.kind][port.index] for port in function.inputs))
+                made |= {(s, port): result for port, result in zip(function.outputs, results, strict=True)}
+            yield made
+
+    def _with_factors(self, batch: Batch) -> Batch:
+        """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in
+        all microbatches over its own (0 without weight)."""
+        if len(self.model.losses) == 1:
+            return batch
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            totals = [float(w) for w in self._weights({name: np.asarray(x) for name, x in batch.items()})]
+        shape = (len(next(iter(batch.values()))), self.microbatch_size)
+        factors = [totals[0] / w if w > 0 else 0.0 for w in totals]
+        layers = [self.model.layers[k] for k in self.model.losses]
+        return {
+            **batch,
+            **{loss_factor(x): np.full(shape, f, self.master_dtype) for x, f in zip(layers, factors, strict=True)},
+        }
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The weight of each loss in a batch, by the batch alone."""
+        params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
+        one = weights_of(self.model, params, self.model.batch_spec(self.microbatch_size))
+        return jax.jit(lambda batch: [jnp.sum(w) for w in jax.vmap(one)(batch)])
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""

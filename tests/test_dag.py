@@ -73,7 +73,16 @@ def model_of(*layers: Layer) -> Model:
 
 def batch_of(lead: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {n: rng.uniform(0.2, 1.0, (*lead, *a.shape)).astype(np.float32) for n, a in _spec(B).items()}
+    return {n: unaligned(rng.uniform(0.2, 1.0, (*lead, *a.shape)).astype(np.float32)) for n, a in _spec(B).items()}
+
+
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """The same numbers where JAX can't take their memory as it is: two stages of a rank that read them have a copy each."""
+    room = np.zeros(array.nbytes + 68, np.uint8)
+    start = (4 - room.ctypes.data) % 64
+    made = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    made[...] = array
+    return made
 
 
 TWO_TOWERS = (

@@ -126,6 +126,9 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--other-data", action="store_true", help="evaluate although the data are other than the model was trained on"
     )
+    parser.add_argument(
+        "--data", metavar="PATH", help="data.path in place of the run's; a module:function must be named so"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -137,7 +140,7 @@ def _eval(args: argparse.Namespace) -> int:
     from jaxpipe.train.evaluate import held_out_score, load_data
 
     trained = _load(args)
-    dataset, other = load_data(trained, other=args.other_data)
+    dataset, other = load_data(trained, other=args.other_data, path=args.data)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):

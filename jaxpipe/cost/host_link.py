@@ -11,7 +11,6 @@ On a CPU "pinned host memory" is the same memory: rates are those of ``memcpy``,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.cost.timing import Timing
+from jaxpipe.cost.seconds import Timing, timed
 from jaxpipe.schedule import HostLink
 
 MIB = 1 << 20
@@ -97,14 +96,14 @@ def measure_host_link(
     if not has_pinned_host(first):
         return None
     sizes = tuple(sizes or (CPU_SIZES if first.platform == "cpu" else SIZES))
-    timed = _Timer(repeats, warm_up)
-    rows = [(n, timed.alone(first, n)) for n in sizes]
+    timer = _Timer(repeats, warm_up)
+    rows = [(n, timer.alone(first, n)) for n in sizes]
     out, back = ([(n, pair[k].median_s) for n, pair in rows] for k in (0, 1))
     largest = sizes[-1]
-    both_s = timed.both(first, largest).median_s
+    both_s = timer.both(first, largest).median_s
     alone_s = [pair for _, pair in rows][-1]
     pairs = [
-        ((k, k + 1), timed.two_devices(a, b, largest).median_s / alone_s[0].median_s)
+        ((k, k + 1), timer.two_devices(a, b, largest).median_s / alone_s[0].median_s)
         for k, (a, b) in enumerate(pairwise(devices))
         if k % 2 == 0 and a != b
     ]
@@ -161,13 +160,7 @@ class _Timer:
         return self._time(lambda: [jax.device_put(array, there) for array, there in pair])
 
     def _time(self, start: Callable[[], Sequence[jax.Array]]) -> Timing:
-        samples = []
-        for n in range(self.warm_up + self.repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(start())
-            if n >= self.warm_up:
-                samples.append(time.perf_counter() - began)
-        return Timing.of(samples)
+        return timed(start, self.repeats, self.warm_up)
 
 
 def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Sharding]:

@@ -1,7 +1,7 @@
 """Values → slots: who is live when, where each array sits, and how many bytes that takes.
 
 Slots are reused as soon as their value is dropped, so a program needs about as many slots as values are live at once.
-Device memory is predicted by :mod:`~jaxpipe.program.accounting`, from what a program writes and drops.
+Device memory is predicted by :mod:`~jaxpipe.cost.memory`, from what a program writes and drops.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.cost import analytic_profile, measure_host_link, measure_stages, with_offloadable_bytes
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
-from jaxpipe.program.accounting import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -593,7 +593,7 @@ class Pipeline:
         timed_copies: bool = False,
         curves: bool = False,
     ) -> MemoryReport:
-        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.program.accounting`).
+        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.cost.memory`).
 
         Args:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.

@@ -29,10 +29,10 @@ from typing import Any
 import jax
 
 from jaxpipe.cost import Timing, time_function
-from jaxpipe.cost.memory import OPS
+from jaxpipe.cost.memory import Kind, RankMemory, account
+from jaxpipe.cost.seconds import OPS
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.batches import microbatch_keys

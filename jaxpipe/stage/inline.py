@@ -30,12 +30,12 @@ from jaxpipe._jax_compat import (
     close_jaxpr,
     fresh_var,
     is_checkpoint,
-    is_identity,
     map_bodies,
     plain_collective,
     with_outer_names,
     without_varying,
 )
+from jaxpipe.stage.primitives import is_identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,11 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
 
     def plan(num_stages: int) -> StagePlan:
         if isinstance(cut, tuple):
+            if len(cut) + 1 != num_stages:
+                raise ConfigError(
+                    f"pipeline.cut makes {len(cut) + 1} stages, and {pipe.schedule} has {num_stages}: give the "
+                    f"{num_stages - 1} layers at which the second and later stages start"
+                )
             return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
         return plan_stages(model, num_stages, costs=costs, costs_from=source)
 
@@ -80,7 +85,8 @@ def build_schedule(
         ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
         ConfigError: what was read or made is for other sizes.
     """
-    costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(pipe.ranks * pipe.chunks))
+    stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
+    costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(stages))
     if costs is None or ":" in pipe.schedule:
         schedule = read_checked(pipe.schedule) if costs is None else made_by_function(pipe.schedule, pipe, costs)
         for what, have, want in (

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpipe.cost import Timing
-from jaxpipe.program.accounting import Kind
+from jaxpipe.cost.memory import Kind
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.rehearsal_report import RankReport, rehearsed_costs

@@ -16,13 +16,15 @@ from jaxpipe.schedule import Schedule
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.stage.model.reference import resolve_model
+from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpus import load_corpus
-from jaxpipe.train.data import TokenDataset
+from jaxpipe.train.corpus import load_corpus, several_arrays
+from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.replan import with_replannable_start
+from jaxpipe.train.rules import names_function
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes
@@ -34,7 +36,7 @@ class Prepared:
     layers are on which stage."""
 
     config: TrainConfig
-    dataset: TokenDataset
+    dataset: Dataset
     model: Model
     schedule: Schedule
     plan: StagePlan
@@ -45,19 +47,24 @@ class Setup:
     """A run, ready to start."""
 
     config: TrainConfig
-    dataset: TokenDataset
+    dataset: Dataset
     plan: StagePlan
     trainer: Trainer
 
 
-def load_dataset(config: TrainConfig) -> TokenDataset:
-    """Tokenise and split the data of ``config``.
+def load_dataset(config: TrainConfig) -> Dataset:
+    """The data of ``config``, tokenised and split.
 
     Raises:
+        ConfigError: it is of a function that does not exist, or fails.
         DataError: it can't be read or is too small.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer)
+    if names_function(data.path):
+        return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
+    if (arrays := several_arrays(data.path)) is not None:
+        return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
     corpus = load_corpus(data.path, tokenizer, data.suffixes)
     return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
 
@@ -80,6 +87,16 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     return model
 
 
+def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:
+    """``dataset`` as ``model`` reads it.
+
+    Raises:
+        DataError: it lacks an array, or has one of another shape or dtype.
+    """
+    wanted = {name: (aval.shape[1:], aval.dtype) for name, aval in model.batch_spec(1).items()}
+    return dataset.for_model(wanted, config.data.seq_len)
+
+
 def microbatch_size(config: TrainConfig) -> int:
     """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
     sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
@@ -94,6 +111,7 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
+    dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config))
     schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages], config.traverse)
     plan = planner(schedule.num_stages)

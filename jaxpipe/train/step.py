@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpipe.cost.memory import MemoryReport
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import MemoryReport
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged

@@ -4,7 +4,7 @@ The update of a stage works in place on masters, accumulators and optimizer stat
 compute copies are made while the old ones are still there. Replicas of a stage (bidirectional placements) add their
 accumulators up before it, and get the new parameters while they hold the old; tied leaves travel between their ranks. The
 update's peak counts all of that as if it happened at once, so it is an upper bound; the pipeline's is exact
-(:mod:`jaxpipe.program.accounting`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
+(:mod:`jaxpipe.cost.memory`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
 per action).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
+from jaxpipe.cost.memory import Kind, MemoryReport, RankMemory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, total_device_bytes
 

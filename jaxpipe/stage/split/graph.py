@@ -19,13 +19,11 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.stage.functions import Port
+from jaxpipe.stage.primitives import Kind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
 
 Saveable = Callable[[Var], bool]
 """Whether F may save a value it computed."""
-
-_KEY_PLUMBING = frozenset({"random_wrap", "random_fold_in", "random_split", "random_unwrap", "random_seed"})
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"})
 
 
 class Level(IntEnum):
@@ -75,7 +73,7 @@ class Graph:
             (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if not self._is_key_port(v)),
             default=Level.FIXED,
         )
-        plumbing = eqn.primitive.name in _KEY_PLUMBING or all(is_key(v) for v in eqn.outvars)
+        plumbing = kind(eqn) is Kind.KEY or all(is_key(v) for v in eqn.outvars)
         if keys and not plumbing:
             level = max(level, Level.FORWARD)
         if i in self.trace.recomputed and level is Level.FORWARD:
@@ -105,7 +103,7 @@ class Graph:
     def view_base(self, v: Var) -> Var | None:
         """The operand of which ``v`` is a view that takes no fewer bytes, if it is one."""
         i = self.maker.get(v)
-        if i is None or self.eqns[i].primitive.name not in _VIEWS:
+        if i is None or not row(self.eqns[i]).view:
             return None
         operands = list(variables(self.eqns[i].invars))
         if len(operands) != 1 or aval_bytes(operands[0].aval) > aval_bytes(v.aval):

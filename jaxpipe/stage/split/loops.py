@@ -38,6 +38,7 @@ from jaxpipe._jax_compat import (
     with_outer_names,
 )
 from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.primitives import has_body
 
 Operand = tuple[Var, Atom]
 """A variable of a loop body and what the loop feeds it."""
@@ -264,7 +265,7 @@ def divide(
 
 def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]) -> bool:
     """Whether a loop or branch computes something for W's results that it would not compute for B's."""
-    if not any(True for _ in sub_jaxprs(eqn)) or not any(for_w(v) for v in eqn.outvars):
+    if not has_body(eqn) or not any(for_w(v) for v in eqn.outvars):
         return False
     loop = Loop.of(eqn)
     if loop is None:
@@ -310,7 +311,7 @@ def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
 
 def _mixed(eqn: JaxprEqn, loop: Loop, eqns_w: set[int]) -> bool:
     """Whether a loop inside the body has results for both halves."""
-    if not any(True for _ in sub_jaxprs(eqn)):
+    if not has_body(eqn):
         return False
     read = {v for i in eqns_w for v in variables(loop.parts.body.eqns[i].invars)}
     return any(v in read for v in eqn.outvars)

@@ -26,20 +26,11 @@ from dataclasses import dataclass
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import TP
 from jaxpipe.stage.flops import eqn_flops
-
-ALL_REDUCE = frozenset({"psum", "psum_invariant", "all_reduce"})
-COLLECTIVES = ALL_REDUCE | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_to_all"}
-"""Primitives that move activations between shards; a maximum (``pmax``) only ever moves statistics."""
-
-EXCHANGES = COLLECTIVES | {"pmax"}
-"""Primitives that need other shards."""
+from jaxpipe.stage.primitives import Kind, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
 """A collective that moves less than this share of the largest one's bytes is not cut at."""
 
-_PRODUCTS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"}
-)
 _ATTENTION_KERNELS = ("dot_product_attention", "flash")
 
 
@@ -62,7 +53,7 @@ class UnitCosts:
 
     def collective_s(self, primitive: str, whole_bytes: int, shards: int) -> float:
         """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather."""
-        passes = 2 if primitive in ALL_REDUCE else 1
+        passes = 2 if row_of(primitive).exchange == "all-reduce" else 1
         return self.link_latency_s + passes * whole_bytes * (shards - 1) / shards / self.link_bytes_per_s
 
 
@@ -176,7 +167,7 @@ def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
     """All collectives over ``tp`` that move activations or statistics in bulk, in program order."""
     found = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        if eqn.primitive.name in COLLECTIVES and TP in _axes(eqn):
+        if row(eqn).exchange and TP in mesh_axes(eqn):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
             found.append(Collective(i, eqn.primitive.name, max(ends)))
     return tuple(found)
@@ -207,18 +198,11 @@ def units_of(graph: PartGraph) -> tuple[Unit, ...]:
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a kernel of its own with much work: a product, convolution, loop, or custom call."""
-    name = eqn.primitive.name
-    if name in _PRODUCTS or any(word in name for word in _ATTENTION_KERNELS) or "custom_call" in name or "ffi" in name:
-        return True
-    return name in ("scan", "while", "cond", "pallas_call") and any(
-        is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns
-    )
-
-
-def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    """Whether an equation is a kernel of its own with much work: a product, convolution or custom call, or a loop
+    with one."""
+    if kind(eqn) is Kind.BODY:
+        return any(is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
+    return kind(eqn) in (Kind.PRODUCT, Kind.CUSTOM)
 
 
 def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:

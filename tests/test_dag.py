@@ -10,18 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxpipe.errors import StageError
+from jaxpipe.errors import ProgramError, StageError
 from jaxpipe.runtime.batches import microbatch_keys
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Placement, explicit
+from jaxpipe.schedule import Placement, Traversal, explicit, generate, traverse
 from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.links import links_of, stage_edges
 from jaxpipe.stage.model.params import compute_avals
+from jaxpipe.stage.model.plan import cut
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.train.step import TrainStep
 from tests.pipelines import assert_same_arrays, run_sequentially
 from tests.schedule_strategies import random_schedule
 
@@ -191,10 +194,10 @@ def random_cut(model: Model, rng: random.Random) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], n], strict=True))
 
 
-def random_placement(model: Model, cut: Sequence[tuple[int, int]], rng: random.Random) -> Placement:
-    links = links_of([model.layers[a:b] for a, b in cut], compute_avals(model.layers, jnp.float64, jnp.float64))
-    ranks = rng.randint(1, min(3, len(cut)))
-    homes = [*range(ranks), *(rng.randrange(ranks) for _ in range(len(cut) - ranks))]
+def random_placement(model: Model, ranges: Sequence[tuple[int, int]], rng: random.Random) -> Placement:
+    links = links_of([model.layers[a:b] for a, b in ranges], compute_avals(model.layers, jnp.float64, jnp.float64))
+    ranks = rng.randint(1, min(3, len(ranges)))
+    homes = [*range(ranks), *(rng.randrange(ranks) for _ in range(len(ranges) - ranks))]
     rng.shuffle(homes)
     return explicit(ranks, homes, stage_edges(links))
 
@@ -232,11 +235,11 @@ def heads_of(model: Model, params: Any, batch: Any, key: Any) -> dict[str, Any]:
 def _check(seed: int) -> None:
     rng = random.Random(seed)
     model = random_model(rng)
-    cut = random_cut(model, rng)
-    placement = random_placement(model, cut, rng)
+    ranges = random_cut(model, rng)
+    placement = random_placement(model, ranges, rng)
     m = rng.randint(1, 3)
     first = random_schedule(placement, m, rng)
-    pipe = Pipeline.build(model, first, microbatch_size=B, boundaries=cut, compute_dtype=jnp.float64)
+    pipe = Pipeline.build(model, first, microbatch_size=B, boundaries=ranges, compute_dtype=jnp.float64)
     whole = jax.tree.map(lambda x: x.astype(jnp.float64), init_params(model, seed))
     params, batch, key = pipe.place(whole), batch_of((m,), seed), jax.random.key(seed)
     want_loss, want = unsplit(model, whole, batch, key)
@@ -269,3 +272,73 @@ def _check(seed: int) -> None:
 def test_random_graphs(seed: int) -> None:
     with jax.enable_x64(True):
         _check(seed)
+
+
+# -- cuts ------------------------------------------------------------------------------------------------------------------
+
+TOWERS = model_of(
+    source("a0", "a", 3, 4),
+    *(dense(f"a{i}", 4, 4) for i in range(1, 6)),
+    source("b0", "b", 4, 4),
+    *(dense(f"b{i}", 4, 4) for i in range(1, 4)),
+    dense("join", 4, 4, takes=("a5", "b3")),
+    squares("loss", "u"),
+)
+
+
+def test_each_branch_is_cut_by_itself() -> None:
+    assert cut(TOWERS.layers, 5) == ((0, 3), (3, 6), (6, 8), (8, 10), (10, 12))
+    assert cut(TOWERS.layers, 2) == ((0, 6), (6, 12))
+    assert cut(TOWERS.layers, 4, edges=((0, 3), (1, 2), (2, 3))) == ((0, 6), (6, 8), (8, 10), (10, 12))
+    with pytest.raises(StageError, match="no cut .* 4 stages has the edges 0->3 1->3 2->3; say where") as raised:
+        cut(TOWERS.layers, 4, edges=((0, 3), (1, 3), (2, 3)))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cut_with_other_edges_than_the_placement_is_one_line() -> None:
+    schedule = generate("1f1b", 3, 2)
+    with pytest.raises(ProgramError, match="edges 0->1 1->2 between stages; the model's, .* are 0->2 1->2") as raised:
+        Pipeline.build(TOWERS, schedule, microbatch_size=B, boundaries=[(0, 6), (6, 10), (10, 12)])
+    assert "\n" not in str(raised.value)
+
+
+def test_shapes_that_do_not_join_are_one_line() -> None:
+    layers = (
+        source("l", "a", 3, 4),
+        source("r", "b", 4, 5),
+        dense("both", 4, 4, takes=("l", "r")),
+        squares("loss", "u"),
+    )
+    with pytest.raises(
+        StageError, match=r"layer 'both' can't be traced: TypeError: add got incompatible shapes"
+    ) as raised:
+        Pipeline.build(model_of(*layers), generate("1f1b", 1, 2), microbatch_size=B)
+    assert "\n" not in str(raised.value)
+
+
+def test_training_a_graph_with_a_frozen_branch_and_tied_leaves() -> None:
+    """ZeRO-1, a tie across branches, evaluation, checkpointed names; the frozen branch has no W and no optimizer state."""
+    frozen = tuple(replace(layer, frozen=layer.name.startswith("a")) for layer in TOWERS.layers)
+    tied = replace(frozen[9], init=lambda key: {}, tied={("w",): ("b1", ("w",))})
+    model = model_of(*frozen[:9], tied, *frozen[10:])
+    placement = explicit(2, [0, 1, 1, 0], [(0, 3), (1, 2), (2, 3)])
+    schedule = traverse(placement, 2, Traversal("backward"))
+    pipe = Pipeline.build(model, schedule, microbatch_size=B, dp=2)
+    assert [layer.name for layer in pipe.layers(0)] == [f"a{i}" for i in range(6)]
+    functions = pipe.stages[0].functions
+    assert pipe.stages[0].acc_avals == () and pipe.stages[0].residual_bytes == 0
+    assert all([p.kind for p in functions[op].outputs] == ["token"] for op in ("B", "W", "BW"))
+    assert not any(p.kind == "dy" for f in functions.values() for p in f.inputs)
+    step = TrainStep(pipe, optax.adam(1e-2), clip_norm=1.0, zero1=True)
+    params = init_params(model, 0)
+    state = step.init(params)
+    batch = batch_of((2,))
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses[2] < losses[1] < losses[0]
+    after, optimizer = step.by_layer(state)
+    np.testing.assert_array_equal(after["a3"]["w"], params["a3"]["w"])
+    assert not np.array_equal(after["b1"]["w"], params["b1"]["w"])
+    assert not any(x.ndim for x in jax.tree.leaves([optimizer[f"a{i}"] for i in range(6)])), "a count of steps at most"

@@ -674,7 +674,7 @@ def _cut(
     """
     stages = schedule.placement.num_stages
     if given is None:
-        return cut(model.layers, stages, analytic_layer_costs(model, device_batch))
+        return cut(model.layers, stages, analytic_layer_costs(model, device_batch), schedule.placement.edges)
     if isinstance(given, StagePlan):
         planned = [name for stage in given.stages for name in stage.layers]
         if planned != [layer.name for layer in model.layers]:

@@ -21,6 +21,7 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
 from jaxpipe.mesh import TP
 from jaxpipe.stage.compiled.compile import BuildCache, forwarding, gpu_options, jit_per_shard
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.weave.weaver import weave
 
@@ -108,7 +109,7 @@ class _Composition:
         eqns = [self._renamed(eqn) for eqn in woven.jaxpr.eqns]
         results: list[dict[Port, Atom]] = []
         for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
-            results.append(self._finish(k, head, [self._read(a) for a in atoms], eqns))
+            results.append(self._finish(k, head, [called(self._env, a) for a in atoms], eqns))
         outvars = self._results(results)
         consts = list(zip(woven.jaxpr.constvars, woven.consts, strict=True))
         self.closed = close_jaxpr(consts, list(self._invars.values()), eqns, outvars)
@@ -170,11 +171,8 @@ class _Composition:
                 outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
         return outvars
 
-    def _read(self, atom: Atom) -> Atom:
-        return self._env.get(atom, atom) if isinstance(atom, Var) else atom
-
     def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
-        invars = [self._read(a) for a in eqn.invars]
+        invars = [called(self._env, a) for a in eqn.invars]
         same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
         renamed: JaxprEqn = eqn if same else eqn.replace(invars=invars)
         return renamed

@@ -18,8 +18,8 @@ owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -154,11 +154,8 @@ class ParamLayout:
         lie = _sharding(layers, tp)
         _check_tied_shards(lie, aliases)
         own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        kinds = [_kind(lie.get((name, path))) for name, path, _ in leaves]
-        slots, buffers, num_trained, buffer_kinds = _assign(own, kinds, small_bytes)
-        axes = [axis if isinstance(axis := lie.get((s.layer, s.path)), int) else None for s in slots]
-        slots = tuple(replace(s, axis=axis) for s, axis in zip(slots, axes, strict=True))
-        return cls(names, slots, buffers, num_trained, aliases, shared, buffer_kinds, tp.size)
+        slots, buffers, num_trained, kinds = _assign(own, lie, small_bytes)
+        return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
         """A stage's whole parameters as NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
@@ -256,10 +253,9 @@ class ParamLayout:
         )
 
     def _find(self, params: Mapping[str, Params], slot: LeafSlot) -> Any:
-        try:
-            leaf = get_leaf(params[slot.layer], slot.path)
-        except (KeyError, TypeError):
-            raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}") from None
+        leaf = find_leaf(params, (slot.layer, *slot.path))
+        if leaf is None:
+            raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}")
         if tuple(leaf.shape) != slot.whole_shape(self.shards):
             want = slot.whole_shape(self.shards)
             raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
@@ -282,14 +278,13 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
             raise StageError(f"layer {layer.name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
         own = _copy_dicts(params[layer.name])
         for path, (owner, owner_path) in layer.tied.items():
-            if owner in here or (owner not in params and _has(own, path)):
+            if owner in here or (owner not in params and find_leaf(own, path) is not None):
                 continue
-            try:
-                leaf = get_leaf(params[owner], owner_path)
-            except (KeyError, TypeError):
+            leaf = find_leaf(params, (owner, *owner_path))
+            if leaf is None:
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
-                ) from None
+                )
             insert_leaf(own, path, leaf)
         chosen[layer.name] = own
     return chosen
@@ -392,36 +387,30 @@ def _check_tied_shards(
 
 
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], kinds: Sequence[BufferKind], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[tuple[str, Path], Shard], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
-    trained = [is_trained(leaf) for _, _, leaf in leaves]
-    buffers: list[jax.ShapeDtypeStruct] = []
-    buffer_kinds: list[BufferKind] = []
+    """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
+    groups: dict[tuple[bool, bool, Hashable], list[int]] = {}
+    for i, (name, path, leaf) in enumerate(leaves):
+        dtype = np.dtype(leaf.dtype)
+        small = leaf.size * dtype.itemsize <= small_bytes
+        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))))
+        groups.setdefault((not is_trained(leaf), small, alike if small else i), []).append(i)
     slots: dict[int, LeafSlot] = {}
-    num_trained = 0
-    for kind in (True, False):
-        packed: dict[tuple[bool, Any, BufferKind], list[int]] = {}
-        for i, (name, path, leaf) in enumerate(leaves):
-            if trained[i] != kind:
-                continue
-            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-            if leaf.size * dtype.itemsize <= small_bytes:
-                packed.setdefault((len(shape) > 1, dtype, kinds[i]), []).append(i)
-            else:
-                slots[i] = LeafSlot(name, path, shape, dtype, len(buffers), None)
-                buffers.append(jax.ShapeDtypeStruct(shape, dtype))
-                buffer_kinds.append(kinds[i])
-        for (_, dtype, lies), members in packed.items():
-            offset = 0
-            for i in members:
-                name, path, leaf = leaves[i]
-                slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), offset)
-                offset += slots[i].size
-            buffers.append(jax.ShapeDtypeStruct((offset,), dtype))
-            buffer_kinds.append(lies)
-        if kind:
-            num_trained = len(buffers)
-    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(buffer_kinds)
+    buffers: list[jax.ShapeDtypeStruct] = []
+    kinds: list[BufferKind] = []
+    for (_, small, _), members in sorted(groups.items(), key=lambda group: group[0][:2]):
+        end = 0
+        for i in members:
+            name, path, leaf = leaves[i]
+            axis, at, dtype = lie.get((name, path)), end if small else None, np.dtype(leaf.dtype)
+            split = axis if isinstance(axis, int) else None
+            slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), at, split)
+            end += slots[i].size
+        buffers.append(jax.ShapeDtypeStruct((end,) if small else tuple(leaf.shape), dtype))
+        kinds.append(_kind(axis))
+    num_trained = sum(not fixed for fixed, _, _ in groups)
+    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(kinds)
 
 
 def _copy_dicts(tree: Any) -> Any:
@@ -431,6 +420,15 @@ def _copy_dicts(tree: Any) -> Any:
 def get_leaf(tree: Any, path: Path) -> Any:
     """The leaf of a nested dict at ``path``."""
     for key in path:
+        tree = tree[key]
+    return tree
+
+
+def find_leaf(tree: Any, path: Path) -> Any:
+    """The same, None where there is none."""
+    for key in path:
+        if not isinstance(tree, Mapping) or key not in tree:
+            return None
         tree = tree[key]
     return tree
 
@@ -448,14 +446,6 @@ def nested(leaves: Mapping[Path, Any]) -> Params:
     for path, leaf in leaves.items():
         insert_leaf(tree, path, leaf)
     return tree
-
-
-def _has(tree: Any, path: Path) -> bool:
-    for key in path:
-        if not isinstance(tree, Mapping) or key not in tree:
-            return False
-        tree = tree[key]
-    return True
 
 
 def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:

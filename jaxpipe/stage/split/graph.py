@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -18,6 +18,7 @@ from jaxpipe._jax_compat import (
     is_key_dtype,
     variables,
 )
+from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.primitives import Kind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
@@ -51,17 +52,12 @@ class Part:
         return close_jaxpr([(v, c) for v, c in consts.items() if v in read], self.invars, self.eqns, self.outvars)
 
 
-class Graph:
-    """Dataflow of a trace: who makes a value, and what it depends on. Built once, not changed."""
+class Graph(Dataflow):
+    """Dataflow of a trace, and what each value depends on. Built once, not changed."""
 
     def __init__(self, trace: StageTrace) -> None:
+        super().__init__(trace.eqns)
         self.trace = trace
-        self.eqns = trace.eqns
-        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in variables(eqn.invars):
-                self.readers.setdefault(v, []).append(i)
         self.level: dict[Var, Level] = {v: _port_level(p) for v, p in trace.inputs.items()}
         if trace.seed is not None:
             self.level[trace.seed] = Level.BACKWARD
@@ -89,16 +85,23 @@ class Graph:
     def of(self, atom: Atom) -> Level:
         return Level.FIXED if isinstance(atom, Literal) else self.level.get(atom, Level.FIXED)
 
-    def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
-        """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
-        found: set[int] = set()
-        stack = list(variables(roots))
-        while stack:
-            i = self.maker.get(stack.pop())
-            if i is not None and i not in found and among(i):
-                found.add(i)
-                stack.extend(variables(self.eqns[i].invars))
+    def early(self, eqns: Sequence[JaxprEqn]) -> set[int]:
+        """Positions of those among backward equations, in the order of a program, that depend on no cotangent."""
+        late = {v for v, p in self.trace.inputs.items() if p.kind == "dy"} | {self.trace.seed}
+        found = set()
+        for k, eqn in enumerate(eqns):
+            if eqn.effects or any(v in late for v in variables(eqn.invars)):
+                late.update(eqn.outvars)
+            else:
+                found.add(k)
         return found
+
+    def is_fixed(self, v: Var) -> bool:
+        return self.of(v) is Level.FIXED
+
+    def is_view(self, v: Var) -> bool:
+        """Whether a value is cheaper to make again than to keep."""
+        return self.view_base(v) is not None
 
     def view_base(self, v: Var) -> Var | None:
         """The operand of which ``v`` is a view that takes no fewer bytes, if it is one."""

@@ -26,13 +26,14 @@ import jax
 import numpy as np
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, source_line, variables
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.split.crossing import cheapest_moves
 from jaxpipe.stage.split.delay import delayed
 from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
-from jaxpipe.stage.split.trace import StageTrace, layer_of
+from jaxpipe.stage.split.trace import StageTrace
 
 
 class RecomputePolicy(Protocol):
@@ -74,7 +75,8 @@ def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
     b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
     w = backward - b
     free = _free_for_w(graph, again)
-    b |= cheapest_moves(graph, w, free, _recomputation(graph, backward))
+    order = sorted(backward)
+    b |= cheapest_moves(graph, w, free, {order[k] for k in graph.early([graph.eqns[i] for i in order])})
     w = backward - b
     crossing, redo = _crossing(graph, b, w, [a for _, a in acc], free)
 
@@ -89,11 +91,11 @@ def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
         "F": builder.part(
             [*ys, *saved_ports, *token], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns
         ),
-        "B": _delay(
-            graph, builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful))
+        "B": delayed(
+            builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful)), graph
         ),
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
-        "BW": _delay(graph, builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful))),
+        "BW": delayed(builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)), graph),
     }
     return Split(parts, (*_notes(graph, b, roots, acc), *idle))
 
@@ -111,7 +113,7 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
     recomputed: set[int] = set()
     names: dict[Var, Atom] = {}
     for i, eqn in enumerate(graph.eqns):
-        eqn = eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        eqn = eqn.replace(invars=[called(names, a) for a in eqn.invars])
         loop = Loop.of(eqn) if i in b else None
         halves = divide(loop, for_b.__contains__, (used - for_b).__contains__) if loop is not None else None
         if halves is not None:
@@ -123,19 +125,16 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
     if not names:
         return trace
 
-    def called(a: Atom) -> Atom:
-        return names.get(a, a) if isinstance(a, Var) else a
-
     return _divide_loops(
         dataclasses.replace(
             trace,
             eqns=tuple(eqns),
             recomputed=frozenset(recomputed),
-            outputs=tuple((p, called(a)) for p, a in trace.outputs),
-            roots=tuple(called(a) for a in trace.roots),
-            layer_inputs=tuple(called(a) for a in trace.layer_inputs),
-            layer_cotangents=tuple((layer, called(a)) for layer, a in trace.layer_cotangents),
-            named=tuple((name, called(a)) for name, a in trace.named),
+            outputs=tuple((p, called(names, a)) for p, a in trace.outputs),
+            roots=tuple(called(names, a) for a in trace.roots),
+            layer_inputs=tuple(called(names, a) for a in trace.layer_inputs),
+            layer_cotangents=tuple((layer, called(names, a)) for layer, a in trace.layer_cotangents),
+            named=tuple((name, called(names, a)) for name, a in trace.named),
         )
     )
 
@@ -176,35 +175,6 @@ def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], polic
         for name, may_save in policy.alone(graph).items()
         if _save(graph, backward, targets, may_save)[0] == everything
     )
-
-
-def _delay(graph: Graph, part: Part) -> Part:
-    """A backward part whose recomputation waits for the cotangents of its layer."""
-    cotangents: dict[int, list[Var]] = {}
-    for layer, a in graph.trace.layer_cotangents:
-        cotangents.setdefault(layer, []).extend(variables([a]))
-    return delayed(
-        part,
-        cotangents,
-        graph.trace.seed,
-        layer_of,
-        lambda a: graph.of(a) is Level.FIXED,
-        lambda eqn: all(graph.view_base(v) is not None for v in eqn.outvars),
-    )
-
-
-def _recomputation(graph: Graph, backward: set[int]) -> set[int]:
-    """Backward equations that depend on no cotangent: those of F that run again, and those of a ``jax.checkpoint``."""
-    late = {v for v, p in graph.trace.inputs.items() if p.kind == "dy"}
-    late.update([graph.trace.seed] if graph.trace.seed is not None else [])
-    found = set()
-    for i in sorted(backward):
-        eqn = graph.eqns[i]
-        if eqn.effects or any(v in late for v in variables(eqn.invars)):
-            late.update(eqn.outvars)
-        else:
-            found.add(i)
-    return found
 
 
 def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:

@@ -290,14 +290,14 @@ def test_each_branch_is_cut_by_itself() -> None:
     assert cut(TOWERS.layers, 5) == ((0, 3), (3, 6), (6, 8), (8, 10), (10, 12))
     assert cut(TOWERS.layers, 2) == ((0, 6), (6, 12))
     assert cut(TOWERS.layers, 4, edges=((0, 3), (1, 2), (2, 3))) == ((0, 6), (6, 8), (8, 10), (10, 12))
-    with pytest.raises(StageError, match="no cut .* 4 stages has the edges 0->3 1->3 2->3; say where") as raised:
+    with pytest.raises(StageError, match=r"no cut .* 4 stages has the edges 0->3 1->3 2->3; say where") as raised:
         cut(TOWERS.layers, 4, edges=((0, 3), (1, 3), (2, 3)))
     assert "\n" not in str(raised.value)
 
 
 def test_a_cut_with_other_edges_than_the_placement_is_one_line() -> None:
     schedule = generate("1f1b", 3, 2)
-    with pytest.raises(ProgramError, match="edges 0->1 1->2 between stages; the model's, .* are 0->2 1->2") as raised:
+    with pytest.raises(ProgramError, match=r"edges 0->1 1->2 between stages; the model's, .* are 0->2 1->2") as raised:
         Pipeline.build(TOWERS, schedule, microbatch_size=B, boundaries=[(0, 6), (6, 10), (10, 12)])
     assert "\n" not in str(raised.value)
 

@@ -222,7 +222,7 @@ def test_stand_ins_have_the_shapes_that_neighbours_send() -> None:
     schedule = generate("chimera", P, 4)
     pipe = pipeline(schedule)
     for program in pipe.programs:
-        stand_ins = StandIns(program, pipe.programs, pipe.stages)
+        stand_ins = StandIns(program, pipe.programs)
         numbers = message_numbers(pipe.programs)
         for instruction in program.instructions:
             if isinstance(instruction, Recv):

@@ -25,6 +25,7 @@ from train_runs import (
     STEPS,
     contents,
     losses,
+    read_until,
     run,
     settings,
     start,
@@ -97,15 +98,6 @@ def ended(arguments: Sequence[str]) -> tuple[int, str, str]:
     with start(arguments) as child:
         out, err = child.communicate(timeout=300)
     return child.returncode, out, err
-
-
-def read_until(child: subprocess.Popen[str], begin: str) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(begin):
-            return
-    assert child.stderr is not None
-    raise AssertionError(f"no line {begin!r}: {child.stderr.read()}")
 
 
 # -- exit codes -----------------------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def _profile(args: argparse.Namespace) -> int:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
         step = trainer_over(config, pipeline.with_costs(measured.costs())).train_step
-        costs = step.costs_with_state()
+        costs = step.with_state(step.pipeline.costs)
         progress(f"{step.memory_report()}")
     progress(policy_tables(pipeline.compare_policies()))
     if args.output:

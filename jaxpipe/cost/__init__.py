@@ -8,6 +8,7 @@ from jaxpipe.cost.profile import (
     cost_profile,
     measure_stages,
     with_measured_times,
+    with_missing_ops,
     with_offloadable_bytes,
 )
 from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function
@@ -25,5 +26,6 @@ __all__ = [
     "time_collectives",
     "time_function",
     "with_measured_times",
+    "with_missing_ops",
     "with_offloadable_bytes",
 ]

@@ -18,6 +18,7 @@ w-residuals     what B saved for W
 boundaries      x and dy on the rank that reads them (x stays for the backward pass where that reads it), y and dx until sent
 communication   x and dy that were sent and that the receiver has not taken yet
 losses          loss sums, and a scalar per action that the runtime waits on
+user values     what instructions of one's own write for themselves and for the caller
 temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
 ==============  ======================================================================================================
@@ -49,7 +50,7 @@ from jaxpipe.wording import aligned, format_bytes
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
-    "losses", "temporaries", "code",
+    "losses", "user values", "temporaries", "code",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FootprintOf = Callable[[Any], Footprint]
@@ -57,6 +58,7 @@ FootprintOf = Callable[[Any], Footprint]
 
 _KIND_OF_PORT: Mapping[str, Kind] = {
     "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
+    "user": "user values",
 }  # fmt: skip
 _NO_ARRAYS: tuple[Kind, ...] = ("temporaries", "code")
 _KEY_BYTES = 8
@@ -223,6 +225,9 @@ class _Rank:
         self.curve: list[int] = []
         self.host_curve: list[int] = []
         self.slots: dict[int, _Buffer | None] = {slot: None for _, slot in program.bound}
+        for (value, slot), n in zip(program.bound, program.bound_bytes, strict=True):
+            if value.kind == "state":
+                self.fill(slot, n, "user values")
         events = [e for e in timeline.events if e.rank == program.rank and e.lane != "send"] if timeline else []
         self.times: dict[Slot, tuple[float, float]] = {
             a: (e.start_s, e.end_s) for e in events for a in (e.action, *e.action.actions)

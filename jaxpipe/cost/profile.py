@@ -12,8 +12,9 @@ from typing import Any
 
 from jaxpipe.cost.host_link import HostLinkMeasurement
 from jaxpipe.cost.memory import FootprintOf, passing_bytes, workspace_bytes
-from jaxpipe.cost.seconds import OPS, Seconds, Timing, flop_seconds, time_collectives, time_function
-from jaxpipe.schedule import CostProfile, HostLink, Link
+from jaxpipe.cost.seconds import Seconds, Timing, flop_seconds, ops_of, time_collectives, time_function
+from jaxpipe.schedule import CostProfile, HostLink, Link, op_spec
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.compiled.footprint import Footprint, footprint, total_device_bytes
 from jaxpipe.stage.functions import StageFunctions
@@ -29,6 +30,7 @@ def cost_profile(
     source: str,
     footprint_of: FootprintOf | None = None,
     state_bytes: Sequence[float] = (),
+    extra: Sequence[tuple[str, tuple[float, ...]]] = (),
     **others: Any,
 ) -> CostProfile:
     """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
@@ -36,7 +38,8 @@ def cost_profile(
     ``temp_bytes`` of an op: workspace (as ``footprint_of`` tells it; 0 without) and what the runtime holds while the op runs
     beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
     ``optimizer_bytes``: gradient accumulators, compiled code and ``state_bytes`` (masters and optimizer state, by stage).
-    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``others``: more fields of
+    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
+    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of
     the profile (links, ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out).
     """
     sizes: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
@@ -45,19 +48,21 @@ def cost_profile(
     ] = {}  # by identity: stages may be many and few of them different
     for s in stages:
         if id(s) not in found:
-            functions = {op: s.functions[op] for op in OPS if op in s.functions}
-            known = {op: footprint_of(f) if footprint_of is not None else None for op, f in functions.items()}
-            temp = {op: float(passing_bytes(s, f) + workspace_bytes(f, known[op])) for op, f in functions.items()}
+            known = {op: footprint_of(f) if footprint_of is not None else None for op, f in s.functions.items()}
+            temp = {op: float(passing_bytes(s, f) + workspace_bytes(f, known[op])) for op, f in s.functions.items()}
             code = sum(f.code_bytes for f in known.values() if f is not None)
-            found[id(s)] = temp, float(total_device_bytes(s.acc_avals) + code), len(collectives(functions["F"].jaxpr))
+            found[id(s)] = temp, float(total_device_bytes(s.acc_avals) + code), len(collectives(s.functions["F"].jaxpr))
     own = [found[id(s)] for s in stages]
+    rows: dict[str, Any] = {}
+    for op, row in seconds.items():
+        rows.setdefault(op_spec(op).cost, row)
     return CostProfile(
-        f_s=seconds["F"],
-        b_s=seconds["B"],
-        w_s=seconds["W"],
-        bw_s=seconds["BW"],
+        **{name: row for name, row in rows.items() if name in PER_STAGE_FIELDS},
+        extra=tuple(
+            {**dict(extra), **{name: row for name, row in rows.items() if name not in PER_STAGE_FIELDS}}.items()
+        ),
         **sizes,
-        temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in OPS),
+        temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in ops_of(stages)),
         optimizer_bytes=tuple(a + b for (_, a, _), b in zip(own, state_bytes or [0.0] * len(own), strict=True)),
         boundary_buffers=True,
         tp_collectives=tuple(max(1, count) for _, _, count in own),
@@ -112,7 +117,8 @@ class StageMeasurements:
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
         stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
-        seconds = {op: tuple(self.timings[(op, s)].median_s for s in stages) for op in OPS if op in ops}
+        medians = {at: timing.median_s for at, timing in self.timings.items()}
+        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
         comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
         if any(comm):
             for op in ("F", "B"):
@@ -143,7 +149,7 @@ def measure_stages(
 
     Args:
         stages: in order.
-        fused: BW too, which schedules of B and W never run.
+        fused: ops that do the work of several too (BW), which schedules of B and W never run.
         repeats: timed samples per function.
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
@@ -152,10 +158,12 @@ def measure_stages(
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
     for s, stage in enumerate(stages):
-        for op in OPS if fused else [op for op in OPS if op != "BW"]:
-            timings[(op, s)] = time_function(stage.functions[op], repeats, warm_up)
+        for op, function in stage.functions.items():
+            if op_spec(op).parts and not fused:
+                continue
+            timings[(op, s)] = time_function(function, repeats, warm_up)
             if memory:
-                footprints[(op, s)] = footprint(stage.functions[op])
+                footprints[(op, s)] = footprint(function)
             tell(f"stage {s} {op}: {timings[(op, s)]}")
         alone = time_collectives(stage.functions["F"], repeats, warm_up)
         if alone is not None:
@@ -172,11 +180,24 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
         measured = seconds.get((op, stage))
         return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
 
-    rows = {op: getattr(costs, f"{op.lower()}_s") for op in OPS}
-    changed: dict[str, Any] = {
-        f"{op.lower()}_s": tuple(compute_s(op, s, x) for s, x in enumerate(row)) for op, row in rows.items()
-    }
-    return replace(costs, source="measured in the run", **changed)
+    made = replace(costs, source="measured in the run")
+    for op in dict.fromkeys(op for op, _ in seconds):
+        spec = op_spec(op)
+        if spec.lane == "compute" and spec.cost:
+            row = tuple(compute_s(op, s, x) for s, x in enumerate(costs.values(spec.cost)))
+            made = made.with_values(spec.cost, row)
+    return made
+
+
+def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> CostProfile:
+    """``costs`` with those of ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
+    :func:`analytic_profile` has them."""
+    known = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
+    missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in known}
+    seconds = flop_seconds(stages, DEFAULT_FLOPS_PER_S) if missing else {}
+    for name, op in missing.items():
+        costs = costs.with_values(name, seconds[op])
+    return costs
 
 
 def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:

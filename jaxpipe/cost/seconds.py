@@ -29,8 +29,6 @@ from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.reference import init_params, with_tied_leaves
 
-OPS = ("F", "B", "W", "BW")
-"""The functions of a stage that a schedule runs."""
 Seconds = Mapping[str, tuple[float, ...]]
 """By op, an entry a stage."""
 LEAST_S = 1e-6
@@ -70,7 +68,12 @@ class Timing:
 
 def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
     """FLOPs ÷ ``flops_per_s``."""
-    return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in OPS}
+    return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
+
+
+def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
+    """The ops that any of ``stages`` has a function for."""
+    return tuple(dict.fromkeys(op for s in stages for op in s.functions))
 
 
 def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
@@ -78,11 +81,11 @@ def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, i
     is known nowhere)."""
 
     def seconds_per_flop(*ops: str) -> float:
-        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if op in ops]
+        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if not ops or op in ops]
         flops = sum(f for f, _ in found)
         return sum(x for _, x in found) / flops if flops else 0.0
 
-    rates = {op: seconds_per_flop(op) or seconds_per_flop(*OPS) for op in OPS}
+    rates = {op: seconds_per_flop(op) or seconds_per_flop() for op in ops_of(stages)}
     return {
         op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
         for op, rate in rates.items()
@@ -106,14 +109,13 @@ def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, ca
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
     """
     inputs = [_ones(aval) for aval in function.avals_in]
-    acc_in = [k for k, port in enumerate(function.inputs) if port.kind == "acc"]
-    acc_out = [k for k, port in enumerate(function.outputs) if port.kind == "acc"]
+    updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
 
     def sample(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             results = function.call(*inputs)
-            for i, o in zip(acc_in, acc_out, strict=True):
+            for i, o in updated:
                 inputs[i] = results[o]
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / count

@@ -25,7 +25,7 @@ from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simul
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.recompute_report import remarks
-from jaxpipe.train.assemble import after_passes, build_schedule, order_for, within_memory_limit
+from jaxpipe.train.assemble import build_schedule, final_order
 from jaxpipe.train.config import TrainConfig
 
 
@@ -134,10 +134,8 @@ def predict(
     ops |= {"B", "W"} if pipe.separate_gradients else set()
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = costs_of(stages)
-    schedule = order_for(pipe, schedule, costs)
     stage_costs = [s.cost for s in bench.plan(config, schedule.num_stages).stages]
-    schedule = within_memory_limit(pipe, schedule, costs, stage_costs, lambda text: None)
-    schedule = after_passes(pipe, schedule, costs)
+    schedule = final_order(pipe, schedule, costs, stage_costs, lambda text: None)
     timeline = simulate(schedule, costs)
     if transform is not None:
         schedule = transform(schedule, costs)

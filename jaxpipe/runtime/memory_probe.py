@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.assembly import Buffers
 from jaxpipe.runtime.batches import Batch, Instance
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
-from jaxpipe.runtime.pipeline import Buffers, Pipeline
+from jaxpipe.runtime.pipeline import Pipeline
 
 Look = Callable[[int, Sequence[int]], None]
 Statistics = Callable[[jax.Device], tuple[int, int]]

@@ -30,7 +30,6 @@ import jax
 
 from jaxpipe.cost import Timing, time_function
 from jaxpipe.cost.memory import Kind, RankMemory, account
-from jaxpipe.cost.seconds import OPS
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Run
@@ -209,7 +208,7 @@ class Rehearsal:
             issue_order([self.program], timeline),
             pipe.functions,
             pipe.submeshes,
-            StandIns(self.program, pipe.programs, pipe.stages),
+            StandIns(self.program, pipe.programs),
             all_programs=pipe.programs,
             offload_fallback=pipe.offload.fallback,
             holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
@@ -253,7 +252,7 @@ class Rehearsal:
         its step will say more."""
         found = {}
         for (_, s), stage in sorted(self.functions.items()):
-            for op in OPS:
+            for op in stage.functions:
                 try:
                     found[(op, s)] = time_function(stage.functions[op], repeats)
                 except jax.errors.JaxRuntimeError as error:

@@ -8,8 +8,8 @@ rank's share of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
 
@@ -154,6 +154,13 @@ class CostProfile:
             )
         values: Sequence[float] = getattr(self, name)
         return values
+
+    def with_values(self, name: str, values: Sequence[float]) -> CostProfile:
+        """With other :meth:`values` of that name, which may be a new one."""
+        if name in PER_STAGE_FIELDS:
+            changed: dict[str, Any] = {name: tuple(values)}
+            return replace(self, **changed)
+        return replace(self, extra=tuple({**dict(self.extra), name: tuple(values)}.items()))
 
     def seconds(self, cost: str, stage: int) -> float:
         """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``; 0 for ``""``."""

@@ -67,7 +67,8 @@ class StageFunction:
     """One compiled-on-first-use function of a stage.
 
     ``avals_in``/``avals_out``: global shapes with their shardings on the rank's submesh. ``donated``: argument positions whose
-    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving.
+    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving;
+    of whole arrays if not ``per_shard``: such a function is not woven.
     ``call(*arrays) -> tuple of arrays``. ``jitted``: the jitted part of ``call``; it returns the results that are not plain
     arguments (``forwarded``: result position → argument position; those arrays are handed on without a copy).
     """
@@ -82,6 +83,7 @@ class StageFunction:
     call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
     jitted: Any = field(repr=False)
     forwarded: Mapping[int, int] = field(default_factory=dict)
+    per_shard: bool = True
 
     def __post_init__(self) -> None:
         assert len(set(self.inputs)) == len(self.inputs) == len(self.avals_in), "one argument per port"

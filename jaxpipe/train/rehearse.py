@@ -51,7 +51,7 @@ class Rehearsed:
         """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
         ordered = tuple(sorted(reports, key=lambda r: r.rank))
         measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
-        costs = trainer_over(config, pipeline.with_costs(measured)).train_step.costs_with_state()
+        costs = trainer_over(config, pipeline).train_step.with_state(measured)
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 

@@ -23,7 +23,6 @@ from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.replan import with_replannable_start
 from jaxpipe.train.rules import names_function
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
@@ -40,16 +39,6 @@ class Prepared:
     model: Model
     schedule: Schedule
     plan: StagePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A run, ready to start."""
-
-    config: TrainConfig
-    dataset: Dataset
-    plan: StagePlan
-    trainer: Trainer
 
 
 def load_dataset(config: TrainConfig) -> Dataset:
@@ -118,18 +107,19 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(config, dataset, model, schedule, plan)
 
 
-def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
+def compile_setup(
+    prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3
+) -> Trainer:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done."""
-    config = prepared.config
-    trainer = trainer_over(config, compile_pipeline(prepared, devices, progress))
+    trainer = trainer_over(prepared.config, compile_pipeline(prepared, devices, progress))
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
         progress("timing each stage alone")
         trainer = trainer.measured(repeats)
         progress(f"{trainer.train_step.memory_report()}")
-    return Setup(config, prepared.dataset, prepared.plan, trainer)
+    return trainer
 
 
 def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
@@ -139,7 +129,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
     progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     with device_errors("setting up"):
-        pipeline = assemble(
+        return assemble(
             prepared.model,
             schedule,
             prepared.plan,
@@ -149,8 +139,8 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             offload=offload_options(config),
             devices=devices,
             progress=progress,
+            split=config.replan.enabled and config.replan.split,
         )
-        return with_replannable_start(config, pipeline)
 
 
 def trainer_over(config: TrainConfig, pipeline: Pipeline) -> Trainer:
@@ -169,11 +159,6 @@ def offload_options(config: TrainConfig) -> OffloadOptions:
     """What ``[offload]`` says, in bytes."""
     o = config.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
-
-
-def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
-    """:func:`prepare`, then :func:`compile_setup`."""
-    return compile_setup(prepare(config), devices, progress, repeats=repeats)
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:

@@ -27,10 +27,11 @@ import optax
 from jaxpipe.cost.memory import MemoryReport
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
+from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged
-from jaxpipe.runtime.pipeline import Pipeline, Reported
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
@@ -274,10 +275,9 @@ class TrainStep:
             updates = {s: self._update_footprint(s) for s in self._primary}
         return step_memory(self.pipeline, self.stage_states(), updates, workspace=workspace)
 
-    def costs_with_state(self) -> CostProfile:
-        """The pipeline's costs with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
-        costs, states = self.pipeline.costs, self.stage_states()
-        more = [s.optimizer_bytes + s.master_bytes for s in states.values()]
+    def with_state(self, costs: CostProfile) -> CostProfile:
+        """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
+        more = [s.optimizer_bytes + s.master_bytes for s in self._states.values()]
         return replace(
             costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
         )
@@ -335,7 +335,7 @@ class TrainStep:
             for s, r in self._primary.items()
             if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
         }
-        return pipeline.with_epilogues(early) if early else pipeline
+        return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
 
     def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
         """The reduced gradients of a stage: dispatched in the pipeline, or now."""

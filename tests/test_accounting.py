@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.cost import analytic_profile, cost_profile
-from jaxpipe.cost.memory import KINDS, MemoryReport, account
+from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
 from jaxpipe.cost.seconds import flop_seconds
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.lower import lower
@@ -312,8 +312,9 @@ def offload_all(schedule: Schedule) -> Schedule:
 def test_workspace_counts_in_program_and_simulator_alike() -> None:
     """Within 5% of each other, as without it, and more than it by a workspace at most."""
     pipe = built("bfloat16", "one").with_schedule(generate("zb-h1", 2, 8))
+    workspace, _ = compiled_bytes(pipe.stages)
     pipe = pipe.with_costs(
-        cost_profile(pipe.stages, flop_seconds(pipe.stages, 1e9), source="with workspace", footprint_of=footprint)
+        cost_profile(pipe.stages, flop_seconds(pipe.stages, 1e9), source="with workspace", workspace=workspace)
     )
     report, without = pipe.memory_report(), pipe.memory_report(workspace=False)
     most = max(footprint(f).temp_bytes for s in pipe.stages for f in s.functions.values())

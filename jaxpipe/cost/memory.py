@@ -35,7 +35,7 @@ Not modelled: the source of a message while the copy is under way, fragmentation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -329,6 +329,20 @@ def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:
         return 0
     donated = total_device_bytes([function.avals_in[k] for k in function.donated])
     return found.temp_bytes + max(0, donated - found.alias_bytes)
+
+
+def compiled_bytes(
+    stages: Sequence[StageFunctions], ops: Collection[str] | None = None
+) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """Workspace by op, an entry a stage, and compiled code by stage. Compiles these ops (all), unless they are already."""
+    ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
+
+    def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
+        functions = [s.functions.get(op) for s in stages]
+        return tuple(0 if f is None else count(f, footprint(f)) for f in functions)
+
+    code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
+    return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))
 
 
 def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:

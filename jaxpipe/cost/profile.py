@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpipe.cost.host_link import HostLinkMeasurement
-from jaxpipe.cost.memory import FootprintOf, passing_bytes, workspace_bytes
+from jaxpipe.cost.memory import compiled_bytes, passing_bytes
 from jaxpipe.cost.seconds import Seconds, Timing, flop_seconds, ops_of, time_collectives, time_function
 from jaxpipe.schedule import CostProfile, HostLink, Link, op_spec
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS
@@ -28,44 +28,42 @@ def cost_profile(
     seconds: Seconds,
     *,
     source: str,
-    footprint_of: FootprintOf | None = None,
+    workspace: Seconds | None = None,
     state_bytes: Sequence[float] = (),
     extra: Sequence[tuple[str, tuple[float, ...]]] = (),
     **others: Any,
 ) -> CostProfile:
     """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
 
-    ``temp_bytes`` of an op: workspace (as ``footprint_of`` tells it; 0 without) and what the runtime holds while the op runs
-    beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
-    ``optimizer_bytes``: gradient accumulators, compiled code and ``state_bytes`` (masters and optimizer state, by stage).
+    ``temp_bytes`` of an op: ``workspace`` (bytes by op, an entry a stage; 0 without) and what the runtime holds while the op
+    runs beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
+    ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code).
     Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
-    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of
-    the profile (links, ``tp_comm_s``: of the tensor-parallel collectives of F, which ``seconds`` leave out).
+    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of the profile (links, ``tp_comm_s``: of the
+    tensor-parallel collectives of F, which ``seconds`` leave out).
     """
-    sizes: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
-    found: dict[
-        int, tuple[dict[str, float], float, int]
-    ] = {}  # by identity: stages may be many and few of them different
-    for s in stages:
-        if id(s) not in found:
-            known = {op: footprint_of(f) if footprint_of is not None else None for op, f in s.functions.items()}
-            temp = {op: float(passing_bytes(s, f) + workspace_bytes(f, known[op])) for op, f in s.functions.items()}
-            code = sum(f.code_bytes for f in known.values() if f is not None)
-            found[id(s)] = temp, float(total_device_bytes(s.acc_avals) + code), len(collectives(s.functions["F"].jaxpr))
-    own = [found[id(s)] for s in stages]
-    rows: dict[str, Any] = {}
+    fields: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
+    more = dict(extra)
     for op, row in seconds.items():
-        rows.setdefault(op_spec(op).cost, row)
+        name = op_spec(op).cost
+        (fields if name in PER_STAGE_FIELDS else more).setdefault(name, tuple(row))
+    kinds = {id(s): s for s in stages}  # stages may be many, and few of them different
+    passing = {at: {op: passing_bytes(s, f) for op, f in s.functions.items()} for at, s in kinds.items()}
+    acc = {at: total_device_bytes(s.acc_avals) for at, s in kinds.items()}
+    exchanges = {at: len(collectives(s.functions["F"].jaxpr)) for at, s in kinds.items()}
+    none, own = (0.0,) * len(stages), [id(s) for s in stages]
+
+    def temp(op: str) -> tuple[float, ...]:
+        inside = (workspace or {}).get(op, none)
+        return tuple(float(passing[at].get(op, 0) + n) for at, n in zip(own, inside, strict=True))
+
     return CostProfile(
-        **{name: row for name, row in rows.items() if name in PER_STAGE_FIELDS},
-        extra=tuple(
-            {**dict(extra), **{name: row for name, row in rows.items() if name not in PER_STAGE_FIELDS}}.items()
-        ),
-        **sizes,
-        temp_bytes=tuple((op, tuple(temp.get(op, 0.0) for temp, _, _ in own)) for op in ops_of(stages)),
-        optimizer_bytes=tuple(a + b for (_, a, _), b in zip(own, state_bytes or [0.0] * len(own), strict=True)),
+        **fields,
+        extra=tuple(more.items()),
+        temp_bytes=tuple((op, temp(op)) for op in ops_of(stages)),
+        optimizer_bytes=tuple(float(acc[at] + n) for at, n in zip(own, state_bytes or none, strict=True)),
         boundary_buffers=True,
-        tp_collectives=tuple(max(1, count) for _, _, count in own),
+        tp_collectives=tuple(max(1, exchanges[at]) for at in own),
         source=source,
         **others,
     )
@@ -125,11 +123,13 @@ class StageMeasurements:
                 seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
         apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
         seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
         return cost_profile(
             self.stages,
             seconds,
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
-            footprint_of=(lambda f: footprint(f) if f.op in ops else Footprint()) if self.footprints else None,
+            workspace=workspace,
+            state_bytes=code,
             link=link if link is not None else Link(),
             host=self.host.host_link() if self.host is not None else HostLink(),
             tp_comm_s=comm,

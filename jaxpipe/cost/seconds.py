@@ -29,7 +29,7 @@ from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.reference import init_params, with_tied_leaves
 
-Seconds = Mapping[str, tuple[float, ...]]
+Seconds = Mapping[str, Sequence[float]]
 """By op, an entry a stage."""
 LEAST_S = 1e-6
 """Of any function: one without matmuls takes time, too."""
@@ -80,12 +80,14 @@ def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, i
     """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
     is known nowhere)."""
 
+    every = ops_of(stages)
+
     def seconds_per_flop(*ops: str) -> float:
-        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if not ops or op in ops]
+        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if op in ops]
         flops = sum(f for f, _ in found)
         return sum(x for _, x in found) / flops if flops else 0.0
 
-    rates = {op: seconds_per_flop(op) or seconds_per_flop() for op in ops_of(stages)}
+    rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
     return {
         op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
         for op, rate in rates.items()

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxpipe.cost import Timing, cost_profile
-from jaxpipe.cost.memory import RankMemory
+from jaxpipe.cost.memory import RankMemory, compiled_bytes
 from jaxpipe.cost.seconds import filled_seconds
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
-from jaxpipe.stage.compiled.footprint import Footprint, footprint
+from jaxpipe.stage.compiled.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +195,13 @@ def costs_from(
     """
     base, stages = pipeline.costs, pipeline.stages
     complete = {s for _, s in seconds} >= set(range(len(stages)))
+    workspace, code = compiled_bytes(stages) if complete else ({}, ())
     costs = cost_profile(
         stages,
         filled_seconds(stages, seconds),
         source=source if complete else source + "; other stages from FLOPs at the measured rate",
-        footprint_of=footprint if complete else None,
+        workspace=workspace,
+        state_bytes=code,
         link=link if link is not None else base.link,
         links=base.links,
         host=host if host is not None else base.host,

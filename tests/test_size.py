@@ -26,17 +26,17 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "plot": (8, 801, 5),
     "program": (6, 548, 10),
     "runtime": (17, 1943, 20),
-    "schedule": (24, 2730, 26),
-    "schedule/blocks": (6, 241, 1),
-    "schedule/bounds": (8, 601, 6),
-    "schedule/families": (28, 1700, 3),
-    "schedule/list_schedule": (9, 1009, 14),
-    "schedule/passes": (9, 886, 9),
+    "schedule": (24, 2790, 26),
+    "schedule/blocks": (5, 237, 1),
+    "schedule/bounds": (6, 594, 6),
+    "schedule/families": (20, 1644, 3),
+    "schedule/list_schedule": (9, 1015, 14),
+    "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
     "stage": (42, 5653, 50),
     "train": (50, 6688, 79),
 }
-MOST_OF_SCHEDULE = 7167
+MOST_OF_SCHEDULE = 7199
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

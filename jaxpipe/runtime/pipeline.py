@@ -207,8 +207,8 @@ class Pipeline(Assembly):
     ) -> tuple[jax.Array, dict[str, Params]]:
         """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
-        loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
-        weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
+        sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
+        loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
         whole: dict[int, dict[str, Params]] = {}
         grads: dict[str, Params] = {}

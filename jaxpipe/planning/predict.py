@@ -22,8 +22,9 @@ from jaxpipe.planning.costs import planned_costs
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import PlannedStage, Workbench, device_batch
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
+from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.costs import k_of
+from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
@@ -85,7 +86,9 @@ class Prediction:
     def offload_bytes(self) -> tuple[float, ...]:
         """Copied to the host, by a rank in a step."""
         rows = (self.schedule.actions(rank) for rank in range(self.schedule.num_ranks))
-        return tuple(sum(self.costs.offloadable_bytes[a.stage] for a in row if a.op == "O") for row in rows)
+        return tuple(
+            sum(self.costs.offloadable_bytes[a.stage] for a in row if op_spec(a.op).lane == "d2h") for row in rows
+        )
 
     @property
     def worst(self) -> RankMemory:
@@ -199,6 +202,6 @@ def _host_peaks(timeline: Timeline, costs: CostProfile) -> list[float]:
     for event in timeline.events:
         for action in event.action.actions:
             n = costs.offloadable_bytes[action.stage]
-            if action.op in ("O", "L"):
-                changes[event.rank].append((event.start_s, n) if action.op == "O" else (event.end_s, -n))
+            if event.lane in HOST_LANES:
+                changes[event.rank].append((event.start_s, n) if event.lane == "d2h" else (event.end_s, -n))
     return [max(accumulate(change for _, change in sorted(mine)), default=0.0) for mine in changes]

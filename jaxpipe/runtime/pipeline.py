@@ -39,7 +39,7 @@ from jaxpipe.runtime.leaves import replace_leaf, without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
-from jaxpipe.schedule import CostProfile, Schedule, Timeline, simulate
+from jaxpipe.schedule import CostProfile, Schedule, Timeline, op_spec, simulate
 from jaxpipe.stage.compiled.braid import build_braids
 from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -129,7 +129,7 @@ class Pipeline(Assembly):
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        return replace(self, costs=costs)
+        return replace(self, costs=with_missing_ops(costs, self.stages))
 
     def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
         """The same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as nothing
@@ -306,7 +306,7 @@ class Pipeline(Assembly):
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
-        fused = any(a.op == "BW" for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
+        fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
         measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
         return replace(measured, host=host).costs()
 

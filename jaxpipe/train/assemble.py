@@ -156,7 +156,7 @@ def assemble(
         dp=pipe.dp,
         tp=TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
         braid=pipe.braid,
-    )
+    ).with_ops(draft)
     for remark in assembly.remarks:
         progress(remark)
     costs = assembly.flop_costs

@@ -52,10 +52,6 @@ from jaxpipe.stage.split.trace import (
 )
 from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
-_WOVEN_ALONE = ("BW", "W")
-"""Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
-jaxpr stays plain, for braids to weave."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
@@ -386,7 +382,9 @@ def _function(
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
         results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
-        program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
+        program = closed
+        if donated and shards > 1:  # weight gradients go under collectives; its jaxpr stays plain, for braids to weave
+            program = weave([closed], shards=shards).jaxpr
         jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))

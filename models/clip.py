@@ -95,7 +95,7 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
         to_unit("text_head", text),
         Layer(
             "loss",
-            _init_loss,
+            partial(_init_loss, config.dtype),
             _loss,
             reads=("weights",),
             takes=("image_head", "text_head"),
@@ -136,8 +136,8 @@ def _head(embed_size: int, name: str, config: GPTConfig) -> Layer:
     return from_linen(name, Head(config, embed_size), example=(hidden,), kind="clip.head", shards=_whole)
 
 
-def _init_loss(key: jax.Array) -> Params:
-    return {"log_scale": jnp.asarray(_FIRST_LOG_SCALE, jnp.float32)}
+def _init_loss(dtype: str, key: jax.Array) -> Params:
+    return {"log_scale": jnp.asarray(_FIRST_LOG_SCALE, dtype)}
 
 
 def _loss(params: Params, x: tuple[jax.Array, jax.Array], context: LayerContext) -> Any:

@@ -14,6 +14,8 @@ import pytest
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import Action, Schedule, explicit
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
 from jaxpipe.train.config import TrainConfig
@@ -94,6 +96,32 @@ def test_a_pair_of_weight_zero_is_nobodys_negative() -> None:
     padded = {k: np.concatenate([v, np.zeros((3, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
     want, got = (_computed()(params, b)[:4] for b in (batch, padded))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, want)
+
+
+@pytest.mark.usefixtures("x64")
+def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model() -> None:
+    model, params, m = tiny(), random_params(tiny()), 2
+    rows = tuple(tuple(Action(op, s, i) for op in ("F", "BW") for i in range(m)) for s in range(3))
+    schedule = Schedule("two towers", explicit(3, [0, 1, 2], [(0, 2), (1, 2)]), m, rows)
+    text, loss = ([layer.name for layer in model.layers].index(name) for name in ("text_embed", "loss"))
+    pipe = Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=3,
+        boundaries=[(0, text), (text, loss), (loss, len(model.layers))],
+        compute_dtype=jnp.float64,
+    )
+    flat = random_batch(6)
+    batch = {name: array.reshape(m, 3, *array.shape[1:]) for name, array in flat.items()}
+    got, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    parts = [_computed()(params, {name: array[i] for name, array in batch.items()}) for i in range(m)]
+    np.testing.assert_allclose(np.asarray(got), sum(float(part[0]) for part in parts) / 6, rtol=1e-10)
+    want = jax.tree.map(lambda a, b: (a + b) / 6, *(part[2] for part in parts))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10, atol=1e-10),
+        {name: dict(grads[name]) for name in params},
+        want,
+    )
 
 
 def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:

@@ -306,7 +306,7 @@ def _k(
 
 def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any]]:
     """One rank's program under each schedule, from the smallest predicted peak to the largest."""
-    from jaxpipe.runtime.rehearse import Rehearsal
+    from jaxpipe.rehearsal.rank import Rehearsal
     from jaxpipe.schedule import generate
 
     rank = 1

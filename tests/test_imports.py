@@ -39,7 +39,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "plot": frozenset({"schedule", "errors"}),
     "train": EVERYTHING - {"train"},
     "planning": EVERYTHING,
-    "cli": EVERYTHING | {"planning"},
+    "rehearsal": EVERYTHING,
+    "cli": EVERYTHING | {"planning", "rehearsal"},
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
     "models": frozenset(

@@ -22,21 +22,22 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "(top)": (9, 697, 14),
     "cli": (17, 2162, 6),
     "cost": (5, 692, 6),
-    "planning": (10, 1072, 12),
+    "planning": (10, 1076, 12),
     "plot": (8, 801, 5),
-    "program": (6, 548, 10),
-    "runtime": (17, 1943, 20),
-    "schedule": (24, 2730, 26),
-    "schedule/blocks": (6, 241, 1),
-    "schedule/bounds": (8, 601, 6),
-    "schedule/families": (28, 1700, 3),
-    "schedule/list_schedule": (9, 1009, 14),
-    "schedule/passes": (9, 886, 9),
+    "program": (6, 564, 10),
+    "rehearsal": (6, 671, 8),
+    "runtime": (13, 1477, 14),
+    "schedule": (24, 2790, 26),
+    "schedule/blocks": (5, 237, 1),
+    "schedule/bounds": (6, 594, 6),
+    "schedule/families": (20, 1644, 3),
+    "schedule/list_schedule": (9, 1015, 14),
+    "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (42, 5721, 51),
-    "train": (50, 6690, 79),
+    "stage": (43, 5924, 51),
+    "train": (49, 6538, 78),
 }
-MOST_OF_SCHEDULE = 7167
+MOST_OF_SCHEDULE = 7199
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -30,6 +30,7 @@ from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
 from jaxpipe.stage.split.policies import per_stage
@@ -40,13 +41,13 @@ from jaxpipe.train.tokenizers import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StageKey:
-    """What a stage is built from: layers, the first one's index in the model, what enters, whether it is the last, its
-    recompute policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
+    """What a stage is built from: layers, the first one's index in the model, what enters, its links to others, its recompute
+    policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
 
     layers: tuple[Layer, ...]
     offset: int
     x: Any
-    last: bool
+    links: StageLinks
     policy: str
     size: int
     offload_fraction: float
@@ -55,7 +56,7 @@ class StageKey:
     def kind(self) -> Hashable:
         """Equal for stages that cost the same."""
         layers = tuple(layer.code for layer in self.layers)
-        return (layers, str(self.x), self.last, self.policy, self.size, self.offload_fraction)
+        return (layers, str(self.x), self.links.kind, self.policy, self.size, self.offload_fraction)
 
     def __str__(self) -> str:
         names = " to ".join(dict.fromkeys((self.layers[0].name, self.layers[-1].name)))
@@ -144,14 +145,17 @@ class Workbench:
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
-        layers, made = self.model.layers, list[PlannedStage]()
-        for (start, stop), policy in zip(cut, per_stage(recompute, len(cut)), strict=True):
-            x = made[-1].functions.y if made else None
-            key = StageKey(layers[start:stop], start, x, stop == len(layers), policy, size, offload_fraction)
+        layers, made = [self.model.layers[a:b] for a, b in cut], list[PlannedStage]()
+        leaving: list[tuple[Any, ...]] = []
+        for s, (links, policy) in enumerate(
+            zip(links_of(layers, self.avals), per_stage(recompute, len(cut)), strict=True)
+        ):
+            key = StageKey(layers[s], cut[s][0], links.entering(leaving), links, policy, size, offload_fraction)
             if key.kind not in self._known:
                 self.progress(f"tracing {key}")
                 self._known[key.kind] = self._make(key)
             made.append(self._known[key.kind])
+            leaving.append(links.exits(made[-1].functions.y))
         return tuple(made)
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Iterable[str]) -> tuple[PlannedStage, ...]:
@@ -173,7 +177,7 @@ class Workbench:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
         batch = self.model.batch_spec(key.size)
         return build_stage_functions(
-            key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.last, key.policy, self._master_dtype,
+            key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
             self.cache, self.tp,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ stage lives on the same rank, and is sent right after the ``Run`` otherwise; it 
 A braid becomes one ``Run`` where there is a function for it, else one a part; a braid with a sync in it always does.
 Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
 Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
-several ranks, and stage graphs other than a chain.
+several ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
 from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
+from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
+from jaxpipe.stage.model.links import stage_edges
 
 _READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
 """Kinds of ports that read and write what may travel from rank to rank."""
@@ -35,7 +37,8 @@ def lower(
     """The programs of all ranks, checked.
 
     Args:
-        schedule: any valid schedule whose stages form a chain, one rank a stage (several flows are allowed).
+        schedule: any valid schedule whose stages follow each other as the model's do, one rank a stage (of a chain several
+            flows too).
         stages: the functions of each stage, in order.
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
 
@@ -85,8 +88,16 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
             f"schedule {schedule.name!r} has {placement.num_stages} stages, the model was cut into {len(stages)}; cut it into "
             f"{placement.num_stages} (ranks × chunks)"
         )
-    if not placement.is_chain:
-        raise ProgramError("the runtime runs chains of stages; this placement's stages form another graph")
+    edges = stage_edges([stage.links for stage in stages])
+    if edges != tuple(sorted(placement.edges)):
+        raise ProgramError(
+            f"schedule {schedule.name!r} has the edges {_arrows(placement.edges)} between stages; the model's, by what its "
+            f"layers take, are {_arrows(edges)}"
+        )
+    if placement.num_flows > 1 and not placement.is_chain:
+        raise ProgramError(
+            "the runtime runs several flows over a chain of stages only; this placement's form another graph"
+        )
     for s in range(placement.num_stages):
         for i in range(placement.num_flows):
             group = placement.ranks(s, i)
@@ -95,6 +106,10 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"stage {s} is spread over ranks {', '.join(map(str, group))}; the runtime runs one rank a stage: use a "
                     "placement without shared stages"
                 )
+    if placement.has_spans:
+        raise ProgramError(
+            f"spans are {' '.join(map(str, placement.span))}; the runtime runs each stage once per microbatch"
+        )
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
             if op_spec(action.op).is_sync:
@@ -105,6 +120,10 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have}); "
                     f"register_instruction({action.op!r}, build) gives it one"
                 )
+
+
+def _arrows(edges: Edges) -> str:
+    return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
 
 
 def _check_sync(rank: int, action: Action) -> None:

@@ -34,13 +34,14 @@ from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions
 from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, Model, Params, Path
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, taken_by
+from jaxpipe.stage.model.links import loss_factor
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
-from jaxpipe.stage.model.reference import model_output
+from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
 from jaxpipe.stage.split.policies import STANDARD
 
 Buffers = list[jax.Array]
@@ -55,6 +56,19 @@ class Tie:
     owner_path: Path
     copy_stage: int
     copy_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Positions among the ``loss`` ports of all stages, in order: ``heads``, of each loss its sum and weight; ``metrics``, by
+    name the same of each metric, and of several losses of each by its layer's name."""
+
+    heads: tuple[tuple[int, int], ...]
+    metrics: Metrics
+
+    def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """Loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), of the sums by position."""
+        return combined([(sums[a], sums[b]) for a, b in self.heads])
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +113,7 @@ class Assembly:
 
         Args:
             model: layers in order, the loss last.
-            placement: of stages in a chain on ranks (several flows are allowed).
+            placement: of stages on ranks, with the edges that follow from the cut (several flows of a chain are allowed).
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
                 None for stages balanced by FLOPs.
@@ -115,7 +129,7 @@ class Assembly:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
         """
         check_microbatch(microbatch_size, dp)
-        boundaries = _cut(model, placement.num_stages, boundaries, microbatch_size // dp)
+        boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
         layers = [model.layers[a:b] for a, b in boundaries]
@@ -274,7 +288,7 @@ class Assembly:
             ProgramError: the batch does not fit, or ``params`` are not buffers by (rank, stage).
         """
         check_placed(params, self.functions)
-        batch = checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches)
+        batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
         return place_data(batch, self.functions, self.submeshes)
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
@@ -298,14 +312,45 @@ class Assembly:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
-        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout."""
-        loss_sum, weight, *_ = self.evaluate_sums(params, batch)
-        return loss_sum, weight
+        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout. Of several
+        losses, as :func:`~jaxpipe.stage.model.reference.combined`."""
+        sums = self.evaluate_sums(params, batch)
+        loss_sum, weight = self.eval_reported.loss(sums)
+        return float(loss_sum), float(weight)
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
-        """As :meth:`evaluate`, the sums of all ``loss`` ports of the last stage: those of its ``eval_metrics`` too."""
-        losses = self._forward(params, batch, [f.evaluation for f in self.stages])
+        """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
+        found = self._forward(params, batch, [f.evaluation for f in self.stages])
+        losses = [[made[at] for at in sorted(made) if at[1].kind == "loss"] for made in found]
         return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
+
+    @cached_property
+    def reported(self) -> Reported:
+        """Where what a step reports stands among the ``loss`` ports of all stages."""
+        return self._reported(False)
+
+    @cached_property
+    def eval_reported(self) -> Reported:
+        """As :attr:`reported`, of an evaluation."""
+        return self._reported(True)
+
+    def _reported(self, evaluation: bool) -> Reported:
+        heads: list[tuple[int, int]] = []
+        named: dict[str, tuple[int, int]] = {}
+        first = 0
+        several = len(self.model.losses) > 1
+        for s, f in enumerate(self.stages):
+            own = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
+            names = [self.layers(s)[k].name for k in f.links.losses]
+            found = {n: at for n, at in zip(names, own, strict=True) if several and n != "loss"}
+            metrics = f.eval_metrics if evaluation else f.metrics
+            found |= {name: (first + a, first + b) for name, (a, b) in metrics.items()}
+            if twice := found.keys() & named.keys():
+                raise StageError(f"two losses report a metric {min(twice)!r}; give one another name")
+            named |= found
+            heads += own
+            first += sum(p.kind == "loss" for p in (f.evaluation if evaluation else f.functions["F"]).outputs)
+        return Reported(tuple(heads), named)
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
         """What the layer before the loss returns for ``batch`` (leading axis: microbatches; what only the loss reads may be
@@ -315,7 +360,7 @@ class Assembly:
             ProgramError: the batch lacks what a layer before the loss reads; the output's shape does not tell how it is divided
                 over tensor-parallel shards.
         """
-        reads = list(dict.fromkeys(name for layer in self.model.layers[:-1] for name in layer.reads))
+        reads = read_by(self.model, taken_by(self.model.layers)[-1])
         if missing := [name for name in reads if name not in batch]:
             raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
         function, tree, whole = self._output
@@ -324,7 +369,8 @@ class Assembly:
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
         functions = [*(f.evaluation for f in self.stages[:-1]), function]
-        made = zip(*self._forward(params, {**unread, **batch}, functions), strict=True)
+        runs = self._forward(params, {**unread, **batch}, functions)
+        made = zip(*([run[(len(functions) - 1, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
             for parts, a in zip(made, whole, strict=True)
@@ -343,30 +389,57 @@ class Assembly:
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
-    ) -> Iterator[Sequence[jax.Array]]:
-        """What the last of ``functions``, one a stage, returns for each microbatch."""
+    ) -> Iterator[Mapping[tuple[int, Port], jax.Array]]:
+        """What ``functions``, one a stage, return for each microbatch, by stage and port."""
         count = len(next(iter(batch.values())))
         data = self.placed_data(params, batch, count)
         for i in range(count):
-            carry: Sequence[jax.Array] = ()
+            made: dict[tuple[int, Port], jax.Array] = {}
             for s, function in enumerate(functions):
                 at = self.primary(s)
-                if s:
-                    carry = jax.device_put(list(carry), [_home(a) for a in self.functions[at].x_avals])
-                given = {"param": params[at], "x": carry, "data": data[at][i] if at in data else ()}
-                carry = function.call(*(given[port.kind][port.index] for port in function.inputs))
-            yield carry
+                f = self.functions[at]
+                entering = [made[(t, Port("y", leaf))] for t, leaf in f.x_from]
+                x = jax.device_put(entering, [_home(a) for a in f.x_avals]) if entering else []
+                given = {"param": params[at], "x": x, "data": data[at][i] if at in data else ()}
+                results = function.call(*(given[port.kind][port.index] for port in function.inputs))
+                made |= {(s, port): result for port, result in zip(function.outputs, results, strict=True)}
+            yield made
+
+    def _with_factors(self, batch: Batch) -> Batch:
+        """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in
+        all microbatches over its own (0 without weight)."""
+        if len(self.model.losses) == 1:
+            return batch
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            totals = [float(w) for w in self._weights({name: np.asarray(x) for name, x in batch.items()})]
+        shape = (len(next(iter(batch.values()))), self.microbatch_size)
+        factors = [totals[0] / w if w > 0 else 0.0 for w in totals]
+        layers = [self.model.layers[k] for k in self.model.losses]
+        return {
+            **batch,
+            **{loss_factor(x): np.full(shape, f, self.master_dtype) for x, f in zip(layers, factors, strict=True)},
+        }
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The weight of each loss in a batch, by the batch alone."""
+        params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
+        one = weights_of(self.model, params, self.model.batch_spec(self.microbatch_size))
+        return jax.jit(lambda batch: [jnp.sum(w) for w in jax.vmap(one)(batch)])
 
 
-def _cut(model: Model, stages: int, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int) -> Cut:
+def _cut(
+    model: Model, placement: Placement, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
+) -> Cut:
     """First and one-past-last layer of each stage.
 
     Raises:
-        ProgramError: there are more or fewer than ``stages``.
+        ProgramError: there are more or fewer than the placement has stages.
         StageError: they are no cut of this model.
     """
+    stages = placement.num_stages
     if given is None:
-        return cut(model.layers, stages, analytic_layer_costs(model, device_batch))
+        return cut(model.layers, stages, analytic_layer_costs(model, device_batch), placement.edges)
     if isinstance(given, StagePlan):
         planned = [name for stage in given.stages for name in stage.layers]
         if planned != [layer.name for layer in model.layers]:

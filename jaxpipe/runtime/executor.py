@@ -60,7 +60,7 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of the last stage: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
+    loss ports of all stages: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
     function), in order of dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was
     recorded. ``stamps``: the host's clock before each instruction and after the last. ``step_s``: seconds until all results
     were ready (recorded steps only). ``reduced``: what the epilogues returned, by (rank, stage). ``user``: by name and (stage,
@@ -277,7 +277,7 @@ class Executor:
         step_s: float,
     ) -> StepOutputs:
         acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
-        losses: dict[int, dict[int, jax.Array]] = {}
+        losses: dict[int, dict[tuple[int, int], jax.Array]] = {}
         user: dict[str, dict[tuple[int, int], jax.Array]] = {}
         for program, bank in zip(self._programs, self._banks, strict=True):
             for value, slot in program.results:
@@ -286,7 +286,7 @@ class Executor:
                 elif value.kind == "user":
                     user.setdefault(value.name, {})[(value.stage, value.microbatch)] = bank[slot]
                 else:
-                    losses.setdefault(value.microbatch, {})[value.index] = bank[slot]
+                    losses.setdefault(value.microbatch, {})[(value.stage, value.index)] = bank[slot]
         return StepOutputs(
             acc=acc,
             losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],

@@ -207,32 +207,21 @@ class Pipeline(Assembly):
     ) -> tuple[jax.Array, dict[str, Params]]:
         """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
         out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
-        loss_sum = sum(float(jnp.sum(loss[0])) for loss in out.losses)
-        weight = sum(float(jnp.sum(loss[1])) for loss in out.losses)
-        acc = self.sum_replicas(self.reduced({at: list(buffers) for at, buffers in out.acc.items()}))
-        whole = {s: self.unpack_acc(s, acc[self.primary(s)]) for s in self.instances}
-        grads = {name: tree for s in self.instances for name, tree in self.owned(s, whole[s]).items()}
+        sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
+        loss_sum, weight = self.reported.loss(sums)
+        acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
+        whole: dict[int, dict[str, Params]] = {}
+        grads: dict[str, Params] = {}
+        for s, f in enumerate(self.stages):
+            untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
+            whole[s] = f.layout.unpack([*acc[self.primary(s)], *untrained])
+            copies = {(name, *path) for name, path in f.layout.shared}
+            grads |= {name: without_leaves(leaves, (name,), copies) for name, leaves in whole[s].items()}
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
             grads = replace_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
         return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
-
-    def owned(self, stage: int, tree: Mapping[str, Params]) -> dict[str, Params]:
-        """``tree`` (a stage's parameters or gradients) without the copies of leaves that other stages own."""
-        copies = {(name, *path) for name, path in self.layout(stage).shared}
-        return {name: without_leaves(leaves, (name,), copies) for name, leaves in tree.items()}
-
-    def unpack_acc(self, stage: int, acc: Sequence[jax.Array]) -> dict[str, Params]:
-        """Gradients of all shards together (reduced accumulators) as a tree of whole leaves; leaves that are not trained come
-        as zeros."""
-        functions = self.functions[self.primary(stage)]
-        untrained = functions.param_avals[functions.layout.num_trained :]
-        return functions.layout.unpack([*acc, *(jnp.zeros(b.shape, b.dtype) for b in untrained)])
-
-    def reduced(self, acc: Mapping[Instance, Buffers]) -> dict[Instance, Buffers]:
-        """What the devices of each rank accumulated, summed over them (:mod:`jaxpipe.runtime.reduction`)."""
-        return {at: self._reductions[at](buffers) for at, buffers in acc.items()}
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:

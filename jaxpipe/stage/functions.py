@@ -10,13 +10,13 @@ those that every stage has::
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
     Y : (param, x, data)                        -> (y)                 the last stage without the loss, in evaluation
 
-Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
-``ParamLayout`` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
-of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
-:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum, others belong to metrics; ``res`` and ``wres``
-number what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the
-runtime waits on. Two kinds have names and are for functions that users add: ``user``, a value of one microbatch, and ``state``,
-arrays that are zeros before a step and that the microbatches of a stage update in turn.
+Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of ``ParamLayout`` (integer
+buffers come last and have no ``acc``); ``x``/``y`` number the array leaves of the pytree that crosses the stage boundary,
+``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes :attr:`StageFunctions.data_names`; ``loss`` 0 is
+the loss sum, 1 the weight sum, 2 and 3 those of a second loss layer, and after them come metrics; ``res`` and ``wres`` number
+what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime
+waits on. Two kinds have names and are for functions that users add: ``user``, a value of one microbatch, and ``state``, arrays
+that are zeros before a step and that the microbatches of a stage update in turn.
 
 A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.compiled.braid`).
 """
@@ -30,6 +30,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
+from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.weave.weaver import CoveredCollective
 
@@ -101,9 +102,9 @@ class StageFunctions:
     ``functions``: by op, those that a schedule runs. ``evaluation``: E.
 
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
-    does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that
-    makes it and the ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there.
-    ``data_names``: batch arrays it reads, in port order.
+    does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that makes it and the
+    ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there. ``data_names``: batch
+    arrays it reads, in port order. ``links``: to its neighbours.
     Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
@@ -120,8 +121,7 @@ class StageFunctions:
     y: Any
     x_avals: tuple[jax.ShapeDtypeStruct, ...]
     y_avals: tuple[jax.ShapeDtypeStruct, ...]
-    x_from: tuple[tuple[int, int], ...]
-    dy_from: tuple[tuple[int, int], ...]
+    links: StageLinks
     data_names: tuple[str, ...]
     uses_key: bool
     layout: ParamLayout
@@ -138,6 +138,8 @@ class StageFunctions:
     offloadable_bytes: int = 0
     metrics: Metrics = field(default_factory=dict)
     eval_metrics: Metrics = field(default_factory=dict)
+    x_from: tuple[tuple[int, int], ...] = ()
+    dy_from: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         made = {p for f in self.functions.values() for p in f.outputs}

@@ -18,14 +18,12 @@ from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import array_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr
-from jaxpipe.stage.model.layer import Path
+from jaxpipe.stage.model.params import Place
 from jaxpipe.stage.primitives import Kind, row
 from jaxpipe.train.dataflow import part_of
 from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
 from jaxpipe.train.optimizer_state import StateLeaf
 
-Place = tuple[str, Path]
-"""Of a parameter: layer and path."""
 Division = Mapping[Place, Hashable]
 """Of each parameter that is divided: equal for those of one shape that are divided alike."""
 

@@ -350,9 +350,10 @@ class Trainer:
             ProgramError: the batch does not fit.
         """
         sums = self.pipeline.evaluate_sums(self._params(state, ema), in_microbatches(batch, self._spec, None))
-        found = {"loss": (0, 1), **self.pipeline.stages[-1].eval_metrics}
-        means = {name: sums[a] / sums[b] if sums[b] else float("nan") for name, (a, b) in found.items()}
-        return {**means, "weight": sums[1]}
+        found = self.pipeline.eval_reported
+        pairs = {"loss": found.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in found.metrics.items()}}
+        means = {name: float(total / weight) if weight else float("nan") for name, (total, weight) in pairs.items()}
+        return {**means, "weight": float(pairs["loss"][1])}
 
     def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:
         """What the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may be

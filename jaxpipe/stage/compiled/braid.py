@@ -45,7 +45,7 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
     found: BraidedFunction | None = cache.jitted.get(key)
     if found is None:
-        mesh = _mesh_of([f for _, f in parts])
+        mesh = mesh_of([f for _, f in parts])
         found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
     return replace(found, parts=names)
 
@@ -80,7 +80,8 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     )
 
 
-def _mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+def mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+    """The devices on which functions run."""
     meshes = {a.sharding.mesh for f in functions for a in f.avals_out if isinstance(a.sharding, NamedSharding)}
     assert len(meshes) == 1, "the parts of a braid live on one submesh"
     (mesh,) = meshes
@@ -106,7 +107,7 @@ class _Composition:
         self.woven = weave([h.closed for h in heads], shards=shards)
         woven = self.woven.jaxpr
         made = self._bind(heads, woven)
-        eqns = [self._renamed(eqn) for eqn in woven.jaxpr.eqns]
+        eqns = [eqn.replace(invars=[called(self._env, a) for a in eqn.invars]) for eqn in woven.jaxpr.eqns]
         results: list[dict[Port, Atom]] = []
         for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
             results.append(self._finish(k, head, [called(self._env, a) for a in atoms], eqns))
@@ -119,7 +120,7 @@ class _Composition:
         heads, adding = [], set()
         for stage, f in self.parts:
             adds = any(p.kind == "acc" for p in f.outputs)
-            heads.append(_without_additions(f) if adds and stage in adding else _whole(f))
+            heads.append(_without_additions(f) if adds and stage in adding else _Head(f.jaxpr, f.inputs, f.outputs))
             if adds:
                 adding.add(stage)
         return heads
@@ -171,12 +172,6 @@ class _Composition:
                 outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
         return outvars
 
-    def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
-        invars = [called(self._env, a) for a in eqn.invars]
-        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
-        renamed: JaxprEqn = eqn if same else eqn.replace(invars=invars)
-        return renamed
-
 
 @dataclass(frozen=True, slots=True)
 class _Head:
@@ -192,10 +187,6 @@ class _Head:
     sums: tuple[tuple[Port, Var], ...] = ()
     additions: tuple[JaxprEqn, ...] = ()
     added: tuple[tuple[Port, Var], ...] = ()
-
-
-def _whole(function: StageFunction) -> _Head:
-    return _Head(function.jaxpr, function.inputs, function.outputs)
 
 
 def _without_additions(function: StageFunction) -> _Head:
@@ -215,15 +206,11 @@ def _without_additions(function: StageFunction) -> _Head:
     crossing = tuple(dict.fromkeys(a for eqn in additions for a in eqn.invars if isinstance(a, Var) and a not in after))
     late = {p for p, a in results if isinstance(a, Var) and a in after}
     kept = [(p, a) for p, a in results if p not in late]
-    closed = close_jaxpr(
-        list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True)),
-        [v for p, v in given if p.kind != "acc"],
-        head,
-        [*(a for _, a in kept), *crossing],
-    )
+    inputs = [(p, v) for p, v in given if p.kind != "acc"]
+    consts = list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True))
     return _Head(
-        closed,
-        tuple(p for p, _ in given if p.kind != "acc"),
+        close_jaxpr(consts, [v for _, v in inputs], head, [*(a for _, a in kept), *crossing]),
+        tuple(p for p, _ in inputs),
         tuple(p for p, _ in kept),
         crossing,
         sums,

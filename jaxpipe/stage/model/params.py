@@ -38,6 +38,10 @@ BufferKind = Literal["same", "split", "partial"]
 """How a buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the gradient."""
 
 
+Place = tuple[str, Path]
+"""Of a parameter: its layer, and its path there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParamAval:
     """The shape of a parameter, the dtype that it is computed with, and whether it is trained."""
@@ -124,8 +128,8 @@ class ParamLayout:
     slots: tuple[LeafSlot, ...]
     buffers: tuple[jax.ShapeDtypeStruct, ...]
     num_trained: int
-    aliases: Mapping[tuple[str, Path], tuple[str, Path]]
-    shared: Mapping[tuple[str, Path], tuple[str, Path]]
+    aliases: Mapping[Place, Place]
+    shared: Mapping[Place, Place]
     kinds: tuple[BufferKind, ...] = ()
     shards: int = 1
 
@@ -162,11 +166,8 @@ class ParamLayout:
 
         def cast(slot: LeafSlot) -> np.ndarray:
             leaf = np.asarray(self._find(params, slot))
-            return (
-                leaf.astype(slot.dtype if dtype is None else dtype)
-                if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else leaf
-            )
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            return leaf.astype(slot.dtype if dtype is None else dtype) if floating else leaf
 
         return self.tree([cast(slot) for slot in self.slots], ties=False)
 
@@ -290,16 +291,14 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
     return chosen
 
 
-def _ties(
-    layers: Sequence[Layer],
-) -> tuple[dict[tuple[str, Path], tuple[str, Path]], dict[tuple[str, Path], tuple[str, Path]]]:
+def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Place]]:
     here = {layer.name for layer in layers}
     if len(here) != len(layers):
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
-    aliases: dict[tuple[str, Path], tuple[str, Path]] = {}
-    shared: dict[tuple[str, Path], tuple[str, Path]] = {}
+    aliases: dict[Place, Place] = {}
+    shared: dict[Place, Place] = {}
     for layer in layers:
         for path, (owner, owner_path) in layer.tied.items():
             (aliases if owner in here else shared)[(layer.name, tuple(path))] = (owner, tuple(owner_path))
@@ -307,9 +306,7 @@ def _ties(
 
 
 def _check_ties(
-    leaves: Sequence[tuple[str, Path, Any]],
-    aliases: Mapping[tuple[str, Path], tuple[str, Path]],
-    shared: Mapping[tuple[str, Path], tuple[str, Path]],
+    leaves: Sequence[tuple[str, Path, Any]], aliases: Mapping[Place, Place], shared: Mapping[Place, Place]
 ) -> None:
     have = {(name, path) for name, path, _ in leaves}
     for (layer, path), (owner, owner_path) in aliases.items():
@@ -342,11 +339,11 @@ def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
     return found
 
 
-def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[tuple[str, Path], Shard]:
+def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]:
     """How each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
     if tp.size == 1:
         return {}
-    found: dict[tuple[str, Path], Shard] = {}
+    found: dict[Place, Shard] = {}
     for layer in layers:
         if layer.shards is None:
             raise StageError(
@@ -361,7 +358,7 @@ def _kind(shard: Shard | None) -> BufferKind:
     return "same" if shard is None else "partial" if shard == "partial" else "split"
 
 
-def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], Shard], shards: int) -> Any:
+def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shards: int) -> Any:
     """The shape and dtype of a shard of ``leaf``."""
     axis, shape = lie.get((name, path)), list(leaf.shape)
     if isinstance(axis, int):
@@ -375,9 +372,7 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], S
     return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
 
 
-def _check_tied_shards(
-    lie: Mapping[tuple[str, Path], Shard], aliases: Mapping[tuple[str, Path], tuple[str, Path]]
-) -> None:
+def _check_tied_shards(lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
     for (layer, path), owner in aliases.items():
         if lie.get((layer, path)) != lie.get(owner):
             raise StageError(
@@ -387,7 +382,7 @@ def _check_tied_shards(
 
 
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[tuple[str, Path], Shard], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
     """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
     groups: dict[tuple[bool, bool, Hashable], list[int]] = {}

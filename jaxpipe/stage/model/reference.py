@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path as FilePath
 from types import ModuleType
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, given_to, taken_by
 from jaxpipe.stage.model.options import suggestion
@@ -85,11 +86,43 @@ def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
     return loss_sum, weight_sum
 
 
+def weights_of(
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """A function of a microbatch: the weight of each loss. ``params``, ``batch``: shapes.
+
+    Raises:
+        StageError: one depends on more than the batch; a step could not know it before its first backward pass.
+    """
+    taken: list[Any] = []
+
+    def weights(params: Any, batch: Any) -> list[Any]:
+        heads = _heads(model, params, batch, None, False)
+        taken.extend(heads)
+        return [jnp.asarray(head[1]) for head in heads.values()]
+
+    closed = jax.make_jaxpr(weights)(params, batch)
+    count = len(jax.tree.leaves(params))
+    for k, name in enumerate(taken):
+        if any(only_results(closed, [k])[1][:count]):
+            raise StageError(
+                f"the weight of the loss layer {name!r} depends on parameters; of several losses each must tell its weight by "
+                "the batch alone"
+            )
+    alone, kept = only_results(closed, range(len(taken)))
+
+    def found(batch: Mapping[str, Any]) -> list[Any]:
+        leaves = jax.tree.leaves(dict(batch))
+        return eval_jaxpr(alone.jaxpr, alone.consts, *(x for x, yes in zip(leaves, kept[count:], strict=True) if yes))
+
+    return found
+
+
 def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
-    """What the last loss takes for one microbatch, in evaluation mode, in the compute dtype. The batch need not hold what only
-    losses read."""
-    last = len(model.layers) - 1
-    return given_to(model.layers[last], _results(model, taken_by(model.layers)[last], params, batch, None, False))
+    """What the last loss takes for one microbatch (a tuple of several results), in evaluation mode, in the compute dtype. The
+    batch need not hold what only losses read."""
+    found = _results(model, taken_by(model.layers)[-1], params, batch, None, False)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
@@ -207,6 +240,21 @@ def _heads(
                 f"layer {name!r}, which no layer takes, returns a {type(head).__name__}; want (loss_sum, weight_sum)"
             )
     return heads
+
+
+def read_by(model: Model, wanted: Sequence[int]) -> tuple[str, ...]:
+    """The batch arrays that the layers at ``wanted``, and those behind them, read."""
+    return tuple(dict.fromkeys(name for i in sorted(_last_readers(model, wanted)) for name in model.layers[i].reads))
+
+
+def _last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
+    """The layers that those at ``wanted`` need, with the last that takes each: past the end for those."""
+    taken = taken_by(model.layers)
+    found = dict.fromkeys(wanted, len(model.layers))
+    for i in range(len(model.layers) - 1, -1, -1):
+        if i in found:
+            found = dict.fromkeys(taken[i], i) | found
+    return found
 
 
 def _results(

@@ -37,7 +37,7 @@ def cheapest_moves(
     for i in w:
         eqn = graph.eqns[i]
         reads = {v for v in eqn.invars if isinstance(v, Var)}
-        if not ((is_cheap(eqn) and not eqn.effects) or i in again) or any(_is_accumulator(graph, v) for v in reads):
+        if not ((is_cheap(eqn) and not eqn.effects) or i in again) or any(graph.port_kind(v) == "acc" for v in reads):
             flow.edge(i, sink, _INFINITE)
         for v in reads:
             maker = graph.maker.get(v)
@@ -62,11 +62,6 @@ def _base(graph: Graph, v: Var, w: set[int]) -> Var:
     while graph.maker.get(v) not in w and (base := graph.view_base(v)) is not None:
         v = base
     return v
-
-
-def _is_accumulator(graph: Graph, v: Var) -> bool:
-    port = graph.trace.inputs.get(v)
-    return port is not None and port.kind == "acc"
 
 
 class _Flow:

@@ -64,9 +64,9 @@ class Graph(Dataflow):
         self.eqn_level = [self._classify(i, eqn) for i, eqn in enumerate(self.eqns)]
 
     def _classify(self, i: int, eqn: JaxprEqn) -> Level:
-        keys = [v for v in variables(eqn.invars) if is_key(v) or self._is_key_port(v)]
+        keys = [v for v in variables(eqn.invars) if is_key(v) or self.port_kind(v) == "key"]
         level = max(
-            (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if not self._is_key_port(v)),
+            (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if self.port_kind(v) != "key"),
             default=Level.FIXED,
         )
         plumbing = kind(eqn) is Kind.KEY or all(is_key(v) for v in eqn.outvars)
@@ -78,9 +78,10 @@ class Graph(Dataflow):
             self.level[v] = level
         return level
 
-    def _is_key_port(self, v: Var) -> bool:
+    def port_kind(self, v: Var) -> str:
+        """The kind of the port through which a value enters the stage; "" for others."""
         port = self.trace.inputs.get(v)
-        return port is not None and port.kind == "key"
+        return "" if port is None else port.kind
 
     def of(self, atom: Atom) -> Level:
         return Level.FIXED if isinstance(atom, Literal) else self.level.get(atom, Level.FIXED)

@@ -41,7 +41,7 @@ output 2, GeLU's input 8), and what attention keeps: 2 per score, none with ``ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -59,15 +59,6 @@ ATTENTION_SCORES = "attn_scores"
 
 _UNWORKED = frozenset({Kind.CAST, Kind.MOVE, Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
 """What works on no number: a value between two products that only goes through these is no attention score."""
-
-
-def _none(graph: Graph) -> Saveable:
-    return lambda v: True
-
-
-def _full(graph: Graph) -> Saveable:
-    keep = frozenset(variables(graph.trace.layer_inputs))
-    return keep.__contains__
 
 
 def _dots(graph: Graph) -> Saveable:
@@ -88,14 +79,8 @@ def _cheap(graph: Graph) -> Saveable:
     return saveable
 
 
-def _attention(graph: Graph) -> Saveable:
-    region = _score_region(graph)
-    return lambda v: v not in region
-
-
 def _fused(graph: Graph) -> Saveable:
-    keep = set(variables(graph.trace.layer_inputs))
-    keep.update(a for name, a in graph.trace.named if name == ATTENTION_SCORES and isinstance(a, Var))
+    keep = {*variables(graph.trace.layer_inputs), *_marked(graph)}
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
         if level is Level.FORWARD and is_product(eqn):
             keep.update(eqn.outvars)
@@ -107,40 +92,42 @@ def _fused(graph: Graph) -> Saveable:
     return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is Kind.EXCHANGE
 
 
-def _flash(graph: Graph) -> Saveable:
-    fused, attention = _fused(graph), _attention(graph)
-    return lambda v: fused(v) and attention(v)
-
-
-def _gather(graph: Graph) -> Saveable:
-    return lambda v: row(graph.eqns[graph.maker[v]]).exchange != "all-gather"
-
-
 def _score_region(graph: Graph) -> frozenset[Var]:
     """Values of the size of attention scores, marked or found; with marked ones, all that is made from them before the next
     products."""
-    marked = [a for name, a in graph.trace.named if name == ATTENTION_SCORES and isinstance(a, Var)]
-    region: set[Var] = set()
-    stack = list(marked)
-    while stack:
-        v = stack.pop()
-        if v in region or graph.of(v) is not Level.FORWARD:
-            continue
-        region.add(v)
+    marked = _marked(graph)
+
+    def onwards(v: Var) -> Iterator[Var]:
         for i in graph.readers.get(v, ()):
             if graph.eqn_level[i] is Level.FORWARD and not is_product(graph.eqns[i]):
-                stack.extend(graph.eqns[i].outvars)
+                yield from graph.eqns[i].outvars
+
+    region = _spread((v for v in marked if graph.of(v) is Level.FORWARD), onwards)
     sizes = {math.prod(shape_of(v)) for v in marked}
-    stack = list(marked)
-    while stack:
-        v = stack.pop()
-        region.add(v)
+
+    def back(v: Var) -> Iterator[Var]:
         maker = graph.maker.get(v)
         if maker is not None and not is_product(graph.eqns[maker]):
-            stack.extend(
-                u for u in variables(graph.eqns[maker].invars) if math.prod(shape_of(u)) in sizes and u not in region
-            )
-    return frozenset(region | _found_scores(graph))
+            operands = variables(graph.eqns[maker].invars)
+            yield from (u for u in operands if math.prod(shape_of(u)) in sizes and u not in region)
+
+    return frozenset(region | _spread(marked, back) | _found_scores(graph))
+
+
+def _marked(graph: Graph) -> list[Var]:
+    return list(variables(a for name, a in graph.trace.named if name == ATTENTION_SCORES))
+
+
+def _spread(start: Iterable[Var], near: Callable[[Var], Iterable[Var]]) -> set[Var]:
+    """``start`` and all that can be reached from there."""
+    found: set[Var] = set()
+    stack = list(start)
+    while stack:
+        v = stack.pop()
+        if v not in found:
+            found.add(v)
+            stack.extend(near(v))
+    return found
 
 
 def _found_scores(graph: Graph) -> set[Var]:
@@ -186,11 +173,6 @@ def _works(eqn: JaxprEqn) -> bool:
 def _is_of_activations(graph: Graph, eqn: JaxprEqn) -> bool:
     """Whether the equation multiplies two values that depend on the microbatch."""
     return is_product(eqn) and all(graph.of(a) is Level.FORWARD for a in eqn.invars[:2])
-
-
-def _mlp(graph: Graph) -> Saveable:
-    hidden = _hidden_values(graph)
-    return lambda v: v not in hidden
 
 
 def _hidden_values(graph: Graph) -> frozenset[Var]:
@@ -255,17 +237,21 @@ def _made_by(graph: Graph, v: Var) -> Kind:
     return kind(graph.eqns[graph.maker[v]])
 
 
+def _all_but(again: frozenset[Var]) -> Saveable:
+    return lambda v: v not in again
+
+
 _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
     {
-        "none": _none,
+        "none": lambda graph: lambda v: True,
         "cheap": _cheap,
         "dots": _dots,
-        "attention": _attention,
-        "mlp": _mlp,
-        "full": _full,
+        "attention": lambda graph: _all_but(_score_region(graph)),
+        "mlp": lambda graph: _all_but(_hidden_values(graph)),
+        "full": lambda graph: frozenset(variables(graph.trace.layer_inputs)).__contains__,
         "fused": _fused,
-        "flash": _flash,
-        "gather": _gather,
+        "flash": lambda graph: Policy(("fused", "attention"))(graph),
+        "gather": lambda graph: lambda v: row(graph.eqns[graph.maker[v]]).exchange != "all-gather",
     }
 )
 assert _RULES.keys() == POLICIES.keys()

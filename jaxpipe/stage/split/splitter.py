@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -33,15 +32,8 @@ from jaxpipe.stage.split.delay import delayed
 from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
+from jaxpipe.stage.split.recompute import Policy
 from jaxpipe.stage.split.trace import StageTrace
-
-
-class RecomputePolicy(Protocol):
-    """What F may save in a graph, and what each part of the policy alone would let it save."""
-
-    def __call__(self, graph: Graph) -> Saveable: ...
-
-    def alone(self, graph: Graph) -> Mapping[str, Saveable]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class Split:
     notes: tuple[str, ...] = ()
 
 
-def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
+def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     """F, B, W and BW of a traced stage. By default F may save anything."""
     graph = Graph(_divide_loops(trace))
     trace = graph.trace
@@ -163,7 +155,7 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
     return sorted(saved, key=order.__getitem__), again
 
 
-def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: RecomputePolicy) -> tuple[str, ...]:
+def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
     """Remarks on parts of a policy under which F saves all that it would save without."""
     everything, _ = _save(graph, backward, targets, lambda v: True)
     if not everything:
@@ -182,10 +174,8 @@ def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
     kinds = {"param", "data", "key", "acc"}
 
     def free(v: Var) -> bool:
-        port = graph.trace.inputs.get(v)
-        if port is not None:
-            return port.kind in kinds
-        return graph.of(v) is Level.FIXED or v is graph.trace.seed
+        kind = graph.port_kind(v)
+        return kind in kinds if kind else graph.of(v) is Level.FIXED or v is graph.trace.seed
 
     return free
 
@@ -204,7 +194,6 @@ def _crossing(
             continue
         seen.add(v)
         i = graph.maker.get(v)
-        port = graph.trace.inputs.get(v)
         if i in b:
             base = graph.view_base(v)
             if base is None:
@@ -213,7 +202,7 @@ def _crossing(
                 assert i is not None
                 redo.add(i)
                 stack.append(base)
-        elif port is not None and port.kind == "dy":
+        elif graph.port_kind(v) == "dy":
             crossing[v] = None
     order = {v: k for k, v in enumerate([*graph.trace.inputs, *graph.maker])}
     return sorted(crossing, key=order.__getitem__), redo

@@ -15,10 +15,10 @@ import jax
 
 from jaxpipe.cost import Timing
 from jaxpipe.cost.memory import Kind
+from jaxpipe.rehearsal.rank import Rehearsal
+from jaxpipe.rehearsal.report import RankReport, rehearsed_costs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.rehearsal_report import RankReport, rehearsed_costs
-from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress

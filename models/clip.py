@@ -7,8 +7,9 @@ their products times a learned factor (at most 100, from 14.3), the mean of two 
 each picture, and the other way round. Differs: both towers have GPT-2's blocks without the causal mask and end in the
 mean over their positions.
 
-The negatives of a pair are the other pairs of its *group*: ``group`` consecutive microbatches, gathered over nothing else. That
-is part of what is computed, not of the schedule: other groups are another loss. With dp each replica has groups of its own.
+The negatives of a pair are the other pairs that the loss layer is given with it: those of its microbatch, on its dp replica, or
+of several consecutive microbatches where the loss runs once for them. So that is part of what is computed: other groups are
+another loss.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ _NO_PAIR = -1e30
 @dataclass(frozen=True, slots=True)
 class CLIPConfig:
     """Options of :func:`CLIP`. ``vocab_size`` and ``seq_len`` are the text's; token 0 is padding. Pictures are
-    ``image_height`` × ``image_width`` in one channel. ``group``: microbatches that share a loss. ``dtype``: what parameters are
-    created in."""
+    ``image_height`` × ``image_width`` in one channel. ``dtype``: what parameters are created in."""
 
     vocab_size: int = 256
     seq_len: int = 8
@@ -54,12 +54,11 @@ class CLIPConfig:
     text_heads: int = 4
     embed_size: int = 128
     mlp_ratio: int = 4
-    group: int = 1
     norm_eps: float = 1e-5
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch, group=self.group)
+        check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch)
         num_patches("CLIP", (self.image_height, self.image_width, 1), self.patch)
         self.tower("image"), self.tower("text")  # raises what a tower can't have
 
@@ -83,7 +82,7 @@ class CLIPConfig:
 def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``,
     ``text_embed``, … ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the
-    nearest of those of the same group."""
+    nearest of those of the same loss."""
     config = build_options(CLIPConfig, options, "models.clip:CLIP")
     picture = (config.image_height, config.image_width)
     image, text = config.tower("image"), config.tower("text")

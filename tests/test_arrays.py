@@ -177,4 +177,4 @@ def test_words_are_drawn_and_held_out_ones_are_new() -> None:
 
 
 def test_names_of_models_of_pictures_resolve() -> None:
-    assert resolve_model("models.clip:CLIP", {"group": 2}).name == "clip"
+    assert resolve_model("models.clip:CLIP", {"text_size": 64}).name == "clip"

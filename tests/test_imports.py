@@ -33,7 +33,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "mesh": frozenset({"errors"}),
     "tensor_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "wording", "dump"}),
-    "cost": frozenset({"stage", "schedule", "program", "errors", "wording"}),
+    "cost": frozenset({"stage", "schedule", "program", "mesh", "wording"}),
     "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),

@@ -156,6 +156,16 @@ def test_a_pipeline_measures_the_host_link_if_it_offloads(monkeypatch: pytest.Mo
     assert costs.load_s == tuple(0.5 + n / 1e6 for n in costs.offloadable_bytes)
 
 
+@pytest.mark.usefixtures("x64")
+def test_equal_layers_are_timed_once() -> None:
+    model = _pipe().model
+    seconds = cost.measured_layer_costs(model, 2, repeats=1)
+    assert len(seconds) == len(model.layers)
+    assert min(seconds) > 0
+    codes = [layer.code for layer in model.layers]
+    assert len(set(seconds)) == len(set(codes))
+
+
 def test_jaxpipe_cost_is_the_way_in() -> None:
     for name in (
         "analytic_profile",

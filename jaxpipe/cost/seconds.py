@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction, StageFunctions
-from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model
-from jaxpipe.stage.model.reference import init_params, with_tied_leaves
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.params import compute_avals
 
 Seconds = Mapping[str, Sequence[float]]
 """By op, an entry a stage."""
@@ -151,40 +152,16 @@ def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of forward and backward of each layer alone on the first device, median of ``repeats``. Layers of the same
-    functions and shapes are timed once."""
-    params = init_params(model, 0)
-    batch = {n: jnp.zeros(a.shape, a.dtype) for n, a in model.batch_spec(microbatch_size).items()}
-    x: Any = None
-    costs: list[float] = []
+    """Seconds of forward and backward of each layer alone on the first device (F and BW of a stage of its own, in float32),
+    median of ``repeats``. Layers of the same functions and shapes are timed once."""
+    mesh, layers = pipeline_submeshes(1, devices=jax.devices()[:1])[0], [[layer] for layer in model.layers]
+    avals, batch = compute_avals(model.layers, jnp.dtype(jnp.float32)), model.batch_spec(microbatch_size)
     seen: dict[Hashable, float] = {}
-    for index, layer in enumerate(model.layers):
-        own = with_tied_leaves(layer, params)
-        context = LayerContext(
-            {n: batch[n] for n in layer.reads}, jax.random.key(index) if layer.uses_key else None, layer.uses_key
-        )
-        leaves, structure = jax.tree.flatten((own, x))
-        shapes = tuple((v.shape, str(v.dtype)) if hasattr(v, "shape") else value_key(v) for v in leaves)
-        same = (layer.code, structure, shapes)
+    costs = []
+    for (layer,), stage in zip(layers, build_all(layers, avals, batch, [mesh] * len(layers)), strict=True):
+        functions = [stage.functions[op] for op in ("F", "BW") if op in stage.functions]
+        same = (layer.code, *(f.avals_in for f in functions))
         if same not in seen:
-            seen[same] = _layer_seconds(layer, own, x, context, repeats)
+            seen[same] = sum(time_function(f, repeats).median_s for f in functions)
         costs.append(seen[same])
-        x = layer.apply(own, x, context)
     return tuple(costs)
-
-
-def _layer_seconds(layer: Layer, params: Any, x: Any, context: LayerContext, repeats: int) -> float:
-    leaves, tree = jax.tree.flatten((params, x))
-    floats = {k: leaf for k, leaf in enumerate(leaves) if _is_float(leaf)}
-
-    def run(given: Mapping[int, Any]) -> Any:
-        own, carry = jax.tree.unflatten(tree, [given.get(k, leaf) for k, leaf in enumerate(leaves)])
-        y = layer.apply(own, carry, context)
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(y) if _is_float(leaf))
-
-    step = jax.jit(jax.grad(run))
-    return timed(lambda: step(floats), repeats).median_s
-
-
-def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)

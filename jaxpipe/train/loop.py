@@ -340,7 +340,8 @@ class _Run:
         del found["weight"]
         self.evaluated = (state.step, loss)
         self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in found.items()}})
-        self.line.note(f"step {state.step}  held-out loss {loss:.4f}")
+        others = "".join(f", {name} {x:.4f}" for name, x in found.items())
+        self.line.note(f"step {state.step}  held-out loss {loss:.4f}{others}")
         self.line.restart_clock()
 
     def _save(self, state: TrainState) -> None:

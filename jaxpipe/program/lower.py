@@ -197,7 +197,7 @@ class _RankLowering:
     def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
         """Take what other ranks made of ``inputs`` out of their messages; check that the rest is there."""
         for value in inputs:
-            if value in self.present or value.kind in BOUND_KINDS:
+            if value.kind in BOUND_KINDS or value in self.present:
                 continue
             src, sender = self.traffic.makers.get(value, (self.rank, None))
             if sender is None or src == self.rank:

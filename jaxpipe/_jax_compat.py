@@ -74,7 +74,6 @@ __all__ = [
     "fresh_var",
     "has_ordered_effects",
     "is_checkpoint",
-    "is_identity",
     "is_key_dtype",
     "map_bodies",
     "only_results",
@@ -142,12 +141,6 @@ def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 def is_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether the equation is a ``jax.checkpoint`` body."""
     return eqn.primitive.name in ("checkpoint", "remat", "remat2")
-
-
-def is_identity(eqn: JaxprEqn) -> bool:
-    """Whether the result is the operand, once varying-axis types no longer matter."""
-    name = eqn.primitive.name
-    return name in ("name", "pvary", "copy", "copy_p") or (name == "pcast" and eqn.params.get("to") == "varying")
 
 
 def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:

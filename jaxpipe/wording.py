@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.5) -> str:
@@ -57,3 +57,14 @@ def format_count(count: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     raise AssertionError
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Lines of cells as wide as the widest of their column, two blanks between; those of the columns ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""Causal softmax attention on the plain XLA path, with T×T values named for recompute policies.
+"""Softmax attention, causal or full, on the plain XLA path, with T×T values named for recompute policies.
 
     B batch   T time   H query heads   G key/value heads   R = H / G query heads a key/value head   K size of a head
 
@@ -11,6 +11,8 @@ Not modelled: padding masks, sliding windows, caches for generation, fused atten
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,24 @@ def causal_attention(
 
     Query head h reads key/value head h // R. ``dropout`` applies to the probabilities, and only when ``key`` is given.
     """
+    return _attention(_causal_softmax, q, k, v, dropout, key)
+
+
+def full_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, dropout: float = 0.0, key: jax.Array | None = None
+) -> jax.Array:
+    """:func:`causal_attention` without its mask: each position sees all, as in an encoder."""
+    return _attention(_full_softmax, q, k, v, dropout, key)
+
+
+def _attention(
+    softmax: Callable[[jax.Array], jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dropout: float,
+    key: jax.Array | None,
+) -> jax.Array:
     B, T, H, K = q.shape
     G = k.shape[2]
     R = H // G
@@ -36,7 +56,7 @@ def causal_attention(
     rows = (q * (K**-0.5)).reshape(B, T, G, R, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, K)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", rows, k), SCORES)
-    probs = _causal_softmax(scores)
+    probs = softmax(scores)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
@@ -66,3 +86,18 @@ def _softmax_backward(probs: jax.Array, cotangent: jax.Array) -> tuple[jax.Array
 
 
 _causal_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+@jax.custom_vjp
+def _full_softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last axis of ``scores``, same dtype out."""
+    wide = jnp.promote_types(scores.dtype, jnp.float32)
+    return jax.nn.softmax(scores.astype(wide), axis=-1).astype(scores.dtype)
+
+
+def _full_softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    probs = checkpoint_name(_full_softmax(scores), SCORES)
+    return probs, probs
+
+
+_full_softmax.defvjp(_full_softmax_forward, _softmax_backward)

@@ -38,7 +38,7 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import causal_attention
+from models.attention import causal_attention, full_attention
 from models.loss import loss_layer
 
 
@@ -80,32 +80,12 @@ class GPTConfig:
 def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A GPT-2 of the given :class:`GPTConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(GPTConfig, options, "models.gpt:GPT")
-    tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
-    draws = config.dropout > 0
-    embed = from_linen(
-        "embed",
-        Embed(config),
-        example=(tokens,),
-        reads=("tokens",),
-        uses_key=draws,
-        kind="gpt.embed",
-        shards=partial(_embed_shards, config),
-    )
-    block = from_linen(
-        "block",
-        Block(config),
-        example=(hidden,),
-        uses_key=draws,
-        kind="gpt.block",
-        shards=partial(_block_shards, config),
-    )
     tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
     head = from_linen(
         "head", Head(config), example=(hidden,), tied=tied, kind="gpt.head", shards=partial(_head_shards, config)
     )
-    width = max(2, len(str(config.num_layers - 1)))
-    blocks: list[Layer] = [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
+    layers = (embed_layer(config), *block_layers(config), head, loss_layer())
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         shape = (microbatch_size, config.seq_len)
@@ -115,7 +95,36 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
         }
 
-    return Model("gpt", (embed, *blocks, head, loss_layer()), batch_spec, config.vocab_size, config.seq_len)
+    return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len)
+
+
+def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
+    """The layer that reads ``tokens``."""
+    tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
+    return from_linen(
+        name,
+        Embed(config),
+        example=(tokens,),
+        reads=("tokens",),
+        uses_key=config.dropout > 0,
+        kind="gpt.embed",
+        shards=partial(_embed_shards, config),
+    )
+
+
+def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True) -> list[Layer]:
+    """The layers ``name``_00 …: without ``causal``, of an encoder."""
+    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
+    block = from_linen(
+        "block",
+        Block(config, causal=causal),
+        example=(hidden,),
+        uses_key=config.dropout > 0,
+        kind="gpt.block",
+        shards=partial(_block_shards, config),
+    )
+    width = max(2, len(str(config.num_layers - 1)))
+    return [replace(block, name=f"{name}_{i:0{width}d}") for i in range(config.num_layers)]
 
 
 class Embed(nn.Module):
@@ -129,24 +138,27 @@ class Embed(nn.Module):
         if tokens.shape[1] > c.seq_len:
             raise StageError(f"GPT has {c.seq_len} positions, got {T} tokens; give {c.seq_len} or fewer")
         words = VocabParallelEmbed(
-            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), tp=self.tp, name="tokens"
+            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
-        positions = self.param("positions", _normal(0.02), (c.seq_len, c.d_model), c.dtype)
+        positions = self.param("positions", normal(0.02), (c.seq_len, c.d_model), c.dtype)
         x = words(tokens) + own_time(positions[None, :T], self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
 class Block(nn.Module):
+    """``causal``: whether a position sees only those before it and itself; encoders (``models/vit.py``) see all."""
+
     config: GPTConfig
     tp: TensorParallel = ONE_SHARD
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
-        h = _norm(c, "norm_attn")(x)
+        h = norm(c, "norm_attn")(x)
         x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
-        h = _norm(c, "norm_mlp")(x)
+        h = norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
@@ -156,7 +168,8 @@ class Block(nn.Module):
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
-        heads = causal_attention(q, k, v, c.dropout, key)  # [B, T, H/t, K]
+        attend = causal_attention if self.causal else full_attention
+        heads = attend(q, k, v, c.dropout, key)  # [B, T, H/t, K]
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]
@@ -176,8 +189,8 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", _normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
-        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp)
+        kernel = self.param("kernel", normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
+        return vocab_parallel_logits(norm(c, "norm")(x), kernel, self.tp)
 
 
 def _embed_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
@@ -209,7 +222,7 @@ def _check(c: GPTConfig, tp: TensorParallel) -> None:
     check_shards("GPT", tp, sizes, seq_len=c.seq_len, allowed={"num_heads": heads})
 
 
-def _normal(std: float) -> Any:
+def normal(std: float) -> Any:
     return nn.initializers.normal(std)
 
 
@@ -217,9 +230,9 @@ def _residual_std(c: GPTConfig) -> float:
     return float(0.02 / (2 * c.num_layers) ** 0.5)
 
 
-def _norm(c: GPTConfig, name: str) -> nn.LayerNorm:
+def norm(c: GPTConfig, name: str) -> nn.LayerNorm:
     return nn.LayerNorm(epsilon=c.norm_eps, param_dtype=c.dtype, use_fast_variance=False, name=name)
 
 
 def _dense(c: GPTConfig, std: float = 0.02) -> dict[str, Any]:
-    return {"param_dtype": c.dtype, "kernel_init": _normal(std)}
+    return {"param_dtype": c.dtype, "kernel_init": normal(std)}

@@ -116,30 +116,15 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(LlamaConfig, options, "models.llama:Llama")
     tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
-    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
     embed = from_linen(
         "embed",
         Embed(config),
         example=(tokens,),
         reads=("tokens",),
         kind="llama.embed",
-        shards=partial(_embed_shards, config),
+        shards=partial(embed_shards, config),
     )
-    block = from_linen(
-        "block",
-        Block(config),
-        example=(hidden,),
-        uses_key=config.dropout > 0,
-        kind="llama.block",
-        shards=partial(_block_shards, config),
-    )
-    block = replace(block, apply=partial(_with_own_heads, block.apply, config))
-    tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
-    head = from_linen(
-        "head", Head(config), example=(hidden,), tied=tied, kind="llama.head", shards=partial(_head_shards, config)
-    )
-    width = max(2, len(str(config.num_layers - 1)))
-    blocks: list[Layer] = [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
+    layers = (embed, *block_layers(config), head_layer(config), loss_layer())
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         shape = (microbatch_size, config.seq_len)
@@ -149,7 +134,32 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
         }
 
-    return Model("llama", (embed, *blocks, head, loss_layer()), batch_spec, config.vocab_size, config.seq_len)
+    return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len)
+
+
+def block_layers(config: LlamaConfig) -> list[Layer]:
+    """The layers ``block_00`` …"""
+    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
+    block = from_linen(
+        "block",
+        Block(config),
+        example=(hidden,),
+        uses_key=config.dropout > 0,
+        kind="llama.block",
+        shards=partial(_block_shards, config),
+    )
+    block = replace(block, apply=partial(_with_own_heads, block.apply, config))
+    width = max(2, len(str(config.num_layers - 1)))
+    return [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
+
+
+def head_layer(config: LlamaConfig) -> Layer:
+    """The layer ``head``. Tied, it takes its kernel from ``embed/tokens/embedding``."""
+    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
+    tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
+    return from_linen(
+        "head", Head(config), example=(hidden,), tied=tied, kind="llama.head", shards=partial(_head_shards, config)
+    )
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
@@ -173,7 +183,7 @@ class Embed(nn.Module):
         """tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c = self.config
         words = VocabParallelEmbed(
-            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=_normal(0.02), tp=self.tp, name="tokens"
+            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
         return words(tokens)
 
@@ -225,7 +235,7 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", _normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
+        kernel = self.param("kernel", normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
         return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp)
 
 
@@ -239,7 +249,7 @@ def _with_own_heads(
     return apply(params, x, context)
 
 
-def _embed_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+def embed_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     _check(c, tp)
     return {("tokens", "embedding"): 0}
 
@@ -270,7 +280,7 @@ def _check(c: LlamaConfig, tp: TensorParallel) -> None:
     check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len, allowed={"num_heads": heads})
 
 
-def _normal(std: float) -> Any:
+def normal(std: float) -> Any:
     return nn.initializers.normal(std)
 
 
@@ -283,4 +293,4 @@ def _norm(c: LlamaConfig, name: str) -> nn.RMSNorm:
 
 
 def _dense(c: LlamaConfig, std: float = 0.02, bias: bool = False) -> dict[str, Any]:
-    return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": _normal(std)}
+    return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}

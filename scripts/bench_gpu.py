@@ -16,7 +16,7 @@ Per hidden size, for the stages of one rank in the middle of a pipeline (p ranks
   microseconds per instruction, predicted and measured peak memory, how much of the copies lies under compute. A GPU's peak
   never falls in a process, so programs run from the smallest predicted peak to the largest.
 
-Timing: medians; a sample is many calls back to back between two waits (jaxpipe/profile/measured.py).
+Timing: medians; a sample is many calls back to back between two waits (jaxpipe/cost/measured.py).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     import jax
     import jaxlib
 
-    from jaxpipe.profile import measure_host_link
-    from jaxpipe.profile.host_link import CPU_SIZES
+    from jaxpipe.cost import measure_host_link
+    from jaxpipe.cost.host_link import CPU_SIZES
 
     target = _target(args, device)
     _note("copies to the host and back")
@@ -198,7 +198,7 @@ def _split(
     args: argparse.Namespace, stage: Any, model_flops: Any, target: Any
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Seconds of each function, and what is said about them."""
-    from jaxpipe.profile import time_function
+    from jaxpipe.cost import time_function
     from jaxpipe.stage.compiled.footprint import footprint
 
     timings = {op: time_function(stage.functions[op], args.repeats, 2) for op in ("F", "B", "W", "BW")}
@@ -306,7 +306,7 @@ def _k(
 
 def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any]]:
     """One rank's program under each schedule, from the smallest predicted peak to the largest."""
-    from jaxpipe.runtime.rehearse import Rehearsal
+    from jaxpipe.rehearsal.rank import Rehearsal
     from jaxpipe.schedule import generate
 
     rank = 1

@@ -102,3 +102,11 @@ STP_EXPOSED = (8, 6144, 0.275)
 
 STP_CHUNK_GB = 3.6
 """`stp.txt` appendix C: activations of one microbatch in one virtual stage of ZB-V at TP 8."""
+
+VLM_THROUGHPUT: dict[tuple[str, int, int], tuple[dict[int, tuple[float, float, float]], tuple[float, float, float]]] = {
+    ("14.9B", 8, 2): ({64: (2.42, 2.48, 2.86), 128: (2.44, 2.49, 2.86), 192: (2.46, 2.49, 2.87)}, (26, 30, 51)),
+    ("28.8B", 8, 4): ({96: (3.37, 3.51, 3.72), 176: (3.40, 3.53, 3.80), 256: (3.40, 3.53, 3.80)}, (43, 38, 47)),
+    ("14.9B", 4, 4): ({64: (4.36, 4.25, 4.53), 128: (4.44, 4.30, 4.63), 192: (4.46, 4.31, 4.65)}, (40, 30, 56)),
+    ("30.3B", 4, 8): ({96: (5.79, 5.90, 5.97), 176: (5.89, 5.97, 6.19), 256: (5.85, 6.01, 6.19)}, (60, 48, 69)),
+}
+"""`stp.txt` table 3: samples a second of 1F1B-I, ZB-V and STP by (model, TP, PP) and number of microbatches; and GB of each."""

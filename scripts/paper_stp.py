@@ -45,14 +45,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 from paper_numbers import STP_EXPOSED, STP_MEMORY_GB, STP_THROUGHPUT
 
 from jaxpipe.schedule import CostProfile, Link, Schedule, Timeline, generate, simulate
+from jaxpipe.schedule.ir import Action, B, W
 from jaxpipe.schedule.passes import prompt_weights
-from jaxpipe.schedule.passes.backwards import fuse_neighbours
+from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
 
 Row = dict[str, Any]
 PEAK_FLOPS = 312e12
@@ -211,6 +213,22 @@ def timeline_of(family: str, setting: Setting, microbatches: int, costs: CostPro
     if family == "v-zb":
         found = map(fuse_neighbours, (schedule, prompt_weights(schedule)))
     return min((simulate(x, costs) for x in found), key=lambda x: x.makespan)
+
+
+def fuse_neighbours(schedule: Schedule) -> Schedule:
+    """``schedule`` with BW in place of each B whose own W is the next slot of its rank.
+
+    The result of B is later by W, and B's TP collectives have W under them (:mod:`~jaxpipe.schedule.lanes`). The published code
+    of ZB-V's authors does so "to overlap grad all-reduce for tensor parallel" (sail-sg/zero-bubble-pipeline-parallelism,
+    ``zb_schedules.py``).
+    """
+    fused = frozenset(
+        (one.stage, one.microbatch)
+        for row in schedule.rows
+        for one, two in pairwise(row)
+        if type(one) is Action and one.op == B.name and two == replace(one, op=W.name)
+    )
+    return with_fused(schedule, fused | fused_backwards(schedule))
 
 
 def efficiency_of(quick: bool) -> float:

@@ -37,7 +37,7 @@ from paper_numbers import ACTIVATION_GB, STP_CHUNK_GB, STP_PEAK_GB  # noqa: E402
 
 from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
 from jaxpipe.planning.roofline import Efficiency  # noqa: E402
-from jaxpipe.planning.stages import Sharding, Workbench, workbench  # noqa: E402
+from jaxpipe.planning.stages import Workbench, workbench  # noqa: E402
 from jaxpipe.planning.targets import TARGETS  # noqa: E402
 from jaxpipe.train.config import TrainConfig, load_config  # noqa: E402
 
@@ -51,8 +51,8 @@ def quiet(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def planned(config: TrainConfig, target: str, bench: Workbench, sharding: Sharding) -> Prediction:
-    return predict(config, bench, TARGETS[target], Efficiency(), sharding, TARGETS[target].memory_bytes)
+def planned(config: TrainConfig, bench: Workbench) -> Prediction:
+    return predict(config, bench, bench.target.memory_bytes)
 
 
 def controllable_memory() -> list[Row]:
@@ -61,12 +61,12 @@ def controllable_memory() -> list[Row]:
     for name, by_schedule in ACTIVATION_GB.items():
         start = time.monotonic()
         base = load_config(PLANS / f"gpt-{name.lower()}.toml")
-        bench = workbench(base, TARGETS["a100"], Efficiency(), Sharding(), quiet)
+        bench = workbench(base, TARGETS["a100"], Efficiency(), quiet)
         layers = len(bench.model.layers)
         for schedule, paper in by_schedule.items():
             v = [f"pipeline.cut={list(range(1, layers - 1))}", "pipeline.chunks=2", f"pipeline.schedule={schedule}"]
             config = base if schedule == base.pipeline.schedule else base.override(v)
-            p = planned(config, "a100", bench, Sharding())
+            p = planned(config, bench)
             rows.append(
                 row(name, schedule, "activation memory", paper, max(p.activation_bytes) / 1e9,
                     "bfloat16, scores kept (no flash attention), dropout 0.1, sequence 1024, recompute=fused", "")
@@ -84,12 +84,11 @@ def stp() -> list[Row]:
         per_stage = 32 // (2 * pp)
         cut = [1 + per_stage * s for s in range(1, 2 * pp)]
         base = whole.override([f"pipeline.tp={tp}", f"pipeline.ranks={pp}", f"pipeline.cut={cut}"])
-        sharding = Sharding.of(base)
-        bench = workbench(base, TARGETS["a800"], Efficiency(), sharding, quiet)
+        bench = workbench(base, TARGETS["a800"], Efficiency(), quiet)
         for schedule, paper in by_schedule.items():
             config = base.override([f"pipeline.schedule={schedule}"])
-            p = planned(config, "a800", bench, sharding)
-            ours = max(m.total - m.temporaries for m in p.memory) / 1e9
+            p = planned(config, bench)
+            ours = max(m.peak_bytes - m.by_kind["temporaries"] for m in p.memory) / 1e9
             note = "a rank's total (18 bytes a parameter and activations), without workspace"
             rows.append(row(f"12.1B TP {tp} PP {pp}", schedule, "peak memory", paper, ours, assumed, note))
             if (tp, schedule) == (8, "v-zb"):

@@ -111,7 +111,7 @@ def run_sequentially(
     in the order of the W and BW of its row.
     """
     values: dict[tuple[Any, ...], Any] = {}
-    losses: dict[int, dict[int, Any]] = {}
+    losses: dict[int, dict[tuple[int, int], Any]] = {}
     acc = {at: pipe.zeros(at) for at in pipe.all_instances}
 
     def call(op: str, rank: int, s: int, i: int) -> None:
@@ -129,19 +129,20 @@ def run_sequentially(
                     given.append(jax.device_put(batch[f.data_names[port.index]][i], home))
                 case "key":
                     given.append(jax.device_put(keys[i], home))
+                case "x":
+                    t, leaf = f.x_from[port.index]
+                    given.append(jax.device_put(values[("y", t, i, leaf)], home))
+                case "dy":
+                    t, leaf = f.dy_from[port.index]
+                    given.append(jax.device_put(values[("dx", t, i, leaf)], home))
                 case kind:
-                    value = values[(kind, s, i, port.index)]
-                    given.append(jax.device_put(value, home) if kind in ("x", "dy") else value)
+                    given.append(values[(kind, s, i, port.index)])
         for port, out in zip(f.functions[op].outputs, f.functions[op].call(*given), strict=True):
             match port.kind:
-                case "y":
-                    values[("x", s + 1, i, port.index)] = out
-                case "dx":
-                    values[("dy", s - 1, i, port.index)] = out
                 case "acc":
                     acc[(rank, s)][port.index] = out
                 case "loss":
-                    losses.setdefault(i, {})[port.index] = out
+                    losses.setdefault(i, {})[(s, port.index)] = out
                 case kind:
                     values[(kind, s, i, port.index)] = out
 
@@ -165,8 +166,9 @@ def run_sequentially(
         for k, (rank, a) in enumerate(later):
             if k in done:
                 continue
-            needs_dy = a.op in ("B", "BW") and a.stage < schedule.num_stages - 1
-            ready = not needs_dy or any(key[:3] == ("dy", a.stage, a.microbatch) for key in values)
+            f = pipe.functions[(rank, a.stage)]
+            dy = [f.dy_from[port.index] for port in f.functions[a.op].inputs if port.kind == "dy"]
+            ready = all(("dx", t, a.microbatch, leaf) in values for t, leaf in dy)
             if a.op == "W":
                 ready = any(later[j] == (rank, type(a)("B", a.stage, a.microbatch)) for j in done)
             adds = a.op in ("W", "BW")

@@ -48,7 +48,7 @@ def random_schedule(
     items = [
         item
         for s in range(placement.num_stages)
-        for i in range(microbatches)
+        for i in range(microbatches // placement.span[s])
         for item in _items(placement, s, i, rng, split, offload)
     ]
     before = _order(placement, items)
@@ -107,9 +107,11 @@ def _order(placement: Placement, items: list[Item]) -> list[set[int]]:
             }[wait.where]
             for op in wait.ops:
                 for t in targets:
-                    wanted = Action(op, t, action.microbatch)
-                    homes = ranks if wait.where == "self" else placement.ranks(t, action.microbatch)
-                    found |= {where[wanted, rank] for rank in homes if (wanted, rank) in where}
+                    here, there = placement.span[action.stage], placement.span[t]
+                    first, last = action.microbatch * here // there, ((action.microbatch + 1) * here - 1) // there
+                    for wanted in (Action(op, t, i) for i in range(first, last + 1)):
+                        homes = ranks if wait.where == "self" else placement.ranks(t, wanted.microbatch)
+                        found |= {where[wanted, rank] for rank in homes if (wanted, rank) in where}
         before.append(found)
     return before
 

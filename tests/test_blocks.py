@@ -11,8 +11,7 @@ import pytest
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
 from jaxpipe.schedule.blocks import BuildingBlock, repeat
 from jaxpipe.schedule.blocks.repeat import rows_of
-from jaxpipe.schedule.blocks.v_ends import cells_with_ends
-from jaxpipe.schedule.blocks.v_shape import searched
+from jaxpipe.schedule.blocks.v_shape import cells_with_ends, searched
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, Finisher, Phases, Rule
 from jaxpipe.schedule.placement import circular, one_to_one, v_shape
@@ -121,10 +120,10 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
     finisher = Finisher(problem)
     for block in blocks:
         rows = repeat(block, problem)
-        before = finisher.squeezed(rows)
+        before = finisher.retimer.draft(rows)
         assert before is not None
         for view, rule in (*RECIPES, *DOMINATING, ("real", Phases(Rule(backlog=1), AS_GIVEN, Rule()))):
-            after = finisher.squeezed(finisher.filled(rows, before.peak, rule, view))
+            after = finisher.retimer.draft(finisher.filled(rows, before.peak, rule, view))
             assert after is not None and after.peak <= before.peak + 1e-9
             check_schedule(problem.schedule("reordered", after.rows))
         best = finisher.best(rows, before.peak, 12)

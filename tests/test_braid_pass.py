@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jaxpipe.schedule import (
@@ -17,7 +19,6 @@ from jaxpipe.schedule import (
     simulate,
 )
 from jaxpipe.schedule.passes import braid, unbraid
-from jaxpipe.schedule.passes.backwards import fuse_neighbours
 
 
 def costs_of(name: str, p: int, tp_comm: float, **more: float) -> CostProfile:
@@ -115,7 +116,10 @@ def test_unbraid_takes_stp_apart() -> None:
     assert simulate(schedule, costs).makespan < simulate(plain, costs).makespan
 
 
-def test_fused_neighbours_hide_collectives() -> None:
+def test_fused_neighbours_hide_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    from paper_stp import fuse_neighbours
+
     costs = costs_of("v-zb", 4, 0.5)
     schedule = generate("v-zb", 4, 16, costs=costs)
     fused = fuse_neighbours(schedule)

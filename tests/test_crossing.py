@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import Var, aval_bytes
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.split.crossing import VALUE_BYTES, cheapest_moves, is_movable
+from jaxpipe.stage.primitives import is_cheap
+from jaxpipe.stage.split.crossing import VALUE_BYTES, cheapest_moves
 from jaxpipe.stage.split.graph import Graph
 from jaxpipe.stage.split.trace import StageTrace
 
@@ -23,7 +24,7 @@ def test_no_other_choice_crosses_with_fewer_bytes(data: st.DataObject) -> None:
     graph, w, inputs = _random_w(data.draw)
     moved = cheapest_moves(graph, w, lambda v: False)
     results = {graph.maker[a] for _, a in graph.trace.outputs}
-    movable = [i for i in sorted(w - results) if is_movable(graph.eqns[i])]
+    movable = [i for i in sorted(w - results) if is_cheap(graph.eqns[i]) and not graph.eqns[i].effects]
     assert moved <= set(movable)
     assert _is_closed(graph, moved, w)
     costs = [

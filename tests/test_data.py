@@ -424,7 +424,7 @@ def test_one_file_does_not_split_by_files() -> None:
 def test_no_train_window_touches_held_out_tokens(n: int, seq_len: int, seed: int) -> None:
     data = dataset(n)
     held = np.concatenate(list(data.pieces("held_out")))
-    windows = data.batches(seed, 1, seq_len).windows
+    windows = data.batches(seed, 1, seq_len).rows.windows
     seen = windows.starts(np.arange(len(windows)))[:, None] + np.arange(seq_len + 1)
     assert not np.isin(seen, held).any()
 
@@ -443,7 +443,7 @@ def test_an_epoch_visits_every_window_once_and_epochs_differ(n: int, seq_len: in
     if len(Windows.of(data.train, seq_len)) < batch:
         return
     batches = data.batches(seed, batch, seq_len)
-    size = len(batches.windows)
+    size = len(batches.rows.windows)
     steps = -(-2 * size // batch)
     order = np.concatenate([batches.indices_at(step) for step in range(steps)])
     assert sorted(order[:size].tolist()) == sorted(order[size : 2 * size].tolist()) == list(range(size))
@@ -455,7 +455,7 @@ def test_an_epoch_visits_every_window_once_and_epochs_differ(n: int, seq_len: in
 def test_a_batch_is_windows_of_the_text(n: int, seq_len: int, batch: int, step: int) -> None:
     batches = dataset(n).batches(3, min(batch, 4), seq_len)
     got = batches.batch_at(step)
-    starts = batches.windows.starts(batches.indices_at(step))
+    starts = batches.rows.windows.starts(batches.indices_at(step))
     reference = np.array([range(start, start + seq_len) for start in starts.tolist()])
     assert (got["tokens"] == reference).all()
     assert (got["targets"] == reference + 1).all()

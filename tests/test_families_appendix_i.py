@@ -6,8 +6,8 @@ import pytest
 
 from jaxpipe.schedule import CostProfile, Timeline, circular, generate, lower_bound, simulate
 from jaxpipe.schedule.blocks import repeat
-from jaxpipe.schedule.families.interleaved_low_memory import low_memory_block
-from jaxpipe.schedule.families.two_thirds_block import two_thirds_block
+from jaxpipe.schedule.families.interleaved import low_memory_block
+from jaxpipe.schedule.families.zb_heuristic import two_thirds_block
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer, drafted

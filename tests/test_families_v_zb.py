@@ -11,10 +11,8 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Placement, check_schedule, circular, simulate, v_shape, wave
 from jaxpipe.schedule.costs import Link
-from jaxpipe.schedule.families.steady_phase import repeated
-from jaxpipe.schedule.families.v_heuristic import best_v_draft
+from jaxpipe.schedule.families.v_heuristic import best_v_draft, repeated, v_zb
 from jaxpipe.schedule.families.v_rounds import rounds_order
-from jaxpipe.schedule.families.v_zb import v_zb
 from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.list_schedule.policies import CHUNKS, chunk_drafts
 from jaxpipe.schedule.list_schedule.weights import Rule, WeightFilling, balanced, order_of

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 EVERYTHING = frozenset(
-    ["errors", "wording", "files", "dump", "_jax_compat", "mesh", "tensor_parallel", "schedule", "stage", "profile"]
+    ["errors", "wording", "files", "dump", "_jax_compat", "mesh", "tensor_parallel", "schedule", "stage", "cost"]
 ) | {"program", "runtime", "plot", "train"}
 
 ALLOWED: Mapping[str, frozenset[str]] = {
@@ -33,13 +33,14 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "mesh": frozenset({"errors"}),
     "tensor_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "wording", "dump"}),
-    "profile": frozenset({"stage", "schedule", "mesh", "errors"}),
+    "cost": frozenset({"stage", "schedule", "program", "mesh", "wording"}),
     "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),
     "train": EVERYTHING - {"train"},
     "planning": EVERYTHING,
-    "cli": EVERYTHING | {"planning"},
+    "rehearsal": EVERYTHING,
+    "cli": EVERYTHING | {"planning", "rehearsal"},
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
     "models": frozenset(

@@ -12,13 +12,13 @@ import pytest
 
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import Parser
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.profile import with_measured_times
+from jaxpipe.rehearsal.ranks import pipeline_on_one_rank, rehearsals
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.rehearse import pipeline_on_one_rank, rehearsals
 from jaxpipe.train.setup import prepare
 from jaxpipe.train.step import TrainStep
 from tests.parallel_cases import Case, batches, optimizer, params_for, pipeline

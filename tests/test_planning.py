@@ -19,16 +19,19 @@ import pytest
 
 from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
+from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.compiled import Compiler
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
-from jaxpipe.planning.stages import PlannedStage, Sharding, Workbench, workbench
+from jaxpipe.planning.stages import PlannedStage, Workbench, workbench
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Braid, generate, read_costs, read_schedule, simulate
 from jaxpipe.schedule.passes import unbraid
+from jaxpipe.stage.compiled.footprint import total_device_bytes
+from jaxpipe.stage.weave.units import collectives
 from jaxpipe.train.config import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,15 +70,26 @@ def small(**pipeline: Any) -> TrainConfig:
     )
 
 
-def bench_of(config: TrainConfig, target: Target = H100, sharding: Sharding = Sharding(), **others: Any) -> Workbench:  # noqa: B008
-    return workbench(config, target, Efficiency(), sharding, silent, **others)
+def bench_of(config: TrainConfig, target: Target = H100, **others: Any) -> Workbench:
+    return workbench(config, target, Efficiency(), silent, **others)
 
 
 def prediction_of(
     config: TrainConfig, bench: Workbench | None = None, limit: float = 80e9, **others: Any
 ) -> Prediction:
     bench = bench if bench is not None else bench_of(config)
-    return predict(config, bench, bench.target, bench.efficiency, bench.sharding, limit, **others)
+    return predict(config, bench, limit, **others)
+
+
+STATIC: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+
+
+def static_bytes(memory: RankMemory) -> int:
+    return sum(memory.by_kind[kind] for kind in STATIC)
+
+
+def held_for_good(stage: PlannedStage) -> int:
+    return stage.functions.param_bytes + total_device_bytes(stage.functions.acc_avals) + stage.state_bytes
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -259,20 +273,20 @@ def test_a_gpt_layer_keeps_what_megatron_does(
 ) -> None:
     """34 bsh + 5 abs² bytes with 16-bit values and dropout (Korthikanti et al. 2023); flash attention keeps no score."""
     b, s, h, a = 4, 1024, 5120, 40
-    assert layer_of(*table_2, recompute).residual == 34 * b * s * h + scores * a * b * s * s
+    assert layer_of(*table_2, recompute).functions.residual_bytes == 34 * b * s * h + scores * a * b * s * s
 
 
 def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[TrainConfig, Workbench]) -> None:
     layer = layer_of(*table_2, "fused")
-    assert layer.parameters + layer.gradients + layer.optimizer == 18 * layer.num_params
+    assert held_for_good(layer) == 18 * layer.num_params
     p = prediction_of(small())
-    assert sum(m.parameters + m.gradients + m.optimizer for m in p.memory) == 16 * p.num_params
+    assert sum(map(static_bytes, p.memory)) == 16 * p.num_params
 
 
 def test_equal_stages_are_traced_once() -> None:
     config = small(ranks=4, microbatches=4, cut=[2, 3, 4])
     seen: list[str] = []
-    bench = workbench(config, H100, Efficiency(), Sharding(), seen.append)
+    bench = workbench(config, H100, Efficiency(), seen.append)
     stages = bench.stages(bench.plan(config, 4).cut, "none", 2)
     assert stages[1] is stages[2]
     assert len([line for line in seen if line.startswith("tracing")]) == 3
@@ -280,34 +294,34 @@ def test_equal_stages_are_traced_once() -> None:
 
 def test_tensor_parallel_stages_are_those_of_one_device() -> None:
     """Two blocks, h = 32, T = 16, 2 sequences, float32: what is divided, what is whole, and what is sent."""
-    config = small(recompute="fused")
-    cut = [(1, 3)]
     stream = 2 * 16 * 32 * 4
 
-    def stage(sharding: Sharding, policy: str = "fused") -> PlannedStage:
-        bench = bench_of(config, sharding=sharding)
-        return bench.stages([(0, 1), *cut, (3, 7)], policy, 2)[1]
+    def stage(tp: int, sequence: bool = False, policy: str = "fused") -> PlannedStage:
+        bench = bench_of(small(recompute=policy, tp=tp, sequence_parallel=sequence))
+        return bench.stages([(0, 1), (1, 3), (3, 7)], policy, 2)[1]
 
-    whole, part, split, own = (
-        stage(Sharding()), stage(Sharding(4)), stage(Sharding(4, True)), stage(Sharding(4, True), "fused+gather")
-    )  # fmt: skip
+    def exchanged(stage: PlannedStage, op: str) -> list[str]:
+        return [c.primitive for c in collectives(stage.functions.functions[op].jaxpr)]
+
+    planned = stage(1), stage(4), stage(4, True), stage(4, True, "fused+gather")
+    whole, part, split, own = (s.functions for s in planned)
     norms_and_biases = 2 * 4 * (4 * 32 + 2 * 32)  # of a block, whole on each device: two norms, two row biases
-    assert part.parameters - norms_and_biases == (whole.parameters - norms_and_biases) / 4
-    assert part.num_params == split.num_params == whole.num_params
-    assert part.boundary == whole.boundary == 4 * split.boundary == stream
-    assert own.residual < split.residual < part.residual < whole.residual
-    assert own.residual <= whole.residual / 4  # nothing of the stream's size is left whole
-    assert [c.primitive for c in part.collectives["F"]] == ["psum"] * 4
-    assert {c.whole_bytes for op in ("F", "B") for c in part.collectives[op]} == {stream}
-    assert [c.primitive for c in split.collectives["B"]] == ["all_gather", "reduce_scatter"] * 4
-    assert part.collectives["W"] == split.collectives["W"] == whole.collectives["F"] == ()
-    assert [c.primitive for c in own.collectives["W"]] == ["all_gather"] * 4
-    assert part.work["F"].flops == whole.work["F"].flops / 4
+    assert part.param_bytes - norms_and_biases == (whole.param_bytes - norms_and_biases) / 4
+    assert planned[0].num_params == planned[1].num_params == planned[2].num_params
+    assert part.boundary_bytes == whole.boundary_bytes == 4 * split.boundary_bytes == stream
+    assert own.residual_bytes < split.residual_bytes < part.residual_bytes < whole.residual_bytes
+    assert own.residual_bytes <= whole.residual_bytes / 4  # nothing of the stream's size is left whole
+    assert exchanged(planned[1], "F") == ["psum"] * 4
+    assert {c.whole_bytes for op in ("F", "B") for c in collectives(part.functions[op].jaxpr)} == {stream}
+    assert exchanged(planned[2], "B") == ["all_gather", "reduce_scatter"] * 4
+    assert exchanged(planned[1], "W") == exchanged(planned[2], "W") == exchanged(planned[0], "F") == []
+    assert exchanged(planned[3], "W") == ["all_gather"] * 4
+    assert planned[1].work["F"].flops == planned[0].work["F"].flops / 4
 
 
 def test_collectives_take_what_a_ring_takes() -> None:
     config = small(tp=4, recompute="fused")
-    p = prediction_of(config, bench_of(config, sharding=Sharding(4)))
+    p = prediction_of(config, bench_of(config))
     stream, e = 2 * 16 * 32 * 4, Efficiency()
     one = 2 * 3 / 4 * stream / (H100.link_bytes_per_s * e.link) + H100.link_latency_s
     assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
@@ -317,7 +331,7 @@ def test_collectives_take_what_a_ring_takes() -> None:
 
 def test_gradients_are_separated_where_it_pays() -> None:
     plain, separated, braided = (
-        prediction_of(config, bench_of(config, sharding=Sharding.of(config)))
+        prediction_of(config, bench_of(config))
         for config in (
             small(tp=4),
             small(tp=4, separate_gradients=True),
@@ -332,7 +346,7 @@ def test_gradients_are_separated_where_it_pays() -> None:
 
 def test_adjacent_actions_are_braided_where_it_pays() -> None:
     plain, braided = (
-        prediction_of(config, bench_of(config, sharding=Sharding.of(config)))
+        prediction_of(config, bench_of(config))
         for config in (small(tp=4, schedule="zb-h1"), small(tp=4, schedule="zb-h1", braid_adjacent=True))
     )
     slots = [slot for row in braided.schedule.rows for slot in row]
@@ -362,7 +376,7 @@ def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
     report = pipeline.memory_report(workspace=False, timed_copies=True)
     for planned, exact in zip(p.memory, report.ranks, strict=True):
         beside = exact.by_kind.get("data", 0) + exact.by_kind.get("losses", 0)
-        mine = planned.parameters + planned.gradients + p.activation_bytes[planned.rank]
+        mine = planned.by_kind["parameters"] + planned.by_kind["gradients"] + p.activation_bytes[planned.rank]
         assert exact.peak_bytes - beside <= mine <= 1.05 * exact.peak_bytes
 
 
@@ -413,7 +427,7 @@ def tight() -> tuple[Prediction, Workbench, float]:
     config = small(microbatches=8, ranks=2)
     bench = bench_of(config)
     roomy = prediction_of(config, bench)
-    limit = 0.9 * roomy.worst.total
+    limit = 0.9 * roomy.worst.peak_bytes
     return prediction_of(config, bench, limit), bench, limit
 
 
@@ -426,10 +440,10 @@ def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Predicti
     speeds = [s.prediction.tokens_per_s_per_device for s in found.fitting]
     assert speeds == sorted(speeds, reverse=True)
     for s in found.fitting[:5]:
-        assert s.prediction.worst.total <= limit
+        assert s.prediction.worst.peak_bytes <= limit
         if s.schedule is None:
             again = prediction_of(current.config.override(s.overrides), bench, limit)
-            assert (again.step_s, again.worst.total) == (s.prediction.step_s, s.prediction.worst.total)
+            assert (again.step_s, again.worst.peak_bytes) == (s.prediction.step_s, s.prediction.worst.peak_bytes)
     assert any(o.startswith("pipeline.recompute=") for s in found.fitting for o in s.overrides)
     assert any(o.startswith("pipeline.schedule=") for s in found.fitting for o in s.overrides)
 
@@ -456,10 +470,10 @@ def test_workspace_by_compiling_for_this_cpu() -> None:
         bench.model, p.schedule, microbatch_size=2, boundaries=bench.plan(config, 2).cut, recompute="full"
     )
     exact = pipeline.memory_report().ranks
-    assert [m.temporaries > 0 for m in p.memory] == [True, True]
+    assert [m.by_kind["temporaries"] > 0 for m in p.memory] == [True, True]
     for planned, known in zip(p.memory, exact, strict=True):
         beside = known.by_kind.get("data", 0) + known.by_kind.get("losses", 0) + known.by_kind.get("code", 0)
-        assert known.peak_bytes - beside <= planned.total - planned.optimizer <= 1.05 * known.peak_bytes
+        assert known.peak_bytes - beside <= planned.peak_bytes - planned.by_kind["optimizer"] <= 1.05 * known.peak_bytes
 
 
 def test_a_compile_budget_is_kept_and_told() -> None:
@@ -468,7 +482,7 @@ def test_a_compile_budget_is_kept_and_told() -> None:
     p = prediction_of(config, bench, compile_stages=True)
     assert len(notices) == 1
     assert "the rest is estimated" in notices[0]
-    assert p.worst.temporaries > 0
+    assert p.worst.by_kind["temporaries"] > 0
 
 
 def _no_cuda() -> str:
@@ -487,7 +501,7 @@ def test_compiling_for_a_gpu_that_is_not_here(name: str) -> None:
     p = prediction_of(config, bench_of(config, TARGETS[name], temp_of=compiler), compile_stages=True)
     assert notices == []
     assert compiler.count == 4
-    assert p.worst.temporaries > 0
+    assert p.worst.by_kind["temporaries"] > 0
 
 
 def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +512,7 @@ def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPat
     p = prediction_of(config, bench_of(config, temp_of=compiler), compile_stages=True)
     assert notices == ["workspace is estimated from the jaxprs where it was not compiled: no wheels here"]
     assert compiler.count == 0
-    assert p.worst.temporaries > 0
+    assert p.worst.by_kind["temporaries"] > 0
 
 
 def test_a_long_stage_is_compiled_short_and_scaled() -> None:
@@ -506,7 +520,7 @@ def test_a_long_stage_is_compiled_short_and_scaled() -> None:
     compiler = Compiler(TARGETS["cpu"], silent, 1e9)
     p = prediction_of(config, bench_of(config, TARGETS["cpu"], temp_of=compiler), compile_stages=True)
     assert compiler.count == 4  # F and BW, with one block and with two
-    assert p.worst.temporaries > 0
+    assert p.worst.by_kind["temporaries"] > 0
 
 
 # -- the verb ---------------------------------------------------------------------------------------------------------
@@ -601,7 +615,7 @@ def test_host_memory_is_what_is_out_at_once() -> None:
     """One microbatch in flight at a time on one rank: all of its residuals that leave, and no more."""
     config = small(ranks=2, schedule="po-h", chunks=2)
     p = prediction_of(config)
-    for rank, host in enumerate(p.host_bytes):
+    for rank, host in enumerate(m.host_peak_bytes for m in p.memory):
         moved = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
         assert max(moved, default=0) <= host <= sum(moved)
 
@@ -610,11 +624,11 @@ def test_a_policy_only_where_it_is_needed() -> None:
     """1F1B's first ranks hold the most: recomputing there alone fits, and is faster than recomputing everywhere."""
     config = small(ranks=4, microbatches=8)
     bench = bench_of(config)
-    totals = sorted(m.total for m in prediction_of(config, bench).memory)
+    totals = sorted(m.peak_bytes for m in prediction_of(config, bench).memory)
     limit = (totals[-1] + totals[-2]) / 2
     current = prediction_of(config, bench, limit)
     found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
     speed = {s.change: s.prediction.step_s for s in found.fitting}
-    tight = [m.rank for m in current.memory if m.total > limit]
+    tight = [m.rank for m in current.memory if m.peak_bytes > limit]
     assert len(tight) == 1
     assert speed[f"recompute full on rank {tight[0]}"] < speed["recompute full"]

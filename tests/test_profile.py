@@ -20,10 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_runs import settings, write_text
 
-from jaxpipe import profile
+from jaxpipe import cost
 from jaxpipe.cli import main
-from jaxpipe.mesh import TensorParallel
-from jaxpipe.profile import (
+from jaxpipe.cost import (
     HostLinkMeasurement,
     Timing,
     measure_host_link,
@@ -31,7 +30,8 @@ from jaxpipe.profile import (
     time_collectives,
     time_function,
 )
-from jaxpipe.profile.host_link import Fit, fit
+from jaxpipe.cost.host_link import Fit, fit
+from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Link, circular, generate, read_costs
 from jaxpipe.stage.compiled.footprint import footprint
@@ -58,7 +58,7 @@ def test_collectives_are_timed_apart_and_taken_out_of_f_and_b() -> None:
     for s in range(2):
         both = costs.f_s[s] + costs.tp_comm_s[s]
         assert both == pytest.approx(max(measured.timings["F", s].median_s, costs.tp_comm_s[s]))
-    analytic = profile.analytic_profile(pipe.stages)
+    analytic = cost.analytic_profile(pipe.stages)
     assert all(x > 0 for x in analytic.tp_comm_s)
     assert time_collectives(pipe.stages[0].functions["W"], 1) is None
     assert not measure_stages(_pipe().stages, repeats=1, memory=False).collectives
@@ -156,14 +156,24 @@ def test_a_pipeline_measures_the_host_link_if_it_offloads(monkeypatch: pytest.Mo
     assert costs.load_s == tuple(0.5 + n / 1e6 for n in costs.offloadable_bytes)
 
 
-def test_jaxpipe_profile_stays_the_way_in() -> None:
+@pytest.mark.usefixtures("x64")
+def test_equal_layers_are_timed_once() -> None:
+    model = _pipe().model
+    seconds = cost.measured_layer_costs(model, 2, repeats=1)
+    assert len(seconds) == len(model.layers)
+    assert min(seconds) > 0
+    codes = [layer.code for layer in model.layers]
+    assert len(set(seconds)) == len(set(codes))
+
+
+def test_jaxpipe_cost_is_the_way_in() -> None:
     for name in (
         "analytic_profile",
         "measure_stages",
         "measured_layer_costs",
         "with_measured_times",
     ):
-        assert callable(getattr(profile, name))
+        assert callable(getattr(cost, name))
 
 
 # -- the host link ----------------------------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ def test_host_link_of_two_devices() -> None:
 
 
 def test_a_backend_without_pinned_memory_has_no_host_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.profile.host_link.has_pinned_host", lambda device: False)
+    monkeypatch.setattr("jaxpipe.cost.host_link.has_pinned_host", lambda device: False)
     assert measure_host_link(jax.devices()[:1]) is None
 
 

@@ -18,13 +18,16 @@ from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
 from jaxpipe.schedule import (
     CostProfile,
+    Traversal,
     circular,
     explicit,
     generate,
     one_to_one,
     register_op,
     simulate,
+    traverse,
     with_shared,
+    with_span,
 )
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.ir import F as F_SPEC
@@ -192,7 +195,9 @@ def test_refuses_what_does_not_fit() -> None:
         lower(generate("1f1b", 4, 4), stages)
     with pytest.raises(ProgramError, match="stage 1 is spread over ranks 0, 1"):
         lower(_forward_and_backward(with_shared(one_to_one(2), [1])), stages)
-    with pytest.raises(ProgramError, match="form another graph"):
+    with pytest.raises(ProgramError, match="spans are 1 2; the runtime runs each stage once per microbatch"):
+        lower(traverse(with_span(one_to_one(2), {1: 2}), 2, Traversal("forward")), stages)
+    with pytest.raises(ProgramError, match="edges 1->0 between stages; the model's, by what its layers take, are 0->1"):
         lower(some_schedule(explicit(2, [0, 1], edges=[(1, 0)])), stages)
 
 

@@ -24,6 +24,7 @@ from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.adapters import from_nnx
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.model.links import links_of
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.stage.split.recompute import POLICIES
 from models.gpt import GPT
@@ -280,9 +281,10 @@ def test_what_f_leaves_alive_is_what_is_counted() -> None:
     model = tiny("gpt", 0.3)
     params = init_params(model, 0)
     x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    links = links_of([model.layers[:1], model.layers[1:2], model.layers[2:]], params)[1]
     for policy in ("none", "cheap+attention"):
         f = build_stage_functions(
-            model.layers[1:2], 1, params, x, model.batch_spec(2), pipeline_submeshes(1)[0], 1, False, policy
+            model.layers[1:2], 1, params, x, model.batch_spec(2), pipeline_submeshes(1)[0], 1, links, policy
         )
         forward = f.functions["F"]
         args = [jax.device_put(np.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in]

@@ -16,11 +16,11 @@ import pytest
 
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.program.ir import Free, Offload, Recv, Reload, Run, Send, Sync
+from jaxpipe.rehearsal.rank import Rehearsal
+from jaxpipe.rehearsal.report import RankReport, copy_reports, rehearsed_costs, slowdown
+from jaxpipe.rehearsal.stand_ins import StandIns, maker
 from jaxpipe.runtime.executor import Executor, message_numbers
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.rehearsal_report import RankReport, copy_reports, rehearsed_costs, slowdown
-from jaxpipe.runtime.rehearse import Rehearsal
-from jaxpipe.runtime.stand_ins import StandIns, maker
 from jaxpipe.schedule import (
     Action,
     Event,
@@ -132,7 +132,7 @@ def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.Monkey
         logs.append(Log(*args, **kwargs))
         return logs[-1]
 
-    monkeypatch.setattr("jaxpipe.runtime.rehearse.Executor", logging)
+    monkeypatch.setattr("jaxpipe.rehearsal.rank.Executor", logging)
     for rank in range(P):
         report = rehearsed(schedule, rank)
         program = pipeline(schedule).programs[rank]
@@ -222,7 +222,7 @@ def test_stand_ins_have_the_shapes_that_neighbours_send() -> None:
     schedule = generate("chimera", P, 4)
     pipe = pipeline(schedule)
     for program in pipe.programs:
-        stand_ins = StandIns(program, pipe.programs, pipe.stages)
+        stand_ins = StandIns(program, pipe.programs)
         numbers = message_numbers(pipe.programs)
         for instruction in program.instructions:
             if isinstance(instruction, Recv):

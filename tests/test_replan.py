@@ -26,13 +26,14 @@ from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, re
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
 from jaxpipe.train import replan, run_directory, solve_process
+from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.replan import Replanner, drift
 from jaxpipe.train.report import result_text
-from jaxpipe.train.setup import build
+from jaxpipe.train.setup import compile_setup, prepare
 from jaxpipe.train.solve_process import COMMAND, SolveProcess
 from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
 
@@ -254,7 +255,7 @@ def _exists(pid: int) -> bool:
 def pipe(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """What a re-planned run starts with: gpipe, its backwards split."""
     overrides = settings(text, tmp_path_factory.mktemp("none"), "replan.enabled=true")
-    return build(overrides, jax.devices()[:2], lambda _: None, repeats=1).trainer.pipeline
+    return compile_setup(prepare(overrides), jax.devices()[:2], lambda _: None, repeats=1).pipeline
 
 
 class Clock:
@@ -709,12 +710,13 @@ def test_wrong_settings_are_one_line(overrides: Sequence[str], message: str) -> 
 
 def test_a_split_start_keeps_the_limit(pipe: Pipeline) -> None:
     """Where W needs more than F kept, splitting what is fused may take more than the config allows."""
-    fused = pipe.with_schedule(generate("gpipe", 2, 4))
+    fused = generate("gpipe", 2, 4)
     heavy = dataclasses.replace(pipe.costs, w_residual_bytes=tuple(9 * x for x in pipe.costs.residual_bytes))
-    limited = load_config(None, ["replan.enabled=true", "pipeline.schedule=zb", "pipeline.memory_limit=4"])
-    assert replan.with_replannable_start(limited, fused.with_costs(heavy)).schedule == fused.schedule
-    assert not fused_backwards(replan.with_replannable_start(limited, fused).schedule)
-    off = load_config(None, ["pipeline.schedule=gpipe"])
-    assert replan.with_replannable_start(off, fused) is fused
-    keep = load_config(None, ["replan.enabled=true", "replan.split=false"])
-    assert replan.with_replannable_start(keep, fused) is fused
+    limited = load_config(None, ["pipeline.schedule=zb", "pipeline.memory_limit=4"]).pipeline
+
+    def order(costs: CostProfile, split: bool) -> Schedule:
+        return final_order(limited, fused, costs, (1.0, 1.0), lambda _: None, split)
+
+    assert order(heavy, split=True) == fused
+    assert not fused_backwards(order(pipe.costs, split=True))
+    assert order(pipe.costs, split=False) is fused

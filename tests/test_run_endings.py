@@ -25,6 +25,7 @@ from train_runs import (
     STEPS,
     contents,
     losses,
+    read_until,
     run,
     settings,
     start,
@@ -33,8 +34,8 @@ from train_runs import (
 
 from jaxpipe.cli import main
 from jaxpipe.cli.exit_codes import EXIT_CODES
+from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError, NotFiniteError, RunError, gist
-from jaxpipe.program.accounting import KINDS, MemoryReport, RankMemory
 from jaxpipe.schedule import generate
 from jaxpipe.train import checkpoint_format, run_directory
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -71,7 +72,7 @@ def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         for a, b in dataset.held_out if held_out else ():
             content[a:b] = content[a:b].replace(b"t", b"Q")
         for step in steps:
-            content[int(batches.windows.starts(batches.indices_at(step - 1))[0]) + 4] = ord("Q")
+            content[int(batches.rows.windows.starts(batches.indices_at(step - 1))[0]) + 4] = ord("Q")
         path = tmp_path_factory.mktemp("spoilt") / "text.txt"
         path.write_bytes(content)
         return path
@@ -97,15 +98,6 @@ def ended(arguments: Sequence[str]) -> tuple[int, str, str]:
     with start(arguments) as child:
         out, err = child.communicate(timeout=300)
     return child.returncode, out, err
-
-
-def read_until(child: subprocess.Popen[str], begin: str) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(begin):
-            return
-    assert child.stderr is not None
-    raise AssertionError(f"no line {begin!r}: {child.stderr.read()}")
 
 
 # -- exit codes -----------------------------------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from jaxpipe.errors import RunError, ScheduleError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
+from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.runtime.executor import StepOutputs, message_homes, message_numbers
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import reduction
-from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.schedule import (
     Schedule,
     bidirectional,
@@ -274,7 +274,7 @@ def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
     batch["weights"] = (rng.random((4, 4, 8)) < 0.6).astype(np.float32)
     params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
     check_whole(pipe, params, batch)
-    homes = message_homes(pipe.programs, pipe.functions, pipe.submeshes, message_numbers(pipe.programs))
+    homes = message_homes(pipe.programs, pipe.submeshes, message_numbers(pipe.programs))
     assert {home.spec for where in homes.values() for home in where} == {P(("dp", "tp") if tp.splits_time else "dp")}
     assert {home.mesh for where in homes.values() for home in where} == set(pipe.submeshes)
     if tp.size > 1:

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.cost import with_offloadable_bytes
 from jaxpipe.errors import ProgramError, ScheduleError, StageError
-from jaxpipe.profile import with_offloadable_bytes
 from jaxpipe.program.liveness import host_bytes, live_host_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds

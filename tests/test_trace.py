@@ -17,9 +17,11 @@ from jaxpipe import dump
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
-from jaxpipe.stage.flops import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
+from jaxpipe.stage.flops import RANDOM_WORD, jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.model.layer import Layer
+from jaxpipe.stage.model.links import links_of
+from jaxpipe.stage.primitives import TRANSCENDENTAL
 from jaxpipe.stage.split.trace import layer_key
 
 CARRIES = [
@@ -84,7 +86,7 @@ def test_evaluation_takes_no_key_and_saves_nothing() -> None:
     cut = [layers[:2], layers[2:]]
     functions, params = build(cut)
     for f in functions:
-        e = f.functions["E"]
+        e = f.evaluation
         assert {p.kind for p in e.inputs} <= {"param", "x", "data"}
         assert {p.kind for p in e.outputs} <= {"y", "loss"}
     runner = toy.Runner(functions, cut, params, compiled=False)
@@ -199,11 +201,11 @@ BAD = {
     ),
     "loss without weight": (
         [[toy.embedding()], [stateless(lambda p, x, c: x.sum())]],
-        r"the last layer 'odd' returns .*; want \(loss_sum, weight_sum\), two float scalars",
+        r"the loss layer 'odd' .no layer takes it. returns .*; want \(loss_sum, weight_sum\), two float scalars",
     ),
     "loss not summed": (
         [[toy.embedding()], [stateless(lambda p, x, c: (x.sum(-1), jnp.float32(1)))]],
-        r"loss_sum of the last layer 'odd' has shape \(4, 6\); want a scalar: sum it over the microbatch",
+        r"loss_sum of the loss layer 'odd' has shape \(4, 6\); want a scalar: sum it over the microbatch",
     ),
     "empty stage": ([[toy.embedding()], [], [toy.loss()]], "stage 1 has no layers; cut the model into fewer stages"),
     "ordered print": (
@@ -281,9 +283,9 @@ def test_dumps_are_numbered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv(dump.VARIABLE, raising=False)
     assert dump.dump("trace", "x", "text") is None
     monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "d"))
-    build_stage_functions(
-        layers, 0, toy.init_params(layers), None, toy.batch_avals(), pipeline_submeshes(1)[0], 0, True
-    )
+    params = toy.init_params(layers)
+    links = links_of([layers], params)[0]
+    build_stage_functions(layers, 0, params, None, toy.batch_avals(), pipeline_submeshes(1)[0], 0, links)
     names = sorted(p.name for p in (tmp_path / "d").iterdir())
     assert [n[:4] for n in names] == [f"{i:04d}" for i in range(len(names))]
     assert {n[5:] for n in names} >= {f"jaxpr-stage0-{op}.txt" for op in ("F", "B", "W", "BW", "E")}

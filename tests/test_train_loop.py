@@ -29,6 +29,7 @@ from train_runs import (
     deterministic,
     final,
     losses,
+    read_until,
     run,
     settings,
     start,
@@ -138,14 +139,14 @@ def test_killed_and_terminated_processes_resume_bit_for_bit(
     arguments = ["train", *settings(text, out_dir)]
     with start(arguments) as child:
         assert child.stdout is not None
-        _wait_for_line(child, "step 15/")
+        read_until(child, "step 15/")
         child.kill()
     assert child.returncode == -signal.SIGKILL
     kept = CheckpointStore(out_dir / "checkpoints").latest_intact().step
     assert kept in (5, 10, 15)
 
     with start(arguments) as child:
-        _wait_for_line(child, f"resumed from step {kept} ")
+        read_until(child, f"resumed from step {kept} ")
         child.send_signal(signal.SIGTERM)
         out, err = child.communicate(timeout=120)
     assert child.returncode == 75, err
@@ -157,15 +158,6 @@ def test_killed_and_terminated_processes_resume_bit_for_bit(
 
     run(config(text, out_dir))
     assert_same_run(out_dir, straight[0])
-
-
-def _wait_for_line(child: subprocess.Popen[str], start: str) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(start):
-            return
-    assert child.stderr is not None
-    raise AssertionError(f"no line {start!r}: {child.stderr.read()}")
 
 
 STOP_LOOP = """
@@ -189,9 +181,9 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
     with subprocess.Popen(
         [sys.executable, "-c", STOP_LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
-        _wait_for_line(child, "ready")
+        read_until(child, "ready")
         child.send_signal(first)
-        _wait_for_line(child, f"asked by {first.name}")
+        read_until(child, f"asked by {first.name}")
         child.send_signal(second)
         assert child.wait(timeout=30) == 130
 
@@ -350,15 +342,15 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
     compile_setup = loop.compile_setup
 
     def compile_and_break(*args: Any, **kwargs: Any) -> Any:
-        setup = compile_setup(*args, **kwargs)
-        combine = setup.trainer.train_step._combine
+        trainer = compile_setup(*args, **kwargs)
+        combine = trainer.train_step._combine
 
         def broken(*inputs: Any) -> Any:
             loss, *rest = combine(*inputs)
             return jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))(loss), *rest
 
-        monkeypatch.setattr(setup.trainer.train_step, "_combine", broken)
-        return setup
+        monkeypatch.setattr(trainer.train_step, "_combine", broken)
+        return trainer
 
     monkeypatch.setattr(loop, "compile_setup", compile_and_break)
     with pytest.raises(

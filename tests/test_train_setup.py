@@ -1,24 +1,34 @@
-"""Setting a run up: the memory limit holds with the bytes that the split stages really have."""
+"""Setting a run up: everything is made once, and the memory limit holds with the bytes that the split stages really have."""
 
 from __future__ import annotations
 
+from collections import Counter
+from io import StringIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import optax
 import pytest
+from pipelines import MICROBATCH, parameters, random_batch, tiny_model
+from train_runs import config, write_text
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import one_f_one_b, write_schedule
+from jaxpipe.runtime import pipeline
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate, one_f_one_b, write_schedule
+from jaxpipe.train import assemble, loop, trainer
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.setup import build
-from tests.train_runs import config, write_text
+from jaxpipe.train.setup import compile_setup, prepare
+from jaxpipe.train.trainer import Trainer
 
 
 def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
     text = write_text(tmp_path / "text.txt")
     more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
     made = config(text, tmp_path / "run", *more)
-    setup = build(made, find_devices(made.pipeline.ranks), notes.append, repeats=1)
-    return setup.trainer.pipeline.predicted_timeline().peak_activations
+    ready = compile_setup(prepare(made), find_devices(made.pipeline.ranks), notes.append, repeats=1)
+    return ready.pipeline.predicted_timeline().peak_activations
 
 
 def test_a_memory_limit_counts_what_waits_for_w(tmp_path: Path) -> None:
@@ -42,4 +52,54 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
     with pytest.raises(
         ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
     ):
-        build(config(text, tmp_path / "run", *more), find_devices(2), lambda note: None, repeats=1)
+        compile_setup(prepare(config(text, tmp_path / "run", *more)), find_devices(2), lambda note: None, repeats=1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each of these was called: an order drafted, simulated, lowered, linked."""
+    counts: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for module in (assemble, pipeline, trainer, loop):
+        for name in ("generate", "simulate", "lower", "Executor"):
+            if hasattr(module, name):
+                count(module, name)
+    return counts
+
+
+def test_a_start_drafts_simulates_lowers_and_links_once(tmp_path: Path, made: Counter[str]) -> None:
+    text = write_text(tmp_path / "text.txt")
+    loop.train(config(text, tmp_path / "run", "pipeline.schedule=zb", "run.steps=2", "run.log_every=5"), StringIO())
+    assert made == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_trainer_and_a_pipeline_make_everything_once(made: Counter[str]) -> None:
+    model = tiny_model("gpt")
+    batch = random_batch(2)
+    trained = Trainer(
+        model,
+        optimizer=optax.sgd(0.1),
+        microbatch_size=MICROBATCH,
+        schedule="1f1b",
+        ranks=2,
+        microbatches=2,
+        dtype="float64",
+    )
+    assert "bubble" in str(trained) and made == {"generate": 1, "simulate": 1, "lower": 1}
+    trained.step(trained.init(), batch)
+    assert made == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
+    made.clear()
+    pipe = Pipeline.build(model, generate("1f1b", 2, 2), microbatch_size=MICROBATCH, compute_dtype="float64")
+    params = pipe.place(parameters("gpt"))
+    assert pipe.with_costs(pipe.flop_costs).loss_and_grads(params, batch)[0] > 0
+    assert made == {"simulate": 1, "lower": 1, "Executor": 1}

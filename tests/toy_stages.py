@@ -278,7 +278,8 @@ class Runner:
 
     def call(self, s: int, op: str, batch: Mapping[str, Any], key: Any) -> None:
         stage = self.functions[s]
-        function, values = stage.functions[op], self.values[s]
+        values = self.values[s]
+        function = stage.evaluation if op == "E" else stage.functions[op]
         args = []
         for port, aval in zip(function.inputs, function.avals_in, strict=True):
             match port.kind:

@@ -97,6 +97,16 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
+def read_until(child: subprocess.Popen[str], begin: str) -> None:
+    """Read the child's lines up to one that starts with ``begin``."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(begin):
+            return
+    assert child.stderr is not None
+    raise AssertionError(f"no line {begin!r}: {child.stderr.read()}")
+
+
 def deterministic(out_dir: Path) -> list[dict[str, Any]]:
     """The metrics without what is measured."""
     return [{k: v for k, v in r.items() if k not in MEASURED} for r in read_metrics(out_dir / "metrics.jsonl")]

@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.roofline import Efficiency
-    from jaxpipe.planning.stages import Sharding, workbench
+    from jaxpipe.planning.stages import workbench
     from jaxpipe.planning.suggest import suggest
 
     def progress(text: str) -> None:
@@ -120,14 +120,12 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
 
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
-    sharding = Sharding.of(config)
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
-    bench = workbench(config, target, efficiency, sharding, progress)
-    compiler = None
+    bench, compiler = workbench(config, target, efficiency, progress), None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, sharding.tp)
+        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
         bench.temp_of = compiler
-    prediction = predict(config, bench, target, efficiency, sharding, limit, compile_stages=True)
+    prediction = predict(config, bench, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
     if compiler is not None and compiler.count:
         some = "" if compiler.works else "; the rest is estimated"
@@ -136,18 +134,18 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     if args.suggest or not prediction.fits:
         found = suggest(
             prediction,
-            lambda c, transform: predict(c, bench, target, efficiency, sharding, limit, transform),
+            lambda c, transform: predict(c, bench, limit, transform),
             progress,
             args.suggest_seconds,
         )
-    lines = assumptions(prediction, target, efficiency, sharding, workspace)
+    lines = assumptions(prediction, efficiency, workspace)
     paths = _write(args, prediction, found)
     _show(args, prediction, found, lines, paths)
     if found is not None and not prediction.fits and not found.fitting:
         least = found.smallest
         raise ConfigError(
             f"nothing tried fits in {limit / 1e9:g} GB a device: the least memory found is "
-            f"{least.prediction.worst.total / 1e9:.4g} GB ({least.change})"
+            f"{least.prediction.worst.peak_bytes / 1e9:.4g} GB ({least.change})"
         )
 
 

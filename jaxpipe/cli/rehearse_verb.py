@@ -70,9 +70,9 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     size = config.pipeline.dp * config.pipeline.tp
     request_devices(size, config.run.platform)
-    from jaxpipe.profile import measure_host_link
+    from jaxpipe.cost import measure_host_link
+    from jaxpipe.rehearsal.ranks import Rehearsed, pipeline_on_one_rank, rehearsals, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
-    from jaxpipe.train.rehearse import Rehearsed, pipeline_on_one_rank, rehearsals, rehearsed_json, rehearsed_text
     from jaxpipe.train.setup import prepare
 
     def progress(text: str) -> None:

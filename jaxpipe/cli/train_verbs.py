@@ -126,6 +126,9 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--other-data", action="store_true", help="evaluate although the data are other than the model was trained on"
     )
+    parser.add_argument(
+        "--data", metavar="PATH", help="data.path in place of the run's; a module:function must be named so"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -137,7 +140,7 @@ def _eval(args: argparse.Namespace) -> int:
     from jaxpipe.train.evaluate import held_out_score, load_data
 
     trained = _load(args)
-    dataset, other = load_data(trained, other=args.other_data)
+    dataset, other = load_data(trained, other=args.other_data, path=args.data)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
@@ -223,7 +226,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
-    from jaxpipe.profile import measure_host_link, measure_stages
+    from jaxpipe.cost import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
@@ -242,7 +245,7 @@ def _profile(args: argparse.Namespace) -> int:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
         step = trainer_over(config, pipeline.with_costs(measured.costs())).train_step
-        costs = step.costs_with_state()
+        costs = step.with_state(step.pipeline.costs)
         progress(f"{step.memory_report()}")
     progress(policy_tables(pipeline.compare_policies()))
     if args.output:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,6 +20,7 @@ from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.mesh import AXES
 from jaxpipe.planning.stages import StageKey, Workbench
 from jaxpipe.planning.targets import Target, device_text
+from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.model.layer import Layer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
@@ -34,26 +35,20 @@ class Compiler:
     """
 
     def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1) -> None:
-        self.notice = notice
-        self.budget_s = budget_s
-        self.count = 0
-        self.spent_s = 0.0
-        self._options = dict(_OPTIONS)
+        self.notice, self.budget_s, self.count, self.spent_s = notice, budget_s, 0, 0.0
         self.mesh: Mesh | None = None
-        self.works = False
-        if target.chip is None and target.name == "cpu" and tp == 1:
-            import jax
-
-            self.mesh, self._options, self.works = _mesh_of(jax.devices("cpu")[:1]), {}, True
-            return
-        if target.chip is None:
-            self._stop(f"target {target.name} has no 'chip' numbers")
-            return
-        devices = compile_only_devices(target.name, device_text(target), tp)
+        here = target.chip is None and target.name == "cpu" and tp == 1
+        self._options = {} if here else _OPTIONS
+        devices: Sequence[jax.Device] | str = f"target {target.name} has no 'chip' numbers"
+        if here:
+            devices = jax.devices("cpu")[:1]
+        elif target.chip is not None:
+            devices = compile_only_devices(target.name, device_text(target), tp)
+        self.works = not isinstance(devices, str)
         if isinstance(devices, str):
             self._stop(devices)
         else:
-            self.mesh, self.works = _mesh_of(devices), True
+            self.mesh = Mesh(np.array([devices], dtype=object), AXES)
 
     def _stop(self, reason: str) -> None:
         self.works = False
@@ -78,11 +73,10 @@ class Compiler:
             return 0.0
         try:
             lowered = function.jitted.lower(*function.avals_in)
-            analysis = lowered.compile(compiler_options=self._options).memory_analysis()
+            temp = float(compiled_footprint(lowered.compile(compiler_options=self._options)).temp_bytes)
         except Exception as error:
             self._stop(f"XLA says {str(error).splitlines()[0][:160]}")
             return None
-        temp = float(analysis.temp_size_in_bytes)
         took = time.monotonic() - start
         self.count += 1
         self.spent_s += took
@@ -90,21 +84,11 @@ class Compiler:
         return temp
 
 
-def _mesh_of(devices: Sequence[Any]) -> Mesh:
-    grid = np.empty((1, len(devices)), dtype=object)
-    grid[0, :] = devices
-    return Mesh(grid, AXES)
-
-
 def _shorter(layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], tuple[Layer, ...], int]:
     """The layers with each long run of the same one cut to one and to two, and how many more the longest run has than one."""
-    one: list[Layer] = []
-    two: list[Layer] = []
-    more = 0
-    for _, group in groupby(layers, key=lambda layer: layer.code):
-        run = list(group)
-        cut = len(run) > _MOST_EQUAL
-        one += run[:1] if cut else run
-        two += run[:2] if cut else run
-        more = max(more, len(run) - 1) if cut else more
-    return tuple(one), tuple(two), more
+    runs = [list(group) for _, group in groupby(layers, key=lambda layer: layer.code)]
+    one, two = (
+        tuple(layer for run in runs for layer in (run if len(run) <= _MOST_EQUAL else run[:kept])) for kept in (1, 2)
+    )
+    longest = max(map(len, runs))
+    return one, two, longest - 1 if longest > _MOST_EQUAL else 0

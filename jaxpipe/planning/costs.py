@@ -1,76 +1,51 @@
-"""From planned stages and a target to a :class:`~jaxpipe.schedule.costs.CostProfile`."""
+"""What a target makes of planned stages: seconds by roofline, links, and so a :class:`~jaxpipe.schedule.costs.CostProfile`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import OPS, PlannedStage, Sharding
+from jaxpipe.cost.profile import cost_profile, exchange_s
+from jaxpipe.cost.seconds import LEAST_S, ops_of
+from jaxpipe.planning.roofline import Efficiency, Work
+from jaxpipe.planning.stages import PlannedStage
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link
 from jaxpipe.stage.weave.units import UnitCosts
+from jaxpipe.train.sections import PipelineConfig
 
-_LEAST_S = 1e-6
 
-
-def cost_profile(
-    stages: Sequence[PlannedStage],
-    ranks: int,
-    target: Target,
-    efficiency: Efficiency,
-    sharding: Sharding,
-    memory_limit_bytes: float,
+def planned_costs(
+    stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
 ) -> CostProfile:
-    """Seconds by roofline, bytes from shapes, links of the target. Collectives over ``tp`` are rings; F and B are taken to need
-    equally long ones, which they do but for an embedding and a head.
-
-    ``optimizer_bytes`` holds what stays beside the parameters a stage computes with: gradient accumulators, master parameters
-    and the two moments of Adam. Boundaries count as the runtime holds them: while an action reads or makes
-    them (in ``temp_bytes``, with XLA's workspace) and while they wait (``boundary_buffers``).
-    """
-    rates = unit_costs(target, efficiency, sharding)
-
-    def exchange_s(stage: PlannedStage, op: str) -> float:
-        return sum(rates.collective_s(c.primitive, c.whole_bytes, sharding.tp) for c in stage.collectives[op])
-
-    seconds = {op: tuple(max(_LEAST_S, s.work[op].seconds) for s in stages) for op in OPS}
-    gathers = [exchange_s(s, "W") for s in stages]  # of what W recomputes; nothing hides them
-    for op in ("W", "BW"):
-        seconds[op] = tuple(a + b for a, b in zip(seconds[op], gathers, strict=True))
-    host = host_link(target, efficiency, sharding, ranks)
-    return CostProfile(
-        f_s=seconds["F"],
-        b_s=seconds["B"],
-        w_s=seconds["W"],
-        bw_s=seconds["BW"],
-        residual_bytes=tuple(s.residual for s in stages),
-        w_residual_bytes=tuple(s.w_residual for s in stages),
-        cotangent_bytes=tuple(s.cotangent for s in stages),
-        offloadable_bytes=tuple(s.offloadable for s in stages),
-        boundary_bytes=tuple(s.boundary for s in stages),
-        param_bytes=tuple(s.parameters for s in stages),
-        optimizer_bytes=tuple(s.gradients + s.optimizer for s in stages),
-        temp_bytes=tuple((op, tuple(s.temp[op] + s.passing[op] for s in stages)) for op in OPS),
+    """Seconds by roofline, bytes from shapes, links of the target; ``limit_bytes``: what arrays may fill on a device.
+    Collectives over ``tp`` are rings; F and B are taken to need equally long ones, which they do but for an embedding and a
+    head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
+    functions, rates = [s.functions for s in stages], unit_costs(target, efficiency, pipe.tp)
+    f, b, w = ([exchange_s(x, op, rates) for x in functions] for op in ("F", "B", "W"))
+    work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of(functions)}
+    seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
+    for op in ("W", "BW"):  # gathers of what W recomputes: nothing hides them
+        seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
+    return cost_profile(
+        functions,
+        seconds,
+        workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
+        state_bytes=[s.state_bytes / (pipe.dp if pipe.zero1 else 1) for s in stages],
         link=Link(target.network_latency_s, target.network_bytes_per_s * efficiency.link),
-        links=tuple(_near_links(ranks, target, efficiency, sharding).items()),
-        host=host,
-        memory_limit_bytes=(memory_limit_bytes,) * ranks,
-        boundary_buffers=True,
-        tp_comm_s=tuple((exchange_s(s, "F") + exchange_s(s, "B")) / 2 for s in stages),
-        tp_collectives=tuple(max(1, len(s.collectives["F"])) for s in stages),
+        links=near_links(target, efficiency, pipe),
+        host=host_link(target, efficiency, pipe),
+        memory_limit_bytes=(limit_bytes,) * pipe.ranks,
+        tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
         source=f"roofline of {target.name}, {efficiency.matmul:g} of peak, {efficiency.bandwidth:g} of memory bandwidth",
     )
 
 
-def host_link(target: Target, efficiency: Efficiency, sharding: Sharding, ranks: int) -> HostLink:
+def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
     """What one device gets of the host link. Devices of one rank that share a link copy at once and halve it; devices of
     different ranks take turns (a PCIe group)."""
-    sharing = target.gpus_per_host_link
-    inside = min(sharing, sharding.tp)
-    across = sharing // inside
-    groups = (
-        [tuple(range(r, min(r + across, ranks))) for r in range(0, ranks, across)] if across > 1 and ranks > 1 else []
-    )
+    inside = min(target.gpus_per_host_link, pipe.tp)
+    across = target.gpus_per_host_link // inside
+    groups = [tuple(range(r, min(r + across, pipe.ranks))) for r in range(0, pipe.ranks, across)]
     return HostLink(
         d2h_bytes_per_s=target.d2h_bytes_per_s * efficiency.host / inside,
         h2d_bytes_per_s=target.h2d_bytes_per_s * efficiency.host / inside,
@@ -80,24 +55,21 @@ def host_link(target: Target, efficiency: Efficiency, sharding: Sharding, ranks:
     )
 
 
-def _near_links(
-    ranks: int, target: Target, efficiency: Efficiency, sharding: Sharding
-) -> Mapping[tuple[int, int], Link]:
+def near_links(
+    target: Target, efficiency: Efficiency, pipe: PipelineConfig
+) -> tuple[tuple[tuple[int, int], Link], ...]:
     """Links between neighbours (cyclically) that sit in one node; ranks fill nodes in order, ``tp`` devices each."""
     near = Link(target.link_latency_s, target.link_bytes_per_s * efficiency.link)
-    per_node = max(1, target.node_size // sharding.tp)
-    pairs = {
-        (a, b)
-        for a in range(ranks)
-        for b in ((a + 1) % ranks, (a - 1) % ranks)
-        if a != b and a // per_node == b // per_node
-    }
-    return dict.fromkeys(sorted(pairs), near)
+    per_node = max(1, target.node_size // pipe.tp)
+    pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
+    return tuple(
+        (pair, near) for pair in sorted(pairs) if pair[0] != pair[1] and len({r // per_node for r in pair}) == 1
+    )
 
 
-def unit_costs(target: Target, efficiency: Efficiency, sharding: Sharding) -> UnitCosts:
+def unit_costs(target: Target, efficiency: Efficiency, tp: int) -> UnitCosts:
     """The target's rates as the cost model of units takes them: NVLink within a node, the network beyond it."""
-    inside = sharding.tp <= target.node_size
+    inside = tp <= target.node_size
     rate = target.link_bytes_per_s if inside else target.network_bytes_per_s
     return UnitCosts(
         flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,

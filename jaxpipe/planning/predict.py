@@ -17,48 +17,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jaxpipe.planning.costs import cost_profile
+from jaxpipe.cost.memory import Kind, RankMemory
+from jaxpipe.planning.costs import planned_costs
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import OPS, PlannedStage, Sharding, Workbench, microbatch_size
+from jaxpipe.planning.stages import PlannedStage, Workbench, device_batch
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, simulate
+from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.costs import k_of
+from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
+from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
-from jaxpipe.train.assemble import after_passes, build_schedule, order_for, within_memory_limit
+from jaxpipe.train.assemble import build_schedule, final_order
 from jaxpipe.train.config import TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes on one device of a rank at the rank's peak. ``residuals``: what F keeps for B and W, and B for W."""
-
-    rank: int
-    parameters: float
-    gradients: float
-    optimizer: float
-    residuals: float
-    temporaries: float
-    boundaries: float
-
-    @property
-    def activations(self) -> float:
-        """What a step adds to what is there before it, workspace apart: residuals and boundaries."""
-        return self.residuals + self.boundaries
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporaries
+from jaxpipe.train.sections import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one config. ``limit_bytes``: what arrays may fill on a device. ``activation_bytes``: per rank, the most that residuals
-    and boundaries take at any time. ``offloaded``: share of residual bytes copied to the host; ``offload_bytes``: a rank and
-    step, one way; ``host_bytes``: the most that a rank holds in host memory. ``k``: round trip of everything ÷ compute.
-    ``remarks``: on stages, such as a recompute policy that finds nothing to do."""
+    """Of one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what F keeps for B and W
+    and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what
+    arrays may fill on a device. ``remarks``: on stages, such as a recompute policy that finds nothing to do."""
 
     config: TrainConfig
+    target: Target
     schedule: Schedule
     costs: CostProfile
     timeline: Timeline
@@ -67,11 +49,6 @@ class Prediction:
     limit_bytes: float
     update_s: float
     model_flops: float
-    devices: int
-    peak_flops_per_s: float
-    offloaded: float
-    offload_bytes: tuple[float, ...]
-    host_bytes: tuple[float, ...]
     num_params: int
     remarks: tuple[str, ...] = ()
 
@@ -88,28 +65,43 @@ class Prediction:
         return self.tokens_per_s / self.devices
 
     @property
+    def devices(self) -> int:
+        return self.config.pipeline.num_devices
+
+    @property
     def mfu(self) -> float:
-        return self.model_flops / (self.step_s * self.devices * self.peak_flops_per_s)
+        return self.model_flops / (self.step_s * self.devices * self.target.peak_flops_per_s(self.config.run.dtype))
 
     @property
     def k(self) -> float:
+        """Round trip of everything ÷ compute."""
         return k_of(self.costs)
 
     @property
+    def offloaded(self) -> float:
+        """Share of residual bytes that is copied to the host."""
+        return offloaded_share(self.schedule, self.costs)
+
+    @property
+    def offload_bytes(self) -> tuple[float, ...]:
+        """Copied to the host, by a rank in a step."""
+        rows = (self.schedule.actions(rank) for rank in range(self.schedule.num_ranks))
+        return tuple(
+            sum(self.costs.offloadable_bytes[a.stage] for a in row if op_spec(a.op).lane == "d2h") for row in rows
+        )
+
+    @property
     def worst(self) -> RankMemory:
-        return max(self.memory, key=lambda m: m.total)
+        return max(self.memory, key=lambda m: m.peak_bytes)
 
     @property
     def fits(self) -> bool:
-        return self.worst.total <= self.limit_bytes
+        return self.worst.peak_bytes <= self.limit_bytes
 
 
 def predict(
     config: TrainConfig,
     bench: Workbench,
-    target: Target,
-    efficiency: Efficiency,
-    sharding: Sharding,
     limit_bytes: float,
     transform: Callable[[Schedule, CostProfile], Schedule] | None = None,
     compile_stages: bool = False,
@@ -120,94 +112,82 @@ def predict(
     Raises:
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
-    size, pipe = microbatch_size(config), config.pipeline
-
-    def planned(num_stages: int) -> tuple[PlannedStage, ...]:
-        return bench.stages(bench.plan(config, num_stages).cut, pipe.recompute, size, config.offload.fraction)
-
-    def costs_of(stages: Sequence[PlannedStage]) -> CostProfile:
-        return cost_profile(stages, pipe.ranks, target, efficiency, sharding, limit_bytes)
-
+    pipe = config.pipeline
     schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages], config.traverse)
-    stages = planned(schedule.num_stages)
+    plan = bench.plan(config, schedule.num_stages)
+    stages = bench.stages(plan.cut, pipe.recompute, device_batch(config), config.offload.fraction)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
     ops |= {"B", "W"} if pipe.separate_gradients else set()
     stages = bench.compiled(stages, ops if compile_stages else ())
-    costs = costs_of(stages)
-    schedule = order_for(pipe, schedule, costs)
-    stage_costs = [s.cost for s in bench.plan(config, schedule.num_stages).stages]
-    schedule = within_memory_limit(pipe, schedule, costs, stage_costs, lambda text: None)
-    schedule = after_passes(pipe, schedule, costs)
-    timeline = simulate(schedule, costs)
+    costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
+    schedule = final_order(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
         schedule = transform(schedule, costs)
-        timeline = simulate(schedule, costs)
-    return _prediction(config, schedule, stages, costs, timeline, target, efficiency, sharding, limit_bytes)
-
-
-def _prediction(
-    config: TrainConfig,
-    schedule: Schedule,
-    stages: Sequence[PlannedStage],
-    costs: CostProfile,
-    timeline: Timeline,
-    target: Target,
-    efficiency: Efficiency,
-    sharding: Sharding,
-    limit_bytes: float,
-) -> Prediction:
-    placement = schedule.placement
-    passing = tuple((op, tuple(s.passing[op] for s in stages)) for op in OPS)
-    held = simulate(schedule, replace(costs, temp_bytes=passing)).memory  # the same times, without workspace
-    kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory  # nor boundaries
-    memory, copied = [], []
-    for rank in range(schedule.num_ranks):
-        mine, full = placement.stages_of(rank), timeline.memory[rank]
-        at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
-        residuals, activations = _value_at(kept[rank], at), _value_at(held[rank], at)
-        memory.append(
-            RankMemory(
-                rank,
-                sum(stages[s].parameters for s in mine),
-                sum(stages[s].gradients for s in mine),
-                sum(stages[s].optimizer for s in mine),
-                residuals,
-                max(0.0, full.peak - activations),
-                max(0.0, activations - residuals),
-            )
-        )
-        copied.append(sum(costs.offloadable_bytes[a.stage] for a in schedule.actions(rank) if a.op == "O"))
-    static = max(m.parameters + m.gradients + m.optimizer for m in memory)
-    flops = 3 * sum(s.work["F"].flops for s in stages) * config.pipeline.microbatches * sharding.dp * sharding.tp
+    timeline = simulate(schedule, costs)
+    memory, activations = _memory(schedule, timeline, stages, costs)
+    static_bytes = max(sum(m.by_kind[kind] for kind in _STATIC) for m in memory)
+    flops = 3 * sum(s.work["F"].flops for s in stages) * pipe.microbatches * pipe.dp * pipe.tp
+    reduced = reduction_s(max(m.by_kind["gradients"] for m in memory), bench.target, bench.efficiency, pipe)
     return Prediction(
         config=config,
+        target=bench.target,
         schedule=schedule,
         costs=costs,
         timeline=timeline,
-        memory=tuple(memory),
-        activation_bytes=tuple(curve.peak for curve in held),
+        memory=memory,
+        activation_bytes=activations,
         limit_bytes=limit_bytes,
-        update_s=2 * static / (target.memory_bytes_per_s * efficiency.bandwidth)
-        + reduction_s(max(m.gradients for m in memory), target, efficiency, sharding),
+        update_s=2 * static_bytes / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced,
         model_flops=flops,
-        devices=schedule.num_ranks * sharding.tp * sharding.dp,
-        peak_flops_per_s=target.peak_flops_per_s(config.run.dtype),
-        offloaded=offloaded_share(schedule, costs),
-        offload_bytes=tuple(copied),
-        host_bytes=_host_peaks(timeline, costs),
         num_params=sum(s.num_params for s in stages),
         remarks=remarks([s.functions for s in stages]),
     )
 
 
-def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, sharding: Sharding) -> float:
+_STATIC: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+
+
+def _memory(
+    schedule: Schedule, timeline: Timeline, stages: Sequence[PlannedStage], costs: CostProfile
+) -> tuple[tuple[RankMemory, ...], tuple[float, ...]]:
+    """What each rank holds at its peak, and the most that residuals and boundaries take. Kinds are told apart by simulating
+    the same times without workspace, and without boundaries."""
+    passing = tuple(
+        (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
+        for op, row in costs.temp_bytes
+    )
+    held = simulate(schedule, replace(costs, temp_bytes=passing)).memory
+    kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
+    acc = [total_device_bytes(s.functions.acc_avals) for s in stages]
+    memory = []
+    for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
+        mine = schedule.placement.stages_of(rank)
+        at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
+        residuals, activations = _value_at(kept[rank], at), _value_at(held[rank], at)
+        gradients = sum(acc[s] for s in mine)
+        held_then: dict[Kind, float] = {
+            "parameters": sum(costs.param_bytes[s] for s in mine),
+            "gradients": gradients,
+            "optimizer": sum(costs.optimizer_bytes[s] for s in mine) - gradients,
+            "residuals": residuals,
+            "boundaries": max(0.0, activations - residuals),
+            "temporaries": max(0.0, full.peak - activations),
+        }
+        by_kind: dict[Kind, int] = {kind: round(n) for kind, n in held_then.items()}
+        total = sum(by_kind.values())
+        static = sum(by_kind[kind] for kind in _STATIC)
+        memory.append(
+            RankMemory(rank, total, f"{at:.3g} s", by_kind, by_kind, static + round(held[rank].peak), round(on_host))
+        )
+    return tuple(memory), tuple(curve.peak for curve in held)
+
+
+def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
     """Seconds that dp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
     all-gather of as many bytes of updated parameters."""
-    if sharding.dp == 1:
-        return 0.0
-    near = sharding.dp * sharding.tp <= target.node_size
+    near = pipe.dp * pipe.tp <= target.node_size
     rate = target.link_bytes_per_s if near else target.network_bytes_per_s
-    return 2 * (sharding.dp - 1) / sharding.dp * gradient_bytes / (rate * efficiency.link)
+    return 2 * (pipe.dp - 1) / pipe.dp * gradient_bytes / (rate * efficiency.link)
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:
@@ -216,17 +196,12 @@ def _value_at(curve: MemoryCurve, at: float) -> float:
     return curve.bytes[index - 1] if index else 0.0
 
 
-def _host_peaks(timeline: Timeline, costs: CostProfile) -> tuple[float, ...]:
+def _host_peaks(timeline: Timeline, costs: CostProfile) -> list[float]:
     """Per rank, the most bytes in host memory: from the start of an O to the end of its L."""
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         for action in event.action.actions:
-            if action.op == "O":
-                changes[event.rank].append((event.start_s, costs.offloadable_bytes[action.stage]))
-            elif action.op == "L":
-                changes[event.rank].append((event.end_s, -costs.offloadable_bytes[action.stage]))
-    peaks = []
-    for mine in changes:
-        live = accumulate(change for _, change in sorted(mine))
-        peaks.append(max(live, default=0.0))
-    return tuple(peaks)
+            n = costs.offloadable_bytes[action.stage]
+            if event.lane in HOST_LANES:
+                changes[event.rank].append((event.start_s, n) if event.lane == "d2h" else (event.end_s, -n))
+    return [max(accumulate(change for _, change in sorted(mine)), default=0.0) for mine in changes]

@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpipe.planning.predict import Prediction, RankMemory
+from jaxpipe.cost.memory import Kind, RankMemory
+from jaxpipe.planning.predict import Prediction
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import Sharding
 from jaxpipe.planning.suggest import Suggestion, Suggestions
-from jaxpipe.planning.targets import Target
-from jaxpipe.wording import format_bytes, format_seconds
+from jaxpipe.wording import aligned, format_bytes, format_seconds
 
-_KINDS = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
+_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8
 
 
-def assumptions(
-    p: Prediction, target: Target, efficiency: Efficiency, sharding: Sharding, workspace: str
-) -> tuple[str, ...]:
+def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]:
     """What the numbers rest on, a line each."""
-    dtype, e = p.config.run.dtype, efficiency
+    dtype, target, pipe = p.config.run.dtype, p.target, p.config.pipeline
     master = "float32 master parameters, " if dtype != "float32" else ""
     tp = ""
-    if sharding.tp > 1:
-        how = (
-            "split over the shards (sequence parallel)" if sharding.sequence_parallel else "whole on each of the shards"
-        )
-        tp = f"; tp={sharding.tp}: residual stream {how}"
-    if sharding.dp > 1:
-        tp += f"; dp={sharding.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * sharding.zero1
+    if pipe.tp > 1:
+        how = "split over the shards (sequence parallel)" if pipe.sequence_parallel else "whole on each of the shards"
+        tp = f"; tp={pipe.tp}: residual stream {how}"
+    if pipe.dp > 1:
+        tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.zero1
     return (
         f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
         f"attention: softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept",
@@ -53,31 +48,25 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"{config.model.target}, {_count(p.num_params)} parameters, {p.schedule.name} on {pipe.ranks} ranks "
         f"({p.devices} devices), {pipe.microbatches} microbatches of {config.run.batch // pipe.microbatches} × "
         f"{config.data.seq_len} tokens",
-        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.total)} of "
+        f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.peak_bytes)} of "
         f"{format_bytes(p.limit_bytes)}; activations {format_bytes(max(p.activation_bytes))} at most",
         f"step {format_seconds(p.step_s)} (update {format_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, "
         f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}% "
         f"(by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
         f"offload: {100 * p.offloaded:.0f}% of the residuals, {format_bytes(max(p.offload_bytes))} a rank and step each way, "
-        f"{format_bytes(max(p.host_bytes))} of host memory; "
+        f"{format_bytes(max(m.host_peak_bytes for m in p.memory))} of host memory; "
         f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
     ]
     return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
 
 
 def _rank_table(p: Prediction) -> str:
-    unit, scale = _unit(p.worst.total)
-    rows: list[tuple[str, ...]] = [("rank", *_KINDS, f"total {unit}", "left")]
-    rows += [
-        (
-            str(m.rank),
-            *(f"{getattr(m, kind) / scale:.1f}" for kind in _KINDS),
-            f"{m.total / scale:.1f}",
-            f"{(p.limit_bytes - m.total) / scale:.1f}",
-        )
-        for m in p.memory
-    ]
-    return _table(rows)
+    unit, scale = ("GB", 1e9) if p.worst.peak_bytes >= 1e9 else ("MB", 1e6)
+    rows = [["rank", *_KINDS, f"total {unit}", "left"]]
+    for m in p.memory:
+        held = (*(m.by_kind[kind] for kind in _KINDS), m.peak_bytes, p.limit_bytes - m.peak_bytes)
+        rows.append([str(m.rank), *(f"{n / scale:.1f}" for n in held)])
+    return "\n".join(aligned(rows))
 
 
 def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
@@ -86,17 +75,18 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
         least = s.smallest
         return (
             f"none of {s.tried} changes fits; the least memory needed is "
-            f"{format_bytes(least.prediction.worst.total)} ({least.change})"
+            f"{format_bytes(least.prediction.worst.peak_bytes)} ({least.change})"
         )
     rows = [("change that fits", "peak", "step", "tokens/s", "per device", "override")]
     for one in s.fitting[:_SHOWN]:
         q = one.prediction
         override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
         speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
-        rows.append((one.change, format_bytes(q.worst.total), format_seconds(q.step_s), *speeds, override))
+        rows.append((one.change, format_bytes(q.worst.peak_bytes), format_seconds(q.step_s), *speeds, override))
     more = len(s.fitting) - _SHOWN
     left = f"; no time for {s.left_out} more" if s.left_out else ""
-    return _table(rows) + f"\n{s.tried} changes tried{left}" + (f"; {more} more that fit not shown" if more > 0 else "")
+    hidden = f"; {more} more that fit not shown" if more > 0 else ""
+    return "\n".join([*aligned(rows, left=(0, 1, 2, 5)), f"{s.tried} changes tried{left}{hidden}"])
 
 
 def overrides_of(s: Suggestion, path: str = "FILE") -> tuple[str, ...]:
@@ -114,7 +104,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "num_params": p.num_params,
         "fits": p.fits,
         "limit_bytes": p.limit_bytes,
-        "peak_bytes": p.worst.total,
+        "peak_bytes": p.worst.peak_bytes,
         "peak_activation_bytes": max(p.activation_bytes),
         "memory": [_memory_json(m, a) for m, a in zip(p.memory, p.activation_bytes, strict=True)],
         "step_s": p.step_s,
@@ -125,7 +115,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "span_bubble_rate": p.timeline.span_bubble_rate,
         "offloaded_share": p.offloaded,
         "offload_bytes": list(p.offload_bytes),
-        "host_bytes": list(p.host_bytes),
+        "host_bytes": [m.host_peak_bytes for m in p.memory],
         "k": p.k,
         "costs_from": p.costs.source,
         "assumptions": list(lines),
@@ -133,8 +123,8 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
 
 
 def _memory_json(m: RankMemory, activations: float) -> dict[str, float]:
-    kinds = {f"{kind}_bytes": getattr(m, kind) for kind in _KINDS}
-    return {"rank": m.rank, **kinds, "total_bytes": m.total, "peak_activation_bytes": activations}
+    kinds = {f"{kind}_bytes": m.by_kind[kind] for kind in _KINDS}
+    return {"rank": m.rank, **kinds, "total_bytes": m.peak_bytes, "peak_activation_bytes": activations}
 
 
 def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
@@ -144,7 +134,7 @@ def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
         "change": s.change,
         "overrides": list(overrides_of(s, path or "FILE")),
         "fits": q.fits,
-        "peak_bytes": q.worst.total,
+        "peak_bytes": q.worst.peak_bytes,
         "step_s": q.step_s,
         "tokens_per_s": q.tokens_per_s,
         "tokens_per_s_per_device": q.tokens_per_s_per_device,
@@ -152,20 +142,5 @@ def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
     }
 
 
-def _unit(num_bytes: float) -> tuple[str, float]:
-    return ("GB", 1e9) if num_bytes >= 1e9 else ("MB", 1e6)
-
-
 def _count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    numeric = [all(row[i][:1].isdigit() or row[i][:1] == "-" for row in rows[1:]) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    )

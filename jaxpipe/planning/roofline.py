@@ -26,15 +26,10 @@ from typing import Any
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.flops import eqn_flops
-from jaxpipe.stage.weave.units import EXCHANGES
+from jaxpipe.stage.primitives import Kind, has_body, is_exchange, kind, row
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-_OWN = (*_PRODUCTS, "gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call",
-        "dynamic_slice", "dynamic_update_slice")  # fmt: skip
-_REDUCTIONS = ("reduce", "arg", "cum")
-_FREE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "name", "pvary", "pcast", "copy_p", "stop_gradient", "optimization_barrier"}
-)
+_OWN = frozenset({Kind.PRODUCT, Kind.CUSTOM, Kind.KERNEL, Kind.WINDOW, Kind.EXCHANGE})
+_FREE = frozenset({Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class _Walk:
 
     def base(self, v: Var) -> Var:
         """The value of which ``v`` is another shape, or the same one behind a barrier."""
-        while (eqn := self.maker.get(v)) is not None and eqn.primitive.name in _FREE:
+        while (eqn := self.maker.get(v)) is not None and kind(eqn) in _FREE:
             operand = eqn.invars[eqn.outvars.index(v)]
             if not isinstance(operand, Var):
                 break
@@ -115,7 +110,7 @@ class _Walk:
     def run(self) -> Work:
         fused: set[tuple[frozenset[Var], int]] = set()
         for eqn in self.body.eqns:
-            if eqn.primitive.name in _FREE:
+            if kind(eqn) in _FREE:
                 continue
             if _own(eqn):
                 self._own_kernel(eqn)
@@ -139,10 +134,10 @@ class _Walk:
             self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
             return
         sources = {self.base(v) for v in variables(eqn.invars)}
-        if eqn.primitive.name in EXCHANGES:
+        if is_exchange(eqn):
             self._note(eqn, sources)
             return
-        if eqn.primitive.name in ("gather", "dynamic_slice"):  # of what it reads, only what it picks
+        if row(eqn).picks:  # of what it reads, only what it picks
             table = self.base(next(variables(eqn.invars)))
             picked = sum(aval_bytes(v.aval) for v in eqn.outvars)
             extra = min(picked, aval_bytes(table.aval))
@@ -231,11 +226,11 @@ class _Walk:
 
 
 def _own(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _OWN or eqn.primitive.name in EXCHANGES or any(True for _ in sub_jaxprs(eqn))
+    return kind(eqn) in _OWN or has_body(eqn)
 
 
 def _reduces(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name.startswith(_REDUCTIONS)
+    return kind(eqn) in (Kind.REDUCTION, Kind.CUMULATIVE)
 
 
 def _sized(v: Any) -> bool:

@@ -76,7 +76,7 @@ def suggest(
             done = _tried(current, change, predict)
             if done is not None:
                 progress(
-                    f"{done.change}: {done.prediction.worst.total / 1e9:.1f} GB, "
+                    f"{done.change}: {done.prediction.worst.peak_bytes / 1e9:.1f} GB, "
                     f"{done.prediction.tokens_per_s:,.0f} tokens/s"
                 )
                 tried.append(done)
@@ -86,7 +86,7 @@ def suggest(
         trials(_pairs(current))
     itself = Suggestion("no change", (), current)
     fitting = sorted((s for s in tried if s.prediction.fits), key=lambda s: -s.prediction.tokens_per_s_per_device)
-    smallest = min([itself, *tried], key=lambda s: s.prediction.worst.total)
+    smallest = min([itself, *tried], key=lambda s: s.prediction.worst.peak_bytes)
     return Suggestions(tuple(fitting), smallest, len(tried), left_out)
 
 
@@ -149,7 +149,7 @@ def _recompute(config: TrainConfig) -> Iterator[_Change]:
 def _recompute_where_tight(current: Prediction) -> Iterator[_Change]:
     """Policies on the stages of the ranks that don't fit, the others as they are."""
     placement, pipe = current.schedule.placement, current.config.pipeline
-    tight = [m.rank for m in current.memory if m.total > current.limit_bytes]
+    tight = [m.rank for m in current.memory if m.peak_bytes > current.limit_bytes]
     stages = {s for rank in tight for s in placement.stages_of(rank)}
     if not tight or len(stages) == placement.num_stages or placement.num_stages > _MOST_NAMED:
         return
@@ -205,14 +205,13 @@ def _offloads(units: float) -> Iterator[_Change]:
 
 def _limit_in_activations(current: Prediction) -> float:
     """The memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
-    least = math.inf
     placement, costs = current.schedule.placement, current.costs
-    temp = dict(costs.temp_bytes)
-    for rank, memory in enumerate(current.memory):
+    least = math.inf
+    for rank in range(current.schedule.num_ranks):
         mine = placement.stages_of(rank)
         share = sum(costs.residual_bytes[s] for s in mine)
-        workspace = max((max(values[s] for s in mine) for values in temp.values()), default=0.0)
-        taken = memory.parameters + memory.gradients + memory.optimizer + workspace
+        workspace = max((max(values[s] for s in mine) for _, values in costs.temp_bytes), default=0.0)
+        taken = sum(costs.param_bytes[s] + costs.optimizer_bytes[s] for s in mine) + workspace
         if share > 0:
             least = min(least, (current.limit_bytes - taken) / share)
     return least

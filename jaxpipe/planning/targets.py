@@ -18,8 +18,8 @@ Not modelled: clocks that fall under load, and contention of links beyond what `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -192,74 +192,57 @@ def find_target(name_or_path: str) -> Target:
             ".json file"
         )
     data = read_mapping(Path(name_or_path), "target file")
-    problems: list[str] = []
-    target = _from_mapping(data, Path(name_or_path).stem, problems)
-    if target is None or problems:
-        raise ConfigError("; ".join(f"target {name_or_path}: {problem}" for problem in problems))
-    return target
-
-
-_TEXT, _COUNT, _FLAG = frozenset({"name", "description"}), frozenset({"node_size", "gpus_per_host_link"}), "host_duplex"
-_NEEDED = tuple(f.name for f in fields(Target))[2:9]
-
-
-def _from_mapping(data: Mapping[str, Any], name: str, problems: list[str]) -> Target | None:
-    known = [f.name for f in fields(Target)]
-    problems += [
-        f"unknown field {key!r}; known: base, {', '.join(known)}" for key in data if key not in (*known, "base")
-    ]
-    base = data.get("base")
-    if base is not None and base not in TARGETS:
+    known = {f.name: str(f.type) for f in fields(Target)}
+    stem, base = Path(name_or_path).stem, data.get("base")
+    values: dict[str, Any] = {"name": stem, "description": stem, **{k: v for k, v in data.items() if k != "base"}}
+    problems = [f"unknown field {key!r}; known: base, {', '.join(known)}" for key in values if key not in known]
+    for key in [key for key in values if key in known]:
+        want, fits = _WANTED["latency" if key.endswith("latency_s") else known[key]]
+        if not fits(values[key]):
+            problems.append(f"{key} is {values[key]!r}; want {want}")
+        elif key == "chip":
+            values[key] = Chip(**{**values[key], "capability": tuple(values[key]["capability"])})
+    missing = [f.name for f in fields(Target) if f.default is MISSING and f.name not in values]
+    if base is None and missing:
+        problems.append(f"without a base it needs {', '.join(missing)}")
+    elif base is not None and base not in TARGETS:
         problems.append(f"base is {base!r}; known: {', '.join(TARGETS)}")
-    values: dict[str, Any] = {"name": name, "description": name}
-    for key, value in data.items():
-        if key in known and (checked := _checked(key, value, problems)) is not None:
-            values[key] = checked
-    if base is None:
-        missing = [key for key in _NEEDED if key not in data]
-        if missing:
-            problems.append(f"without a base it needs {', '.join(missing)}")
     if problems:
-        return None
-    return replace(TARGETS[base], **values) if base is not None else Target(**values)
+        raise ConfigError("; ".join(f"target {name_or_path}: {problem}" for problem in problems))
+    return Target(**values) if base is None else replace(TARGETS[base], **values)
 
 
-def _checked(key: str, value: Any, problems: list[str]) -> Any:
-    if key in _TEXT:
-        good, want = isinstance(value, str) and value.strip() != "", "a text"
-    elif key == _FLAG:
-        good, want = isinstance(value, bool), "true or false"
-    elif key == "flops_per_s":
-        good = isinstance(value, dict) and "float32" in value and all(map(_positive, value.values()))
-        want = "an object of positive rates by dtype, with float32 among them"
-    elif key == "chip":
-        names = [f.name for f in fields(Chip)]
-        good = isinstance(value, dict) and set(value) == set(names)
-        want = f"an object of {', '.join(names)}"
-        if good and (good := _is_chip(value)):
-            value = Chip(**{**value, "capability": tuple(value["capability"])})
-    elif key in _COUNT:
-        good, want = _is_count(value), "a whole number above 0"
-    elif key.endswith("latency_s"):
-        good, want = _positive(value) or value == 0, "a number of seconds, at least 0"
-    else:
-        good, want = _positive(value), "a number above 0"
-    if not good:
-        problems.append(f"{key} is {value!r}; want {want}")
-        return None
-    return value
-
-
-def _is_chip(value: Mapping[str, Any]) -> bool:
-    """Whether the values of all fields are what :class:`Chip` wants."""
-    pair, rest = value["capability"], {k: x for k, x in value.items() if k not in ("capability", "clock_ghz")}
-    two = isinstance(pair, list) and len(pair) == 2 and all(x == 0 or _is_count(x) for x in pair)
-    return two and _positive(value["clock_ghz"]) and all(map(_is_count, rest.values()))
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and _positive(value)
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
+def _is_chip(value: Any) -> bool:
+    kinds = {f.name: str(f.type) for f in fields(Chip)}
+    return (
+        isinstance(value, dict)
+        and value.keys() == kinds.keys()
+        and all(_WANTED[k][1](value[n]) for n, k in kinds.items())
+    )
+
+
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str) and value.strip() != ""),
+    "int": ("a whole number above 0", _is_count),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "float": ("a number above 0", _positive),
+    "latency": ("a number of seconds, at least 0", lambda value: value == 0 or _positive(value)),
+    "tuple[int, int]": (
+        "two numbers",
+        lambda x: isinstance(x, list) and [n == 0 or _is_count(n) for n in x] == [True] * 2,
+    ),
+    "Mapping[str, float]": (
+        "an object of positive rates by dtype, with float32 among them",
+        lambda value: isinstance(value, dict) and "float32" in value and all(map(_positive, value.values())),
+    ),
+    "Chip | None": (f"an object of {', '.join(f.name for f in fields(Chip))}", _is_chip),
+}
+"""What a file's values must be, by the type of their field: in words, and as a test."""

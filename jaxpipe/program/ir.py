@@ -7,25 +7,28 @@ between slots. Arrays that travel between ranks are tagged with the action that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.schedule.ir import Action, Slot
 
-ValueKind = Literal["param", "acc", "data", "key", "x", "dy", "res", "wres", "loss"]
+ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss", "user", "state"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators."""
+    """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. What crosses
+    from stage to stage is named by who makes it: ``y`` by the leaf of what leaves, ``dx`` by that of what enters. ``name``: of
+    what instructions of one's own write."""
 
     kind: ValueKind
     stage: int
     microbatch: int
     index: int
+    name: str = ""
 
     def __str__(self) -> str:
         where = f"{self.stage}" if self.microbatch < 0 else f"{self.stage}.{self.microbatch}"
-        return f"{self.kind}{where}[{self.index}]"
+        return f"{self.name or self.kind}{where}[{self.index}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Copy ``slots`` to rank ``dst``; the message is named by the action that produced it."""
+    """Copy ``slots``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it."""
 
     action: Action
     dst: int
     slots: tuple[int, ...]
+    avals: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"Send {self.action} to rank {self.dst} ({_slots(self.slots)})"
@@ -66,6 +70,7 @@ class Recv:
     action: Action
     src: int
     slots: tuple[int, ...]
+    avals: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         return f"Recv {self.action} from rank {self.src} ({_slots(self.slots)})"
@@ -124,8 +129,8 @@ class Program:
     """The instructions of one rank.
 
     ``bound``: values that the caller puts into slots before the run (parameters, accumulators, data, keys).
-    ``results``: values that are in slots after it (accumulators, losses). ``bound_bytes``: bytes of each bound value on each
-    device of the rank.
+    ``results``: values that are in slots after it (accumulators, losses, named values that nothing reads).
+    ``bound_bytes``: bytes of each bound value on each device of the rank.
     ``written_bytes[k]``: bytes of what instruction k writes, one entry a slot of :func:`writes`.
     """
 

@@ -1,7 +1,7 @@
 """Values → slots: who is live when, where each array sits, and how many bytes that takes.
 
 Slots are reused as soon as their value is dropped, so a program needs about as many slots as values are live at once.
-Device memory is predicted by :mod:`~jaxpipe.program.accounting`, from what a program writes and drops.
+Device memory is predicted by :mod:`~jaxpipe.cost.memory`, from what a program writes and drops.
 """
 
 from __future__ import annotations
@@ -9,25 +9,28 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value
 from jaxpipe.schedule.ir import Action, Slot
 
-BOUND_KINDS = ("param", "acc", "data", "key")
+BOUND_KINDS = ("param", "acc", "data", "key", "state")
 RESULT_KINDS = ("acc", "loss")
+UNREAD_KINDS = (*RESULT_KINDS, "user")
+"""What stays if nothing reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive. Only a run is of a
-    braid."""
+    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive, and ``avals`` what it
+    carries. Only a run is of a braid."""
 
     kind: Literal["run", "send", "recv", "offload", "reload", "sync"]
     action: Slot
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
     peer: int = -1
+    avals: tuple[Any, ...] = ()
 
 
 class _Slots:
@@ -63,7 +66,7 @@ def assign_slots(rank: int, steps: Sequence[Step], value_bytes: Mapping[Value, i
     slots = _Slots()
     bound_values = sorted(
         {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS},
-        key=lambda v: (v.kind, v.stage, v.microbatch, v.index),
+        key=lambda v: (v.kind, v.stage, v.microbatch, v.index, v.name),
     )
     bound = tuple((v, slots.take(v)) for v in bound_values)
     out: list[Instruction] = []
@@ -73,12 +76,12 @@ def assign_slots(rank: int, steps: Sequence[Step], value_bytes: Mapping[Value, i
         moved = step.inputs if step.kind in ("offload", "reload") else step.outputs
         written.append(tuple(value_bytes[v] for v in moved if v is not None))
         dead = [v for v in dict.fromkeys(step.inputs) if _is_dead(v, k, last_read, slots)]
-        dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in RESULT_KINDS]
+        dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in UNREAD_KINDS]
         if dead:
             out.append(Free(tuple(slots.drop(v) for v in dead)))
             written.append(())
     results = tuple(
-        (v, slot) for (memory, v), slot in sorted(slots.of.items(), key=lambda item: item[1]) if v.kind in RESULT_KINDS
+        (v, slot) for (memory, v), slot in sorted(slots.of.items(), key=lambda item: item[1]) if v.kind in UNREAD_KINDS
     )
     bound_bytes = tuple(value_bytes[v] for v in bound_values)
     return Program(rank, tuple(out), slots.count, bound, results, bound_bytes, tuple(written))
@@ -97,9 +100,9 @@ def _instruction(slots: _Slots, step: Step) -> Instruction:
     assert isinstance(action, Action), f"{step.kind} of {action}"
     match step.kind:
         case "send":
-            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs))
+            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs), step.avals)
         case "recv":
-            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None))
+            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None), step.avals)
         case "offload":
             host = tuple(slots.take(v, "host") for v in step.inputs)
             return Offload(action, tuple(slots.drop(v) for v in step.inputs), host)

@@ -5,12 +5,12 @@ stage lives on the same rank, and is sent right after the ``Run`` otherwise; it 
 A braid becomes one ``Run`` where there is a function for it, else one a part; a braid with a sync in it always does.
 Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
 Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
-several ranks, and stage graphs other than a chain.
+several ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -20,10 +20,15 @@ from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
 from jaxpipe.program.ir import Program, Value
-from jaxpipe.program.liveness import Step, assign_slots
+from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
+from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.footprint import device_bytes
-from jaxpipe.stage.functions import AnyFunction, Braids, Parts, Port, StageFunctions
+from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
+from jaxpipe.stage.model.links import stage_edges
+
+_READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
+"""Kinds of ports that read and write what may travel from rank to rank."""
 
 
 def lower(
@@ -32,7 +37,8 @@ def lower(
     """The programs of all ranks, checked.
 
     Args:
-        schedule: any valid schedule whose stages form a chain, one rank a stage (several flows are allowed).
+        schedule: any valid schedule whose stages follow each other as the model's do, one rank a stage (of a chain several
+            flows too).
         stages: the functions of each stage, in order.
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
 
@@ -42,9 +48,9 @@ def lower(
     """
     check_schedule(schedule)
     _check_fit(schedule, stages)
-    performers = _performers(schedule)
+    traffic = _Traffic(schedule, stages)
     programs = tuple(
-        _RankLowering(schedule, stages, braids, performers, rank).program() for rank in range(schedule.num_ranks)
+        _RankLowering(schedule, stages, braids, traffic, rank).program() for rank in range(schedule.num_ranks)
     )
     check_programs(programs)
     for program in programs:
@@ -53,7 +59,7 @@ def lower(
 
 
 def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[tuple[int, Parts], ...]:
-    """(rank, parts) of the braids that can run as one function: all but those that hold a sync.
+    """(rank, parts) of the braids that can run as one function: all but those that hold a sync, or an instruction of one's own.
 
     Raises:
         ScheduleError, ProgramError: there are braids, and the schedule is one that :func:`lower` refuses.
@@ -62,12 +68,17 @@ def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple
         (rank, tuple((a.op, a.stage) for a in slot.actions)): None
         for rank, row in enumerate(schedule.rows)
         for slot in row
-        if isinstance(slot, Braid) and not any(op_spec(a.op).is_sync for a in slot.actions)
+        if isinstance(slot, Braid) and all(_is_woven(stages, a) for a in slot.actions)
     }
     if found:
         check_schedule(schedule)
         _check_fit(schedule, stages)
     return tuple(found)
+
+
+def _is_woven(stages: Sequence[StageFunctions], action: Action) -> bool:
+    functions = stages[action.stage].functions if 0 <= action.stage < len(stages) else {}
+    return not op_spec(action.op).is_sync and (action.op not in functions or functions[action.op].per_shard)
 
 
 def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
@@ -77,8 +88,16 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
             f"schedule {schedule.name!r} has {placement.num_stages} stages, the model was cut into {len(stages)}; cut it into "
             f"{placement.num_stages} (ranks × chunks)"
         )
-    if not placement.is_chain:
-        raise ProgramError("the runtime runs chains of stages; this placement's stages form another graph")
+    edges = stage_edges([stage.links for stage in stages])
+    if edges != tuple(sorted(placement.edges)):
+        raise ProgramError(
+            f"schedule {schedule.name!r} has the edges {_arrows(placement.edges)} between stages; the model's, by what its "
+            f"layers take, are {_arrows(edges)}"
+        )
+    if placement.num_flows > 1 and not placement.is_chain:
+        raise ProgramError(
+            "the runtime runs several flows over a chain of stages only; this placement's form another graph"
+        )
     for s in range(placement.num_stages):
         for i in range(placement.num_flows):
             group = placement.ranks(s, i)
@@ -87,6 +106,10 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"stage {s} is spread over ranks {', '.join(map(str, group))}; the runtime runs one rank a stage: use a "
                     "placement without shared stages"
                 )
+    if placement.has_spans:
+        raise ProgramError(
+            f"spans are {' '.join(map(str, placement.span))}; the runtime runs each stage once per microbatch"
+        )
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
             if op_spec(action.op).is_sync:
@@ -94,8 +117,13 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
             elif op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
                 have = " ".join(sorted(stages[action.stage].functions))
                 raise ProgramError(
-                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have})"
+                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have}); "
+                    f"register_instruction({action.op!r}, build) gives it one"
                 )
+
+
+def _arrows(edges: Edges) -> str:
+    return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
 
 
 def _check_sync(rank: int, action: Action) -> None:
@@ -114,13 +142,13 @@ class _RankLowering:
         schedule: Schedule,
         stages: Sequence[StageFunctions],
         braids: Braids,
-        performers: Mapping[tuple[int, str, int, int], Action],
+        traffic: _Traffic,
         rank: int,
     ) -> None:
         self.schedule = schedule
         self.stages = stages
         self.braids = braids
-        self.performers = performers
+        self.traffic = traffic
         self.rank = rank
         self.steps: list[Step] = []
         self.value_bytes: dict[Value, int] = {}
@@ -139,20 +167,23 @@ class _RankLowering:
     def _one(self, action: Action) -> None:
         spec = op_spec(action.op)
         if spec.is_sync:
-            self._move(action, "sync")
+            self._on_host(action, "sync")
         elif spec.lane == "compute":
             function = self.stages[action.stage].functions[action.op]
             self._run(action, function, [0] * len(function.inputs), [0] * len(function.outputs))
         else:
-            self._move(action, "offload" if spec.lane == "d2h" else "reload")
+            self._on_host(action, "offload" if spec.lane == "d2h" else "reload")
 
     def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
         """One call. ``reads``, ``makes``: which of the slot's actions each input and output port belongs to."""
         actions = slot.actions
-        inputs = [self._value(port, actions[k]) for port, k in zip(function.inputs, reads, strict=True)]
+        inputs = [
+            _read(self.stages[actions[k].stage], port, actions[k].microbatch)
+            for port, k in zip(function.inputs, reads, strict=True)
+        ]
         for k, action in enumerate(actions):
             self._receive(action, [v for v, part in zip(inputs, reads, strict=True) if part == k])
-        outputs = [self._output(port, actions[k]) for port, k in zip(function.outputs, makes, strict=True)]
+        outputs = [_made(port, actions[k]) for port, k in zip(function.outputs, makes, strict=True)]
         for value, aval in zip(inputs, function.avals_in, strict=True):
             self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
@@ -160,111 +191,120 @@ class _RankLowering:
                 self.value_bytes[out] = device_bytes(aval)
         self.steps.append(Step("run", slot, tuple(inputs), tuple(outputs)))
         self.present.update(v for v in outputs if v is not None)
-        for k, action in enumerate(actions):
-            made = zip(function.outputs, outputs, makes, strict=True)
-            self._send(action, [v for port, v, part in made if part == k and port.kind in ("y", "dx")])
-
-    def _value(self, port: Port, action: Action) -> Value:
-        """The value an input port reads."""
-        s, i = action.stage, action.microbatch
-        match port.kind:
-            case "param" | "acc":
-                return Value(port.kind, s, -1, port.index)
-            case "key":
-                return Value("key", -1, i, port.index)
-            case "data" | "x" | "dy" | "res" | "wres":
-                return Value(port.kind, s, i, port.index)
-            case _:
-                raise AssertionError(f"{action} reads a {port.kind} port")
-
-    def _output(self, port: Port, action: Action) -> Value | None:
-        """The value an output port writes; y and dx are named by the stage that reads them."""
-        s, i = action.stage, action.microbatch
-        match port.kind:
-            case "y":
-                return Value("x", s + 1, i, port.index)
-            case "dx":
-                return Value("dy", s - 1, i, port.index)
-            case "acc":
-                return Value("acc", s, -1, port.index)
-            case "res" | "wres" | "loss":
-                return Value(port.kind, s, i, port.index)
-            case "token":
-                return None
-            case _:
-                raise AssertionError(f"{action} writes a {port.kind} port")
-
-    def _source(self, value: Value) -> tuple[Action, int] | None:
-        """Which action on which rank sends this value here; None if it is not a neighbour's."""
-        if value.kind == "x":
-            stage, part = value.stage - 1, "F"
-        elif value.kind == "dy":
-            stage, part = value.stage + 1, "B"
-        else:
-            return None
-        (rank,) = self.schedule.placement.ranks(stage, value.microbatch)
-        return self.performers[(rank, part, stage, value.microbatch)], rank
+        for action in actions:
+            self._send(action)
 
     def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
-        missing = [v for v in inputs if v.kind in ("x", "dy") and v not in self.present]
-        if not missing:
-            return
-        kinds = {v.kind for v in missing}
-        for kind in sorted(kinds):
-            first = next(v for v in missing if v.kind == kind)
-            source = self._source(first)
-            assert source is not None
-            sender, src = source
-            assert src != self.rank, f"{action} on rank {self.rank} reads {first}, which this rank never made"
-            values = self._sent_values(sender)
-            self.steps.append(Step("recv", sender, (), values, peer=src))
-            self.present.update(values)
+        """Take what other ranks made of ``inputs`` out of their messages; check that the rest is there."""
+        for value in inputs:
+            if value.kind in BOUND_KINDS or value in self.present:
+                continue
+            src, sender = self.traffic.makers.get(value, (self.rank, None))
+            if sender is None or src == self.rank:
+                raise ProgramError(
+                    f"rank {self.rank}, action {action}: reads {value}, which is not there: nothing has made it by then, or it "
+                    "is offloaded"
+                )
+            carried = self.traffic.message(sender, self.rank)
+            self._move(Step("recv", sender, (), tuple(carried), src, tuple(carried.values())), carried)
+            self.present.update(carried)
 
-    def _sent_values(self, sender: Action) -> tuple[Value, ...]:
-        carried = message(self.stages, sender)
-        self.value_bytes.update({value: device_bytes(aval) for value, aval in carried})
-        return tuple(value for value, _ in carried)
+    def _send(self, action: Action) -> None:
+        """A message to each other rank that reads of what an action made."""
+        for dst in sorted(self.traffic.destinations(action) - {self.rank}):
+            carried = self.traffic.message(action, dst)
+            self._move(Step("send", action, tuple(carried), (), dst, tuple(carried.values())), carried)
 
-    def _send(self, action: Action, boundary: Sequence[Value | None]) -> None:
-        if not boundary or boundary[0] is None:
-            return
-        (dst,) = self.schedule.placement.ranks(boundary[0].stage, action.microbatch)
-        if dst != self.rank:
-            values = self._sent_values(action)
-            if values:
-                self.steps.append(Step("send", action, values, (), peer=dst))
+    def _move(self, step: Step, carried: Mapping[Value, jax.ShapeDtypeStruct]) -> None:
+        self.value_bytes.update({value: device_bytes(aval) for value, aval in carried.items()})
+        self.steps.append(step)
 
-    def _move(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
+    def _on_host(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
         chosen = self.stages[action.stage].offloaded
         residuals = tuple(Value("res", action.stage, action.microbatch, index) for index in chosen)
         self.steps.append(Step(kind, action, residuals, ()))
+        if kind == "offload":
+            self.present.difference_update(residuals)
+        elif kind == "reload":
+            self.present.update(residuals)
 
 
-def message(
-    stages: Sequence[StageFunctions] | Mapping[int, StageFunctions], sender: Action
-) -> tuple[tuple[Value, jax.ShapeDtypeStruct], ...]:
-    """What a send of ``sender`` carries, in order: its y or dx that the neighbour's functions read (named as the neighbour
-    names them), with their shapes."""
-    function = stages[sender.stage].functions[sender.op]
-    kinds: Mapping[str, tuple[Literal["x", "dy"], int]] = {"y": ("x", sender.stage + 1), "dx": ("dy", sender.stage - 1)}
-    found = [
-        (Value(*kinds[port.kind], sender.microbatch, port.index), aval)
-        for port, aval in zip(function.outputs, function.avals_out, strict=True)
-        if port.kind in kinds
-    ]
-    return tuple((value, aval) for value, aval in found if _is_read(stages[value.stage], value))
+def _read(stage: StageFunctions, port: Port, microbatch: int) -> Value:
+    """The value an input port reads."""
+    s, kind = stage.stage, port.kind
+    if kind == "x":
+        producer, leaf = stage.x_from[port.index]
+        return Value("y", producer, microbatch, leaf)
+    if kind == "dy":
+        reader, leaf = stage.dy_from[port.index]
+        return Value("dx", reader, microbatch, leaf)
+    if kind == "key":
+        return Value("key", -1, microbatch, port.index)
+    assert kind != "token", f"stage {s} reads a token"
+    return Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else microbatch, port.index, port.name)
 
 
-def _performers(schedule: Schedule) -> Mapping[tuple[int, str, int, int], Action]:
-    """Which action performs a part: ``(rank, part, stage, microbatch)`` → the F, B, W or BW in that rank's row."""
-    return {
-        (rank, part, a.stage, a.microbatch): a
-        for rank in range(schedule.num_ranks)
-        for a in schedule.actions(rank)
-        for part in op_spec(a.op).performs()
-    }
+def _made(port: Port, action: Action) -> Value | None:
+    """The value an output port writes."""
+    kind = port.kind
+    if kind == "token":
+        return None
+    assert kind != "x" and kind != "dy", f"{action} writes {port}"
+    return Value(kind, action.stage, -1 if kind in SHARED else action.microbatch, port.index, port.name)
 
 
-def _is_read(stage: StageFunctions, value: Value) -> bool:
-    wanted = Port(value.kind, value.index)
-    return any(wanted in f.inputs for op, f in stage.functions.items() if op != "E")
+class _Traffic:
+    """Who makes the values that may travel, and which ranks read them.
+
+    ``makers``: by value, the rank and action. ``readers``: by value, the ranks.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
+        self.makers: dict[Value, tuple[int, Action]] = {}
+        self.readers: dict[Value, set[int]] = {}
+        self._made: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
+        reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
+        for stage in stages:
+            for op, f in stage.functions.items():
+                self._made[(op, stage.stage)] = [
+                    x for x in zip(f.outputs, f.avals_out, strict=True) if x[0].kind in _MADE
+                ]
+                reads[(op, stage.stage)] = [x for x in zip(f.inputs, f.avals_in, strict=True) if x[0].kind in _READ]
+        asked: dict[Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
+        for rank in range(schedule.num_ranks):
+            for action in schedule.actions(rank):
+                at = (action.op, action.stage)
+                for value in self._values(action):
+                    other = self.makers.setdefault(value, (rank, action))[1]
+                    if other != action:
+                        raise ProgramError(
+                            f"{value} has two writers: {other} and {action}; give them names of their own"
+                        )
+                for port, aval in reads.get(at, ()):
+                    value = _read(stages[action.stage], port, action.microbatch)
+                    self.readers.setdefault(value, set()).add(rank)
+                    if port.kind == "user":
+                        asked[value] = action, aval
+        for value, (action, aval) in asked.items():
+            if value in self.makers:
+                made = self.message(self.makers[value][1], None)[value]
+                if (made.shape, made.dtype) != (aval.shape, aval.dtype):
+                    raise ProgramError(
+                        f"{action} reads {value} as {aval.dtype}{list(aval.shape)}; {self.makers[value][1]} writes "
+                        f"{made.dtype}{list(made.shape)}"
+                    )
+
+    def _values(self, action: Action) -> Iterator[Value]:
+        for port, _ in self._made.get((action.op, action.stage), ()):
+            value = _made(port, action)
+            assert value is not None, "a token travels nowhere"
+            yield value
+
+    def destinations(self, action: Action) -> set[int]:
+        """The ranks that read of what an action made."""
+        return {rank for value in self._values(action) for rank in self.readers.get(value, ())}
+
+    def message(self, sender: Action, dst: int | None) -> dict[Value, jax.ShapeDtypeStruct]:
+        """What an action made and rank ``dst`` reads (None: all that it made), in order, with shapes."""
+        made = zip(self._values(sender), self._made[(sender.op, sender.stage)], strict=True)
+        return {v: aval for v, (_, aval) in made if dst is None or dst in self.readers.get(v, ())}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from jaxpipe.errors import ProgramError
 from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action, Slot, Timeline
 
@@ -18,6 +19,9 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
 
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
     subset of the ranks (those of this process): receives from elsewhere never block the order.
+
+    Raises:
+        ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
     """
     start = {(e.rank, a): e.start_s for e in timeline.events if e.lane != "send" for a in (e.action, *e.action.actions)}
     keys = [_instruction_times(p, start) for p in programs]
@@ -49,7 +53,12 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
                 heapq.heappush(ready, (keys[blocked][at[blocked]], blocked))
         if at[k] < len(program.instructions):
             heapq.heappush(ready, (keys[k][at[k]], k))
-    assert len(order) == sum(len(p.instructions) for p in programs), "a checked schedule never deadlocks"
+    if waiting:
+        (src, action), k = min(waiting.items())
+        raise ProgramError(
+            f"rank {programs[k].rank} waits for ever for what {action} of rank {src} sends: an op that reads a value of "
+            "another stage waits for the op that writes it (Wait of its OpSpec)"
+        )
     return tuple(order)
 
 

@@ -14,24 +14,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.program.lower import message
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
 from jaxpipe.schedule import Action, Event, Slot
-from jaxpipe.stage.functions import AnyFunction, Braids, StageFunctions, function_of
+from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
 Bank = list[Any]
 Token = tuple[int, Slot, jax.Array]
@@ -60,10 +60,11 @@ class StepInputs:
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of the last stage: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
+    loss ports of all stages: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
     function), in order of dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was
     recorded. ``stamps``: the host's clock before each instruction and after the last. ``step_s``: seconds until all results
-    were ready (recorded steps only). ``reduced``: what the epilogues returned, by (rank, stage)."""
+    were ready (recorded steps only). ``reduced``: what the epilogues returned, by (rank, stage). ``user``: by name and (stage,
+    microbatch), what instructions of one's own wrote and nothing read (:mod:`jaxpipe.stage.instructions`)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
@@ -72,6 +73,7 @@ class StepOutputs:
     stamps: Sequence[float]
     step_s: float
     reduced: Mapping[tuple[int, int], Sequence[jax.Array]] = field(default_factory=dict)
+    user: Mapping[str, Mapping[tuple[int, int], jax.Array]] = field(default_factory=dict)
 
     @property
     def instruction_s(self) -> tuple[float, ...]:
@@ -153,9 +155,10 @@ class Executor:
         self._programs = tuple(programs)
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         if transport is None:
-            transport = InProcess(message_homes(programs, functions, meshes, numbers))
+            transport = InProcess(message_homes(programs, meshes, numbers))
         self._transport = transport
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
+        self._states = [_states(p, functions) for p in self._programs]
         self._num_ranks = len(meshes)
         self.order = tuple(order)
         self.dispatched: Sequence[Token] = ()
@@ -250,8 +253,10 @@ class Executor:
         return tokens, stamps
 
     def _bind(self, inputs: StepInputs) -> None:
-        for program, bank in zip(self._programs, self._banks, strict=True):
+        for program, bank, (slots, zeros) in zip(self._programs, self._banks, self._states, strict=True):
             r = program.rank
+            for slot, array in zip(slots, zeros(), strict=True):
+                bank[slot] = array
             for value, slot in program.bound:
                 match value.kind:
                     case "param":
@@ -260,7 +265,7 @@ class Executor:
                         bank[slot] = inputs.acc[(r, value.stage)][value.index]
                     case "data":
                         bank[slot] = inputs.data[(r, value.stage)][value.microbatch][value.index]
-                    case _:
+                    case "key":
                         bank[slot] = inputs.keys[r][value.microbatch]
 
     def _collect(
@@ -272,13 +277,16 @@ class Executor:
         step_s: float,
     ) -> StepOutputs:
         acc: dict[tuple[int, int], list[jax.Array]] = {at: list(buffers) for at, buffers in inputs.acc.items()}
-        losses: dict[int, dict[int, jax.Array]] = {}
+        losses: dict[int, dict[tuple[int, int], jax.Array]] = {}
+        user: dict[str, dict[tuple[int, int], jax.Array]] = {}
         for program, bank in zip(self._programs, self._banks, strict=True):
             for value, slot in program.results:
                 if value.kind == "acc":
                     acc[(program.rank, value.stage)][value.index] = bank[slot]
+                elif value.kind == "user":
+                    user.setdefault(value.name, {})[(value.stage, value.microbatch)] = bank[slot]
                 else:
-                    losses.setdefault(value.microbatch, {})[value.index] = bank[slot]
+                    losses.setdefault(value.microbatch, {})[(value.stage, value.index)] = bank[slot]
         return StepOutputs(
             acc=acc,
             losses=[tuple(losses[i][k] for k in sorted(losses[i])) for i in sorted(losses)],
@@ -287,6 +295,7 @@ class Executor:
             stamps=stamps,
             step_s=step_s,
             reduced={at: bank[slot] for at, (bank, slot) in self._reduced.items()},
+            user=user,
         )
 
 
@@ -360,8 +369,8 @@ class _Linker:
             self.sequence.append((rank, at))
 
     def add_epilogues(self, epilogues: Epilogues) -> dict[tuple[int, int], tuple[Bank, int]]:
-        """Put each epilogue behind the last run that adds to its stage's accumulators, and behind what that run sends (a
-        neighbour may wait for it). Returns where each leaves its result: bank and slot."""
+        """Put each epilogue behind the last run that reads or adds to its stage's accumulators, and behind what that run sends
+        (a neighbour may wait for it). Returns where each leaves its result: bank and slot."""
         places: dict[tuple[int, int], tuple[Bank, int]] = {}
         found: list[tuple[int, _Linked]] = []
         for program, bank in zip(self._programs, self._banks, strict=True):
@@ -370,9 +379,8 @@ class _Linker:
                 slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
                 if rank != program.rank or not slots:
                     continue
-                at = max(
-                    k for k, n in enumerate(own) if self.code[n].kind == _RUN and set(slots) & set(self.code[n].outs)
-                )
+                used = set(slots)
+                at = max(k for k, n in enumerate(own) if used & set(reads(program.instructions[self.sequence[n][1]])))
                 action = self.code[own[at]].action
                 while at + 1 < len(own) and self.code[own[at + 1]].kind == _SEND:
                     at += 1
@@ -412,6 +420,25 @@ class _HostCopies:
         return self._made[(rank, stage)]
 
 
+def _states(
+    program: Program, functions: Mapping[tuple[int, int], StageFunctions]
+) -> tuple[Sequence[int], Callable[[], Sequence[jax.Array]]]:
+    """The slots of what instructions keep from microbatch to microbatch, and what makes it anew for a step: zeros."""
+    bound = {Port("state", v.index, v.name, v.stage): slot for v, slot in program.bound if v.kind == "state"}
+    avals = {
+        replace(port, stage=s): aval
+        for (r, s), stage in functions.items()
+        for f in (stage.functions.values() if r == program.rank and bound else ())
+        for port, aval in zip(f.inputs, f.avals_in, strict=True)
+        if port.kind == "state"
+    }
+    if not bound:
+        return (), lambda: ()
+    wanted = [avals[port] for port in bound]
+    homes = [aval.sharding for aval in wanted]
+    return tuple(bound.values()), jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in wanted], out_shardings=homes)
+
+
 def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
     """The number of each message ``(src, dst, producing action)`` that ``programs`` send or receive."""
     messages = {
@@ -425,20 +452,17 @@ def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action]
 
 def message_homes(
     programs: Sequence[Program],
-    functions: Mapping[tuple[int, int], StageFunctions],
     meshes: Sequence[Mesh],
     numbers: Mapping[tuple[int, int, Action], int],
 ) -> dict[int, list[NamedSharding]]:
     """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
-    stages = {s: f for (_, s), f in functions.items()}
     homes = {}
     for program in programs:
         for i in program.instructions:
             if isinstance(i, Send):
-                carried = [aval.sharding for _, aval in message(stages, i.action)]
-                number = numbers[(program.rank, i.dst, i.action)]
-                homes[number] = [NamedSharding(meshes[i.dst], s.spec) for s in carried if isinstance(s, NamedSharding)]
-                assert len(homes[number]) == len(i.slots), f"{i}: every array has a sharding on the rank"
+                homes[numbers[(program.rank, i.dst, i.action)]] = [
+                    NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals
+                ]
     return homes
 
 

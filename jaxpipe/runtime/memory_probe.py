@@ -4,7 +4,7 @@ A probed step waits after each instruction, so that nothing is under way when by
 
 * *live arrays*: buffers that some array of this process still shows, each counted once however many arrays share it. Exact,
   on every backend, but blind to the workspace inside a function. Compare it with
-  :attr:`~jaxpipe.program.accounting.RankMemory.live_bytes`.
+  :attr:`~jaxpipe.cost.memory.RankMemory.live_bytes`.
 * *the allocator's statistics*, where the backend has them (GPUs): bytes in use at each boundary, and its own peak, which
   includes workspace. The peak can't be reset, so it says something about this step only if the step raised it.
 
@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 
+from jaxpipe.runtime.assembly import Buffers
 from jaxpipe.runtime.batches import Batch, Instance
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
-from jaxpipe.runtime.pipeline import Buffers, Pipeline
+from jaxpipe.runtime.pipeline import Pipeline
 
 Look = Callable[[int, Sequence[int]], None]
 Statistics = Callable[[jax.Device], tuple[int, int]]

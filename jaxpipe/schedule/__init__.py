@@ -34,9 +34,11 @@ from jaxpipe.schedule.placement import (
     circular,
     explicit,
     one_to_one,
+    towers,
     v_shape,
     wave,
     with_shared,
+    with_span,
 )
 from jaxpipe.schedule.simulate import replay, simulate
 from jaxpipe.schedule.text import parse_schedule
@@ -45,26 +47,16 @@ from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 if TYPE_CHECKING:
     from jaxpipe.schedule.families import FAMILIES, Family, generate, register_family
     from jaxpipe.schedule.families.family import family
-    from jaxpipe.schedule.families.gpipe import gpipe
     from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
-    from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
+    from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
     from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
     from jaxpipe.schedule.families.zb_heuristic import zero_bubble
     from jaxpipe.schedule.search_orders import best_schedule
 
 __all__ = ["Action", "Braid", "MemoryEffect", "OpSpec", "Schedule", "Slot", "Wait"]
 __all__ += ["op_spec", "register_op", "registered_ops"]
-__all__ += [
-    "Placement",
-    "bidirectional",
-    "chain",
-    "circular",
-    "explicit",
-    "one_to_one",
-    "v_shape",
-    "wave",
-    "with_shared",
-]
+__all__ += ["Placement", "bidirectional", "chain", "circular", "explicit", "one_to_one"]
+__all__ += ["towers", "v_shape", "wave", "with_shared", "with_span"]
 __all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "build_graph"]
 __all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]

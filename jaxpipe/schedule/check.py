@@ -94,15 +94,15 @@ def _incomplete(graph: DependencyGraph) -> tuple[list[str], set[Place], set[tupl
 
 
 def _places(schedule: Schedule) -> Iterator[Place]:
-    flows = schedule.placement.flows
-    for i in range(schedule.num_microbatches):
+    flows, span, m = schedule.placement.flows, schedule.placement.span, schedule.num_microbatches
+    for i in range(m):
         for stage, group in enumerate(flows[i % len(flows)]):
-            for rank in group:
+            for rank in group if i * span[stage] < m else ():
                 yield stage, i, rank
 
 
 def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
-    """Joint computations that some ranks of the group lack."""
+    """Computations of a group that some of its ranks lack."""
     placement = graph.schedule.placement
     for spec in (spec for spec in graph.ops() if spec.sends != "none"):
         for stage, i, rank in _places(graph.schedule):
@@ -120,7 +120,7 @@ def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterat
     parts = {spec.name: spec.performs() for spec in registered_ops()}
     for unmet in graph.unmet:
         wanted = {part for op in unmet.ops for part in parts.get(op, ())}
-        if not any((part, unmet.stage, unmet.action.microbatch) in missing for part in wanted):
+        if not any((part, unmet.stage, unmet.microbatch) in missing for part in wanted):
             yield describe_unmet(graph, unmet)
 
 

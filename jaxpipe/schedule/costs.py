@@ -1,6 +1,6 @@
 """What a schedule costs: seconds and bytes per stage, links between ranks, the link to the host.
 
-A :class:`CostProfile` is measured (:mod:`jaxpipe.profile`), computed from shapes, or made of unit costs. Units: seconds and
+A :class:`CostProfile` is measured (:mod:`jaxpipe.cost`), computed from shapes, or made of unit costs. Units: seconds and
 bytes; a profile made by :meth:`CostProfile.uniform` uses whatever unit its caller means, with activations in units of one
 rank's share of one microbatch.
 """
@@ -8,8 +8,8 @@ rank's share of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
 
@@ -72,7 +72,9 @@ class CostProfile:
     them (on the rank that receives them; from its end where both are one rank) to the start of the action that reads them.
     ``tp_comm_s``: seconds of the tensor-parallel collectives of one F, and the same again of one B (T_AR of `stp.txt` section
     4.3); f_s, b_s, w_s and bw_s leave them out. ``tp_collectives``: how many collectives that is (two a layer in the paper).
-    ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register.
+    ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register. ``group_comm_s``:
+    seconds of the collective that ends what the ranks of a shared stage did by themselves. A stage of a span above 1 has the
+    costs of one action, that is of all its microbatches together.
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
 
@@ -99,11 +101,19 @@ class CostProfile:
     extra: tuple[tuple[str, tuple[float, ...]], ...] = ()
     tp_comm_s: tuple[float, ...] = ()
     tp_collectives: tuple[int, ...] = ()
+    group_comm_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.f_s)
         zeros = (0.0,) * n
-        for name in ("cotangent_bytes", "boundary_bytes", "param_bytes", "optimizer_bytes", "tp_comm_s"):
+        for name in (
+            "cotangent_bytes",
+            "boundary_bytes",
+            "param_bytes",
+            "optimizer_bytes",
+            "tp_comm_s",
+            "group_comm_s",
+        ):
             self._default(name, zeros)
         self._default("tp_collectives", (1,) * n)
         self._default("offloadable_bytes", self.residual_bytes)
@@ -138,6 +148,11 @@ class CostProfile:
     def num_stages(self) -> int:
         return len(self.f_s)
 
+    def require_stages(self, num_stages: int, what: str) -> None:
+        """Raises ScheduleError unless these are the costs of so many stages, which ``what`` has."""
+        if self.num_stages != num_stages:
+            raise ScheduleError(f"the costs are for {self.num_stages} stages and {what} has {num_stages}")
+
     def values(self, name: str) -> Sequence[float]:
         """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.
 
@@ -155,16 +170,23 @@ class CostProfile:
         values: Sequence[float] = getattr(self, name)
         return values
 
+    def with_values(self, name: str, values: Sequence[float]) -> CostProfile:
+        """With other :meth:`values` of that name, which may be a new one."""
+        if name in PER_STAGE_FIELDS:
+            changed: dict[str, Any] = {name: tuple(values)}
+            return replace(self, **changed)
+        return replace(self, extra=tuple({**dict(self.extra), name: tuple(values)}.items()))
+
     def seconds(self, cost: str, stage: int) -> float:
         """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``; 0 for ``""``."""
         return self.values(cost)[stage] if cost else 0.0
 
-    def transfer_s(self, src_rank: int, dst_rank: int, stage: int) -> float:
-        """Seconds that the boundary of ``stage`` (the sending F's stage, or the receiving one for B) takes between ranks."""
+    def transfer_s(self, src_rank: int, dst_rank: int, stage: int, parts: float = 1.0) -> float:
+        """Seconds that ``parts`` boundaries of ``stage`` (the sending F's, or the receiving one for B) take between ranks."""
         if src_rank == dst_rank:
             return 0.0
         link = dict(self.links).get((src_rank, dst_rank), self.link)
-        return link.seconds(self.boundary_bytes[stage])
+        return link.seconds(self.boundary_bytes[stage] * parts)
 
     @classmethod
     def uniform(

@@ -10,7 +10,7 @@ _BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
 
 def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
     """One sentence for a wait that nothing in the schedule satisfies."""
-    wanted = " or ".join(f"{op}{unmet.stage}.{unmet.action.microbatch}" for op in unmet.ops)
+    wanted = " or ".join(f"{op}{unmet.stage}.{unmet.microbatch}" for op in unmet.ops)
     return f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {wanted}, which the schedule does not contain"
 
 

@@ -6,20 +6,25 @@ of numbers says what a slot waits for. Everything comes from :class:`~jaxpipe.sc
 Readings taken where DESIGN.md section 4 leaves room:
 
 * One transfer per (producing action, destination rank, boundary): two consumers on one rank share it.
-* A stage on a group of ranks: an op that sends (``sends != "none"``) is a joint computation, its members start together;
-  other ops run on each rank by themselves. A consumer in the producer's group reads its own rank's copy; one outside it
-  receives from the group's first rank.
+* A stage on a group of ranks: an op that sends is a joint computation, its members start together; other ops, and those that
+  are not ``together``, run on each rank by themselves. A consumer in the producer's group reads its own rank's copy; one
+  outside it receives from the group's first rank.
+* A *barrier*, the collective after members that ran by themselves, is a transfer from each of them: to itself for consumers in
+  the group, which wait for all of these, else to the consumer. So it begins when the last of them ends.
+* Where spans differ, an action waits for every action that has a microbatch in common with it. One whole boundary of it moves:
+  a cotangent back to a stage of smaller span is that of all the microbatches in its group.
 * Transfers are tagged, so ranks may receive in another order than the one in which they were sent: channels are no source
   of deadlock and only slots have to wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, OpSpec, Schedule, Slot, Wait, op_spec
 
 HOST_LANES = ("d2h", "h2d")
@@ -27,22 +32,34 @@ _DENSE_LIMIT = 1_000_000
 
 
 class Transfer(NamedTuple):
-    """The boundary of ``stage``, made by ``action`` in slot number ``producer``, moved from rank ``src`` to rank ``dst``."""
+    """The boundary of ``stage``, made by ``action`` in slot number ``producer``, moved from rank ``src`` to rank ``dst``.
+
+    ``parts``: how many boundaries of ``stage`` move at once. ``barrier``: whether a collective of the action's group goes
+    before; within the group that is all.
+    """
 
     producer: int
     action: Action
     src: int
     dst: int
     stage: int
+    parts: float = 1.0
+    barrier: bool = False
+
+    def seconds(self, costs: CostProfile) -> float:
+        """How long it takes."""
+        barrier_s = costs.group_comm_s[self.action.stage] if self.barrier else 0.0
+        return barrier_s + costs.transfer_s(self.src, self.dst, self.stage, self.parts)
 
 
 class Unmet(NamedTuple):
-    """``action`` in ``slot`` waits for one of ``ops`` of ``stage`` (same microbatch), and the schedule has none."""
+    """``action`` in ``slot`` waits for one of ``ops`` of ``stage`` and ``microbatch``, and the schedule has none."""
 
     slot: int
     action: Action
     ops: tuple[str, ...]
     stage: int
+    microbatch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +98,20 @@ class DependencyGraph:
             return slot if self.rank_of[slot] == rank else None
         return index.members.get(key, {}).get(rank)
 
-    def local_boundaries(self, action: Action, rank: int) -> Iterator[tuple[int, int]]:
-        """(slot that makes it, upstream stage) of each boundary that ``action`` on ``rank`` reads where it was made."""
+    def local_boundaries(self, action: Action, rank: int) -> Iterator[tuple[int, int, float]]:
+        """(slot that makes it, upstream stage, how many) of each boundary that ``action`` on ``rank`` reads on the spot."""
         placement = self.schedule.placement
         for wait in op_spec(action.op).waits:
-            if wait.where != "self":
+            if wait.where in ("pred", "succ"):
                 upstream = wait.where == "pred"
                 sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
                 for t in (placement.predecessors if upstream else placement.successors)(action.stage):
-                    made = (self.slot_of(op, t, action.microbatch, rank) for op in sending)
-                    producer = next((n for n in made if n is not None), None)
-                    if producer is not None:
-                        yield producer, t if upstream else action.stage
+                    for i in placement.covering(action.stage, action.microbatch, t):
+                        made = (self.slot_of(op, t, i, rank) for op in sending)
+                        producer = next((n for n in made if n is not None), None)
+                        if producer is not None:
+                            stage = t if upstream else action.stage
+                            yield producer, stage, placement.span[t] / placement.span[stage]
 
     def ops(self) -> tuple[OpSpec, ...]:
         """The ops that the schedule uses."""
@@ -117,18 +136,21 @@ class _OpIndex:
 
 
 class _Source(NamedTuple):
-    """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves)."""
+    """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves). ``barrier``: on a group,
+    all ranks are waited for."""
 
     found: _OpIndex
     boundary: int | None
+    barrier: bool
 
 
 class _Rule(NamedTuple):
-    """One wait of one op on one stage: for ``stage``, whose actions start at ``base`` in the index."""
+    """One wait of one op on one stage: for ``stage``, whose actions begin at ``base`` of the index. ``alike``: equal spans."""
 
     wait: Wait
     stage: int
     base: int
+    alike: bool
     sources: tuple[_Source, ...]
 
 
@@ -164,6 +186,11 @@ class _Builder:
             self.problems.append(f"number of microbatches is {s.num_microbatches}; want at least 1")
         if len(s.rows) != s.num_ranks:
             self.problems.append(f"the schedule has {len(s.rows)} rows for {s.num_ranks} ranks; give one row per rank")
+        for stage, g in enumerate(s.placement.span):
+            if s.num_microbatches % g:
+                self.problems.append(
+                    f"stage {stage} runs once per {g} microbatches, and {s.num_microbatches} is no multiple"
+                )
         size = sum(map(len, s.rows))
         pairs = s.num_stages * s.num_microbatches
         if pairs > max(_DENSE_LIMIT, 8 * size):
@@ -180,6 +207,7 @@ class _Builder:
     def _index_row(self, rank: int, row: Sequence[Slot]) -> None:
         s = self.schedule
         num_stages, m, flows, num_flows = s.num_stages, s.num_microbatches, s.placement.flows, s.placement.num_flows
+        counts = [m // g for g in s.placement.span]
         lanes: dict[str, list[int]] = {"compute": [], "d2h": [], "h2d": []}
         self.lanes.append(lanes)
         number = len(self.slots)
@@ -196,7 +224,7 @@ class _Builder:
                     lane = lane or "compute"
                     continue
                 lane = self._lane(lane, index.spec, slot, rank)
-                if not (0 <= stage < num_stages and 0 <= i < m):
+                if not (0 <= stage < num_stages and 0 <= i < counts[stage]):
                     self._out_of_range(action, rank)
                 elif rank not in (group := flows[i % num_flows][stage]):
                     self._misplaced(action, rank, group)
@@ -237,9 +265,11 @@ class _Builder:
     def _out_of_range(self, action: Action, rank: int) -> None:
         self.outside.add(action)
         s = self.schedule
+        span = s.placement.span[action.stage] if 0 <= action.stage < s.num_stages else 1
+        what = "microbatches" if span == 1 else f"groups of {span} microbatches"
         self.problems.append(
             f"{action} on rank {rank} is out of range: stages are 0..{s.num_stages - 1}, "
-            f"microbatches 0..{s.num_microbatches - 1}"
+            f"{what} 0..{s.num_microbatches // span - 1}"
         )
 
     def _misplaced(self, action: Action, rank: int, group: Sequence[int]) -> None:
@@ -275,21 +305,26 @@ class _Builder:
         """Numbers that ``action`` in slot ``number`` waits for."""
         if self.outside and action in self.outside:
             return []
-        i = action.microbatch
-        found = []
+        found: list[int] = []
+        own = (action.microbatch,)
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
-            for source in rule.sources:
-                dep = source.found.single[rule.base + i]
-                if dep < 0 and source.found.members:
-                    dep = self._member(source.found, rule, rank, i)
-                if dep >= 0:
-                    if source.boundary is not None and self.rank_of[dep] != rank:
-                        dep = self._transfer(dep, source, rule.stage, i, rank)
-                    found.append(dep)
-                    break
-            else:
-                if not rule.wait.optional:
-                    self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage))
+            for i in own if rule.alike else self.schedule.placement.covering(action.stage, own[0], rule.stage):
+                for source in rule.sources:
+                    dep = source.found.single[rule.base + i]
+                    if dep < 0 and source.found.members:
+                        members = source.found.members.get(rule.base + i)
+                        if members and source.barrier:
+                            found += self._barrier(members, source, rule.stage, i, rank)
+                            break
+                        dep = self._member(members, rule, rank, i) if members else -1
+                    if dep >= 0:
+                        if source.boundary is not None and self.rank_of[dep] != rank:
+                            dep = self._transfer(dep, source, rule.stage, i, rank)
+                        found.append(dep)
+                        break
+                else:
+                    if not rule.wait.optional:
+                        self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage, i))
         return found
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
@@ -305,28 +340,27 @@ class _Builder:
             if wait.optional and not used:
                 continue
             targets: tuple[int, ...] = (stage,)
-            if wait.where != "self":
+            if wait.where in ("pred", "succ"):
                 targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
             for t in targets:
-                sources = tuple(_Source(index, boundary_moved(index.spec, wait, stage, t)) for index in used)
-                yield _Rule(wait, t, t * m, sources)
+                sources = tuple(_source(index, wait, stage, t) for index in used)
+                yield _Rule(wait, t, t * m, placement.span[t] == placement.span[stage], sources)
 
-    def _member(self, index: _OpIndex, rule: _Rule, rank: int, i: int) -> int:
+    def _member(self, here: Mapping[int, int], rule: _Rule, rank: int, i: int) -> int:
         """On a group: the rank's own slot, else (from another stage) that of the group's first rank; -1 if there is none."""
-        here = index.members.get(rule.base + i)
-        if not here:
-            return -1
-        if rank in here:
-            return here[rank]
-        if rule.wait.where == "self":
-            return -1
+        if rank in here or rule.wait.where == "self":
+            return here.get(rank, -1)
         return next(here[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in here)
 
-    def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int) -> int:
+    def _barrier(self, members: Mapping[int, int], source: _Source, stage: int, i: int, rank: int) -> Iterator[int]:
+        """Numbers of the transfers by which ``rank`` knows that all ``members`` and their collective have ended."""
+        for member, slot in members.items():
+            yield self._transfer(slot, source, stage, i, member if rank in members else rank, barrier=True)
+
+    def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int, barrier: bool = False) -> int:
         """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
-        assert source.boundary is not None
-        op = source.found.spec.name
-        key = (producer, dst, source.boundary, op, i)
+        op, boundary = source.found.spec.name, stage if source.boundary is None else source.boundary
+        key = (producer, dst, boundary, op, i)
         number = self.made.get(key)
         if number is None:
             number = self.made[key] = len(self.slots) + len(self.transfers)
@@ -334,7 +368,9 @@ class _Builder:
             if type(slot) is not Action:
                 slot = next(a for a in slot.actions if a.op == op and a.stage == stage and a.microbatch == i)
             self.sends[producer] = (*self.sends.get(producer, ()), len(self.transfers))
-            self.transfers.append(Transfer(producer, slot, self.rank_of[producer], dst, source.boundary))
+            span = self.schedule.placement.span
+            moved = (dst, boundary, span[stage] / span[boundary], barrier)
+            self.transfers.append(Transfer(producer, slot, self.rank_of[producer], *moved))
         return number
 
     def _order_sends(self) -> None:
@@ -357,7 +393,7 @@ class _Builder:
             return x
 
         for index in self.ops.values():
-            if index.spec.sends != "none":
+            if index.spec.is_joint:
                 for members in index.members.values():
                     first, *rest = members.values()
                     for other in rest:
@@ -370,10 +406,8 @@ class _Builder:
             self.graph.joints.append(tuple(group))
 
 
-def boundary_moved(producer: OpSpec, wait: Wait, stage: int, target: int) -> int | None:
-    """Stage whose boundary a wait of ``stage`` on ``target`` moves: the upstream one; None when nothing moves."""
-    if wait.where == "pred" and producer.sends == "succ":
-        return target
-    if wait.where == "succ" and producer.sends == "pred":
-        return stage
-    return None
+def _source(index: _OpIndex, wait: Wait, stage: int, target: int) -> _Source:
+    """The boundary that a wait of ``stage`` on ``target`` moves is that of the upstream one, if the producer sends it there."""
+    moves = (wait.where, index.spec.sends) in (("pred", "succ"), ("succ", "pred"))
+    boundary = (target if wait.where == "pred" else stage) if moves else None
+    return _Source(index, boundary, wait.where == "group" or not (index.spec.together or target == stage))

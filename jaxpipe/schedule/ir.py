@@ -21,7 +21,7 @@ from jaxpipe.schedule.plugins import load_installed
 FIRST_LINE = "# jaxpipe schedule 1"
 
 Lane = Literal["compute", "d2h", "h2d"]
-Where = Literal["self", "pred", "succ"]
+Where = Literal["self", "group", "pred", "succ"]
 Instant = Literal["start", "end"]
 
 
@@ -30,7 +30,8 @@ class Wait:
     """One rule of what an operation waits for.
 
     ``ops``: the operations that may satisfy the rule (``("B", "BW")``: whichever of the two the schedule contains).
-    ``where``: ``self`` the same stage and microbatch, ``pred``/``succ`` every predecessor/successor stage, same microbatch.
+    ``where``: ``self`` the same stage and microbatch, ``group`` the same on every rank of its group, ``pred``/``succ`` every
+    predecessor/successor stage, same microbatch; where spans differ, every action that has a microbatch in common with it.
     ``optional``: the rule holds only if the schedule contains such an action (B waits for L when there is one).
     """
 
@@ -60,7 +61,8 @@ class OpSpec:
     ``sends``: neighbour direction that consumes its result (``succ`` for F's activation, ``pred`` for B's cotangent).
     ``collective``: the property that gives the seconds of the tensor-parallel collectives it waits for
     (:mod:`~jaxpipe.schedule.lanes`); empty: it has none, or its parts have them.
-    ``colour``: fill used by the renderers.
+    ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
+    at once; if False each rank runs it by itself, and other stages wait for all of them and a collective (``group_comm_s``).
     """
 
     name: str
@@ -74,10 +76,16 @@ class OpSpec:
     colour: str = "#9aa0a6"
     description: str = ""
     collective: str = ""
+    together: bool = True
 
     def performs(self) -> tuple[str, ...]:
         """The elementary operations this one performs."""
         return self.parts or (self.name,)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the ranks of a group start it together."""
+        return self.together and self.sends != "none"
 
     @property
     def is_sync(self) -> bool:
@@ -241,6 +249,7 @@ class Schedule:
             f"microbatches: {self.num_microbatches}",
             f"placement: {format_placement(self.placement)}",
             f"edges: {format_edges(self.placement)}",
+            *([f"spans: {' '.join(map(str, self.placement.span))}"] if self.placement.has_spans else []),
         ]
         lines += [" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(self.rows)]
         return "\n".join(lines) + "\n"

@@ -32,6 +32,15 @@ TIMELINE_FORMAT = "jaxpipe timeline 1"
 _LANES = ("compute", "tp", "d2h", "h2d", "send")
 _KEYS = {"num_ranks": "ranks", "num_microbatches": "microbatches"}
 """Fields that are called otherwise in JSON."""
+_QUIET = {
+    "span": 1,
+    "tp_comm_s": 0,
+    "tp_collectives": 1,
+    "group_comm_s": 0,
+    "boundary_buffers": False,
+    "tp_exposed_s": None,
+}
+"""Fields that are written where they hold anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +79,11 @@ def from_placement(data: object, where: str = "placement") -> Placement:
 
 
 def to_costs(costs: CostProfile) -> Json:
-    """``tp_comm_s``, ``tp_collectives`` and ``boundary_buffers`` are written where they say something."""
+    """``tp_comm_s``, ``tp_collectives``, ``group_comm_s`` and ``boundary_buffers`` are written where they say something."""
     data = {"format": COSTS_FORMAT, **_write(costs)}
     data |= {name: dict(data[name]) for name in ("temp_bytes", "extra")}
     data["links"] = [_write(_PairLink(src=a, dst=b, **asdict(link))) for (a, b), link in costs.links]
-    said = {
-        "tp_comm_s": any(costs.tp_comm_s),
-        "tp_collectives": any(n > 1 for n in costs.tp_collectives),
-        "boundary_buffers": costs.boundary_buffers,
-    }
-    return {key: x for key, x in data.items() if said.get(key, True)}
+    return data
 
 
 def from_costs(data: object) -> CostProfile:
@@ -93,8 +97,7 @@ def _pair_link(data: object, where: str) -> tuple[tuple[int, int], Link]:
 
 
 def to_timeline(timeline: Timeline) -> Json:
-    data = {"format": TIMELINE_FORMAT, **_write(timeline)}
-    return data if timeline.tp_exposed_s else {key: x for key, x in data.items() if key != "tp_exposed_s"}
+    return {"format": TIMELINE_FORMAT, **_write(timeline)}
 
 
 def from_timeline(data: object) -> Timeline:
@@ -140,8 +143,13 @@ def _write(value: Any) -> Any:
     if isinstance(value, Event):
         return [value.rank, value.lane, str(value.action), value.start_s, value.end_s]
     if is_dataclass(value):
-        return {_KEYS.get(f.name, f.name): _write(getattr(value, f.name)) for f in fields(value) if f.init}
+        written = ((f.name, getattr(value, f.name)) for f in fields(value) if f.init)
+        return {_KEYS.get(name, name): _write(x) for name, x in written if _is_said(name, x)}
     return "inf" if value == float("inf") else value
+
+
+def _is_said(name: str, value: Any) -> bool:
+    return name not in _QUIET or any(x != _QUIET[name] for x in (value if isinstance(value, tuple) else (value,)))
 
 
 @cache

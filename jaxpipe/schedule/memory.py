@@ -40,7 +40,7 @@ def memory_curves(
     """Per rank, the curve of live bytes and the peak of live activations.
 
     A unit of activation is one rank's share of one microbatch: the residuals of the stages that the rank runs for it. For
-    a stage spread over a group of ranks, costs are what each rank of the group holds.
+    a stage spread over a group of ranks, costs are what each rank of the group holds; for one of a span, what an action does.
     """
     grid = _Grid(graph, costs)
     waiting = _boundaries_waiting(graph, grid, start_s, end_s) if costs.boundary_buffers else {}
@@ -62,7 +62,7 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
 def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -> float:
     """Bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
     groups = placement.flows[flow]
-    return sum(costs.residual_bytes[s] for s in placement.stages_of(rank) if rank in groups[s])
+    return sum(costs.residual_bytes[s] / placement.span[s] for s in placement.stages_of(rank) if rank in groups[s])
 
 
 def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> tuple[int, int]:
@@ -133,8 +133,8 @@ def _boundaries_waiting(
     read_s: dict[int, float] = {}
     changes: dict[int, list[tuple[float, int, int]]] = {}
 
-    def wait(rank: int, stage: int, since_s: float, until_s: float) -> None:
-        amount = round(grid.costs.boundary_bytes[stage] * grid.scale)
+    def wait(rank: int, stage: int, since_s: float, until_s: float, parts: float) -> None:
+        amount = round(grid.costs.boundary_bytes[stage] * parts * grid.scale)
         if amount and until_s > since_s:
             changes.setdefault(rank, []).extend([(since_s, amount, 0), (until_s, -amount, 0)])
 
@@ -144,11 +144,12 @@ def _boundaries_waiting(
                 read_s[source] = max(start_s[number], read_s.get(source, 0.0))
         rank = graph.rank_of[number]
         for action in graph.slots[number].actions:
-            for producer, stage in graph.local_boundaries(action, rank):
-                wait(rank, stage, end_s[producer], start_s[number])
+            for producer, stage, parts in graph.local_boundaries(action, rank):
+                wait(rank, stage, end_s[producer], start_s[number], parts)
     for number, until_s in read_s.items():
         moved = graph.transfers[number - first]
-        wait(moved.dst, moved.stage, start_s[moved.producer], until_s)
+        if moved.src != moved.dst:
+            wait(moved.dst, moved.stage, start_s[moved.producer], until_s, moved.parts)
     return changes
 
 

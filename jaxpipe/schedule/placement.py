@@ -2,10 +2,11 @@
 
 A :class:`Placement` maps (stage, microbatch) to the group of ranks that runs it: one rank in the usual case, several for a
 stage spread over ranks (a vocabulary layer on the whole pipeline). Stages form a DAG, a chain by default. Bidirectional
-pipelines keep a replica of each stage per flow; microbatch i belongs to flow ``i % num_flows``.
+pipelines keep a replica of each stage per flow; microbatch i belongs to flow ``i % num_flows``. A stage may run once per group
+of microbatches (:attr:`Placement.span`).
 
 Constructors: :func:`one_to_one`, :func:`circular`, :func:`v_shape`, :func:`wave`, :func:`bidirectional`,
-:func:`with_shared`, and :func:`explicit` for anything else.
+:func:`towers`, :func:`with_shared`, :func:`with_span`, and :func:`explicit` for anything else.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from jaxpipe.errors import ScheduleError
@@ -32,17 +33,21 @@ def chain(num_stages: int) -> Edges:
 class Placement:
     """``flows[k][s]``: the group of ranks that runs stage s for microbatches of flow k (i % number of flows).
 
-    ``edges``: the DAG of stages as (from, to) pairs. ``kind``: name of the constructor, for people.
+    ``edges``: the DAG of stages as (from, to) pairs. ``kind``: name of the constructor, for people. ``span[s]``: stage s runs
+    once for each group of so many consecutive microbatches (default: 1); the number in its actions is the group's: j stands
+    for the microbatches j·span up to (j + 1)·span − 1, and the number of microbatches must be a multiple of it.
 
     Raises:
-        ScheduleError: ranks out of range, empty or repeated in a group, ranks without a stage, flows of unequal length, or
-            edges that are out of range, repeated or cyclic.
+        ScheduleError: ranks out of range, empty or repeated in a group, ranks without a stage, flows of unequal length,
+            edges that are out of range, repeated or cyclic, or spans that are not one a stage, below 1, or above 1 with
+            several flows.
     """
 
     kind: str
     num_ranks: int
     flows: tuple[tuple[Group, ...], ...]
     edges: Edges
+    span: tuple[int, ...] = ()
     num_chunks: int = field(init=False, repr=False, compare=False)
     """The largest number of stages that one rank runs in one flow."""
     _stages: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -50,6 +55,8 @@ class Placement:
     _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not self.span and self.flows:
+            object.__setattr__(self, "span", (1,) * self.num_stages)
         problems = list(self._problems())
         if problems:
             raise ScheduleError(f"placement {self.kind!r}: " + "; ".join(problems), problems)
@@ -89,6 +96,10 @@ class Placement:
             yield f"edge {bad[0][0]}->{bad[0][1]} names a stage outside 0..{n - 1}"
         elif _topological_order(n, self.edges) is None:
             yield "the edges between stages form a cycle"
+        if len(self.span) != n or any(type(g) is not int or g < 1 for g in self.span):
+            yield f"spans are {' '.join(map(str, self.span))}; want a whole number of at least 1 for each of {n} stages"
+        elif self.has_spans and len(self.flows) > 1:
+            yield f"spans are {' '.join(map(str, self.span))}, and there are {len(self.flows)} flows; want one of the two"
 
     @property
     def num_stages(self) -> int:
@@ -97,6 +108,20 @@ class Placement:
     @property
     def num_flows(self) -> int:
         return len(self.flows)
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether some stage runs once for several microbatches."""
+        return any(g != 1 for g in self.span)
+
+    def covering(self, stage: int, number: int, other: int) -> range:
+        """The numbers of the actions of stage ``other`` that share a microbatch with action ``number`` of ``stage``."""
+        here, there = self.span[stage], self.span[other]
+        return range(number * here // there, -(-(number + 1) * here // there))
+
+    def is_shared(self, stage: int) -> bool:
+        """Whether several ranks run ``stage`` for one microbatch."""
+        return any(len(flow[stage]) > 1 for flow in self.flows)
 
     def ranks(self, stage: int, microbatch: int) -> Group:
         """The group of ranks that runs ``stage`` for ``microbatch``."""
@@ -121,6 +146,11 @@ class Placement:
     @property
     def is_chain(self) -> bool:
         return sorted(self.edges) == list(chain(self.num_stages))
+
+    @property
+    def is_plain_chain(self) -> bool:
+        """Whether the stages form a chain, each on one rank, and none has a span."""
+        return self.is_chain and not self.has_spans and not any(map(self.is_shared, range(self.num_stages)))
 
 
 def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -205,7 +235,50 @@ def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
         raise ScheduleError(f"shared stage {outside[0]} is outside 0..{base.num_stages - 1}")
     everyone = tuple(range(base.num_ranks))
     flows = tuple(tuple(everyone if s in shared else g for s, g in enumerate(flow)) for flow in base.flows)
-    return Placement(f"{base.kind}+shared", base.num_ranks, flows, base.edges)
+    return Placement(f"{base.kind}+shared", base.num_ranks, flows, base.edges, base.span)
+
+
+def with_span(base: Placement, spans: Mapping[int, int]) -> Placement:
+    """``base`` where stage s runs once for every ``spans[s]`` consecutive microbatches (a loss over several of them).
+
+    Raises:
+        ScheduleError: there is no such stage, or as :class:`Placement`.
+    """
+    if outside := [s for s in spans if not 0 <= s < base.num_stages]:
+        raise ScheduleError(f"stage {outside[0]} with a span is outside 0..{base.num_stages - 1}")
+    return replace(base, span=tuple(spans.get(s, g) for s, g in enumerate(base.span)))
+
+
+def towers(parts: Mapping[str, Placement], join: Iterable[str]) -> Placement:
+    """The placements ``parts`` side by side, each on ranks of its own, and last a stage that takes the results of them all, on
+    the last rank of each part named in ``join`` (the loss of a model of several towers; on several ranks it is shared).
+
+    Stages and ranks are numbered in the order of ``parts``.
+
+    Raises:
+        ScheduleError: there is no part, a name in ``join`` is none of them or there is none, or a part has several flows.
+    """
+    join = tuple(join)
+    if not join or not set(join) <= {*parts}:
+        raise ScheduleError(
+            f"towers: join names {', '.join(map(repr, join)) or 'nothing'}; want some of {', '.join(parts)}"
+        )
+    flow: list[Group] = []
+    edges: list[tuple[int, int]] = []
+    spans: list[int] = []
+    last: dict[str, Group] = {}
+    loss, ranks = sum(part.num_stages for part in parts.values()), 0
+    for name, part in parts.items():
+        if part.num_flows > 1:
+            raise ScheduleError(f"towers: {name!r} has {part.num_flows} flows; a tower has one")
+        first = len(flow)
+        flow += [tuple(ranks + r for r in group) for group in part.flows[0]]
+        edges += [(first + a, first + b) for a, b in part.edges]
+        edges += [(first + s, loss) for s in range(part.num_stages) if not part.successors(s)]
+        spans += part.span
+        ranks, last[name] = ranks + part.num_ranks, flow[-1][-1:]
+    group = tuple(rank for name in join for rank in last[name])
+    return Placement("towers", ranks, ((*flow, group),), tuple(edges), (*spans, 1))
 
 
 def explicit(

@@ -55,17 +55,16 @@ class Problem:
         TP collectives become part of the actions: generators order plain actions, where none is hidden.
 
         Raises:
-            ScheduleError: the stages don't form a chain on single ranks, or the costs are for another number of stages.
+            ScheduleError: the stages are no plain chain, or the costs are for another number of stages.
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
         costs = collectives_exposed(costs)
         n = placement.num_stages
-        if costs.num_stages != n:
-            raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {n}")
-        if not placement.is_chain or any(len(group) > 1 for flow in placement.flows for group in flow):
+        costs.require_stages(n, "the placement")
+        if not placement.is_plain_chain:
             raise ScheduleError(
-                f"placement {placement.kind!r} is not a chain of stages on one rank each; no generator orders it"
+                f"placement {placement.kind!r} is not a chain of stages on one rank each; 'traverse' orders any placement"
             )
         rank = tuple(group[0] for flow in placement.flows for group in flow)
         stages = [s for _ in placement.flows for s in range(n)]
@@ -169,10 +168,7 @@ class Problem:
         n, m, stages = len(self.rank), self.num_microbatches, self.placement.num_stages
         names = [(OPS[where // n], where % n % stages) for where in range(len(OPS) * n)]
         return Schedule(
-            name,
-            self.placement,
-            m,
-            tuple(tuple(Action(*names[c // m], c % m) for c in row) for row in rows),
+            name, self.placement, m, tuple(tuple(Action(*names[c // m], c % m) for c in row) for row in rows)
         )
 
     def codes(self, schedule: Schedule) -> list[list[int]]:

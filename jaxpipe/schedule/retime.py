@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.clock import Feed
+from jaxpipe.schedule.list_schedule.clock import NEVER, Feed
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
 from jaxpipe.schedule.tolerance import nine_digits as nine_digits
 
 Objective = Literal["makespan", "span"]
-_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,9 @@ class Draft:
     def no_worse_than(self, other: Draft, objective: Objective = "makespan") -> bool:
         """Neither makespan nor span nor peak is larger (up to rounding); for ``span`` the makespan may be."""
         return (
-            (objective == "span" or self.makespan <= other.makespan * _SLACK)
-            and self.span <= other.span * _SLACK
-            and self.peak <= other.peak * _SLACK
+            (objective == "span" or self.makespan <= other.makespan * SLACK)
+            and self.span <= other.span * SLACK
+            and self.peak <= other.peak * SLACK
         )
 
     def key(self, objective: Objective = "makespan") -> tuple[float, float, float]:
@@ -65,7 +64,7 @@ class Draft:
         return order_key(objective, self.makespan, self.span, self.peak)
 
 
-_SLACK = 1 + 1e-9
+SLACK = 1 + 1e-9
 
 
 class Retimer:
@@ -83,7 +82,7 @@ class Retimer:
         self._after = [x.gaps[0] - slot if x.gaps[0] else 0 for x, slot in zip(feeds, self._slot, strict=True)]
         self._to = [x.rank if x.link >= 0 else -1 for x in feeds]
         self._link, self._link_s = [x.link for x in feeds], [x.seconds for x in feeds]
-        self._ready = [_NEVER if needs else 0.0 for needs in tables.needs[: 3 * n] for _ in range(m)]
+        self._ready = [NEVER if needs else 0.0 for needs in tables.needs[: 3 * n] for _ in range(m)]
 
     def times(self, rows: CodeRows) -> Times:
         """Every action of ``rows`` at its earliest.
@@ -94,7 +93,7 @@ class Retimer:
         seconds, slot, after, to = self._seconds, self._slot, self._after, self._to
         link, link_s = self._link, self._link_s
         ready = self._ready.copy()
-        start = [_NEVER] * (4 * self.problem.num_replicas * m)
+        start = [NEVER] * (4 * self.problem.num_replicas * m)
         link_free = [0.0] * self._num_links
         position, free, first = [0] * p, [0.0] * p, [0.0] * p
         waits_for = [-1] * p
@@ -109,7 +108,7 @@ class Retimer:
                 code_ready = code + slot[kind]
                 arrival = ready[code_ready]
                 if arrival > now:
-                    if arrival == _NEVER:
+                    if arrival == NEVER:
                         waits_for[r] = code_ready
                         break
                     now = arrival

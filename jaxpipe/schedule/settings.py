@@ -78,17 +78,8 @@ class Task:
             return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
         if not isinstance(self.costs, CostProfile):
             return self.costs(placement)
-        if self.costs.num_stages != placement.num_stages:
-            raise ScheduleError(
-                f"the costs are for {self.costs.num_stages} stages; this takes {placement.num_stages} "
-                f"({placement.num_chunks} per rank)"
-            )
+        self.costs.require_stages(placement.num_stages, f"this, with {placement.num_chunks} per rank,")
         return self.costs
-
-    def offloads_somewhere(self) -> bool:
-        """Whether schedules on one stage per rank (or of the given profile) may use the host's memory."""
-        costs = self.costs if isinstance(self.costs, CostProfile) else self.costs_for(one_to_one(self.ranks))
-        return self.may_offload(costs)
 
     def may_offload(self, costs: CostProfile) -> bool:
         """Whether schedules may use the host's memory."""
@@ -135,7 +126,8 @@ def _limits(task: Task, chunks: int) -> Iterable[float | None]:
     """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
     one with more room leaves something to offload."""
     asked = task.memory_limit
-    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.offloads_somewhere()]
+    costs = task.costs if isinstance(task.costs, CostProfile) else task.costs_for(one_to_one(task.ranks))
+    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.may_offload(costs)]
     if asked < float("inf"):
         whole = how_many(1 / chunks, asked)
         others += [x / chunks for x in (whole, whole - 1) if x > 0]

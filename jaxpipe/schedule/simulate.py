@@ -38,7 +38,7 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
         ScheduleError: the costs are for another number of stages, an action has no place in the placement or appears twice,
             waits for something that the schedule lacks, or the ranks deadlock.
     """
-    _match(schedule, costs)
+    costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     with _collector_paused():
         graph = _runnable(schedule)
         known: dict[object, Woven] = {}
@@ -90,7 +90,7 @@ def replay(
     """
     if costs is None:
         costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks)
-    _match(schedule, costs)
+    costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     with _collector_paused():
         graph = _runnable(schedule)
         duration_s = []
@@ -118,15 +118,6 @@ def _runnable(schedule: Schedule) -> DependencyGraph:
     return graph
 
 
-def _match(schedule: Schedule, costs: CostProfile) -> None:
-    if costs.num_stages != schedule.num_stages:
-        raise ScheduleError(
-            f"the costs are for {costs.num_stages} stages and schedule {schedule.name!r} has {schedule.num_stages}; "
-            f"give one entry per stage "
-            f"(uniform costs: CostProfile.uniform({schedule.num_stages}, chunks={schedule.num_chunks}))"
-        )
-
-
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pause cyclic garbage collection: a simulation makes many small objects and no cycles; scanning them takes a third
@@ -141,9 +132,9 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _transfer_seconds(graph: DependencyGraph, costs: CostProfile) -> list[float]:
-    moves = [(moved.src, moved.dst, moved.stage) for moved in graph.transfers]
-    known = {move: costs.transfer_s(*move) for move in set(moves)}
-    return [known[move] for move in moves]
+    keys = [(moved.src, moved.dst, moved.stage, moved.action.stage, moved.barrier) for moved in graph.transfers]
+    known = {key: moved.seconds(costs) for key, moved in dict(zip(keys, graph.transfers, strict=True)).items()}
+    return [known[key] for key in keys]
 
 
 def _timeline(

@@ -12,8 +12,9 @@
 
 Placements that a constructor makes are written by its arguments (``circular ranks=4 chunks=2``); others list their flows,
 stage by stage, groups joined by ``+`` (``two-towers ranks=3 flow=0,1,0+1+2``). Edges are ``chain``, ``none`` or a list
-(``0->2 1->2``). Braided slots print as ``F3.5+BW1.2``. Names that would not survive as bare text are JSON strings. Blank lines
-and lines that start with ``#`` are skipped. ``parse_schedule(str(s)) == s``; user ops must be registered before parsing.
+(``0->2 1->2``). A line ``spans: 1 1 4`` follows where a stage runs once for several microbatches. Braided slots print as
+``F3.5+BW1.2``. Names that would not survive as bare text are JSON strings. Blank lines and lines that start with ``#`` are
+skipped. ``parse_schedule(str(s)) == s``; user ops must be registered before parsing.
 
 Written by hand, the ``rank`` lines alone will do: the name is then the file's, the rest is inferred (:mod:`.infer`).
 """
@@ -38,7 +39,7 @@ _FEW_STAGES = 10_000  # up to which a placement may have more stages than the ro
 _ACTION = re.compile(r"([^\W\d]+)(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank (0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-_HEADERS = ("name", "microbatches", "placement", "edges")
+_HEADERS = ("name", "microbatches", "placement", "edges", "spans")
 _EXCERPT = 60
 
 
@@ -86,7 +87,7 @@ def _clip(text: str) -> str:
 # Placements.
 
 
-def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Placement:
+def _parse_placement(text: str, edges: str, spans: str, num_rows: int, num_slots: int) -> Placement:
     """Raises ScheduleError."""
     kind, arguments = _split_kind(text)
     sizes: dict[str, int] = {}
@@ -109,11 +110,9 @@ def _parse_placement(text: str, edges: str, num_rows: int, num_slots: int) -> Pl
             f"the placement has {sizes['ranks']} ranks but there are {num_rows} 'rank' lines; is the file truncated?"
         )
     if not flows:
-        made = _construct(kind, sizes, num_slots)
-        if edges == "chain":
-            return made
-        flows = list(made.flows)
-    return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])))
+        flows = list(_construct(kind, sizes, num_slots).flows)
+    span = tuple(_number(g, f"spans: {spans}") for g in spans.split())
+    return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])), span)
 
 
 def _split_kind(text: str) -> tuple[str, list[str]]:
@@ -202,11 +201,11 @@ class _Parser:
             self._fail(number, f"microbatches: {text}", "write a whole number, for example 'microbatches: 8'")
         rows = [text.split() for key, (_, text) in self.lines.items() if key not in _HEADERS]
         line = self.lines["placement"]
-        edges = self.lines.get("edges", (line[0], "chain"))
+        edges, spans = self.lines.get("edges", (line[0], "chain")), self.lines.get("spans", (line[0], ""))
         try:
-            placement = _parse_placement(line[1], edges[1], len(rows), sum(map(len, rows)))
+            placement = _parse_placement(line[1], edges[1], spans[1], len(rows), sum(map(len, rows)))
         except ScheduleError as error:
-            self._fail(*(edges if "edge" in str(error) else line), str(error))
+            self._fail(*(edges if "edge" in str(error) else spans if "spans" in str(error) else line), str(error))
         return Schedule(name, placement, int(text), tuple(self._row(rank) for rank in range(placement.num_ranks)))
 
     def _first_line(self, first: str) -> None:

@@ -1,6 +1,6 @@
 """Floating-point operations of a jaxpr, counted from shapes.
 
-Matrix products (``dot_general``) and convolutions are exact: 2 · (multiply-adds). Bodies of calls and branches are followed;
+Matrix products and convolutions are exact: 2 · (multiply-adds). Bodies of calls and branches are followed;
 ``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
 in the jaxpr).
 
@@ -17,27 +17,10 @@ import math
 from typing import Any
 
 from jaxpipe._jax_compat import JaxprEqn, dtype_of, scan_parts, shape_of, sub_jaxprs
-
-TRANSCENDENTAL = 10
-"""Operations of one transcendental function, root or division: a short polynomial or a Newton iteration."""
+from jaxpipe.stage.primitives import TRANSCENDENTAL, Kind, is_product, row
 
 RANDOM_WORD = 60
 """Operations for 32 random bits."""
-
-_FREE = frozenset(
-    {
-        "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "pvary", "pcast", "copy",
-        "rev", "split", "gather", "dynamic_slice", "dynamic_update_slice", "pad", "random_wrap", "random_unwrap",
-        "optimization_barrier",
-    }
-)  # fmt: skip
-_TRANSCENDENTAL = frozenset(
-    {
-        "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh", "atanh", "sin", "cos",
-        "tan", "asin", "acos", "atan", "atan2", "erf", "erfc", "erf_inv", "lgamma", "digamma", "pow", "sqrt", "rsqrt", "cbrt",
-        "div", "rem",
-    }
-)  # fmt: skip
 
 
 def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
@@ -48,10 +31,8 @@ def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
 def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
     """Operations of one equation."""
     name = eqn.primitive.name
-    if name == "dot_general":
-        return _dot_flops(eqn)
-    if name == "conv_general_dilated":
-        return _conv_flops(eqn)
+    if is_product(eqn):
+        return _conv_flops(eqn) if name == "conv_general_dilated" else _dot_flops(eqn)
     bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]
     if name == "cond":
         return max(bodies, default=0)
@@ -60,14 +41,17 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
     if bodies:
         scan = scan_parts(eqn)
         return sum(bodies) * (scan.length if scan is not None else 1)
-    return _elementwise_flops(eqn) if elementwise and name not in _FREE else 0
+    return _elementwise_flops(eqn) if elementwise else 0
 
 
 def _dot_flops(eqn: JaxprEqn) -> int:
-    contracted: tuple[int, ...]
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs = shape_of(eqn.invars[0])
-    return 2 * math.prod(shape_of(eqn.outvars[0])) * math.prod(lhs[i] for i in contracted)
+    """A product in groups (ragged) is as much work as one: a row belongs to one group. Scaled ones contract the last axis."""
+    lhs, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    dims = ragged.dot_dimension_numbers if ragged is not None else eqn.params.get("dimension_numbers")
+    contracted = dims[0][0] if dims is not None else (len(lhs) - 1,)
+    groups = out[0] if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted) else 1
+    return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted) // groups
 
 
 def _conv_flops(eqn: JaxprEqn) -> int:
@@ -82,7 +66,8 @@ def _conv_flops(eqn: JaxprEqn) -> int:
 
 def _elementwise_flops(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
-    operands = eqn.invars if name.startswith(("reduce", "arg", "cum")) else eqn.outvars
+    each = row(eqn)
+    operands = eqn.invars if each.kind in (Kind.REDUCTION, Kind.CUMULATIVE) else eqn.outvars
     elements = max((math.prod(shape_of(a)) for a in operands), default=0)
     if name == "random_bits":
         return elements * max(1, int(eqn.params.get("bit_width", 32)) // 32) * RANDOM_WORD
@@ -91,7 +76,7 @@ def _elementwise_flops(eqn: JaxprEqn) -> int:
     if name == "integer_pow":
         return elements * _multiplications(int(eqn.params["y"]))
     is_integer = any(getattr(dtype_of(v), "kind", "") in ("i", "u") for v in eqn.outvars)
-    return elements * (TRANSCENDENTAL if name in _TRANSCENDENTAL and not is_integer else 1)
+    return elements * (min(each.flops, 1) if is_integer else each.flops)
 
 
 def _multiplications(power: int) -> int:

@@ -1,6 +1,7 @@
 """Stage functions as values: flat lists of arrays whose positions are named by ports.
 
-Nothing but ports is known to lowering and runtime. The types of the four functions (checked when one is made)::
+Nothing but ports is known to lowering and runtime: a function runs where what it reads is there, whatever its op. The types of
+those that every stage has::
 
     F : (param, x, data, key)                   -> (y | loss, res, token)
     B : (param, x, data, key, res, dy)          -> (dx, wres, token)
@@ -9,12 +10,13 @@ Nothing but ports is known to lowering and runtime. The types of the four functi
     E : (param, x, data)                        -> (y | loss)          evaluation: no residuals, no randomness
     Y : (param, x, data)                        -> (y)                 the last stage without the loss, in evaluation
 
-Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of
-``ParamLayout`` (integer buffers come last and have no ``acc``); ``x``/``y`` number the array leaves
-of the pytree that crosses the stage boundary, ``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes
-:attr:`StageFunctions.data_names`; ``loss`` 0 is the loss sum, 1 the weight sum, others belong to metrics; ``res`` and ``wres``
-number what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the
-runtime waits on.
+Each function lists only the ports it reads. Port indices: ``param`` and ``acc`` number the buffers of ``ParamLayout`` (integer
+buffers come last and have no ``acc``); ``x``/``y`` number the array leaves of the pytree that crosses the stage boundary,
+``dx``/``dy`` use the same numbers (integer leaves have none); ``data`` indexes :attr:`StageFunctions.data_names`; ``loss`` 0 is
+the loss sum, 1 the weight sum, 2 and 3 those of a second loss layer, and after them come metrics; ``res`` and ``wres`` number
+what F and B save; ``token`` is a scalar that is ready when the function has run, and that nothing donates: what the runtime
+waits on. Two kinds have names and are for functions that users add: ``user``, a value of one microbatch, and ``state``, arrays
+that are zeros before a step and that the microbatches of a stage update in turn.
 
 A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.compiled.braid`).
 """
@@ -28,41 +30,36 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
+from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.weave.weaver import CoveredCollective
 
 Metrics = Mapping[str, tuple[int, int]]
 """What the loss layer reports besides the loss, by name: the ``loss`` ports of its sum and of what that is divided by."""
 
-PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token"]
-
-_READS: Mapping[str, frozenset[str]] = {
-    "F": frozenset({"param", "x", "data", "key"}),
-    "B": frozenset({"param", "x", "data", "key", "res", "dy"}),
-    "W": frozenset({"param", "x", "data", "key", "res", "wres", "acc"}),
-    "BW": frozenset({"param", "x", "data", "key", "res", "dy", "acc"}),
-    "E": frozenset({"param", "x", "data"}),
-    "Y": frozenset({"param", "x", "data"}),
-}
-_WRITES: Mapping[str, frozenset[str]] = {
-    "F": frozenset({"y", "loss", "res", "token"}),
-    "B": frozenset({"dx", "wres", "token"}),
-    "W": frozenset({"acc", "token"}),
-    "BW": frozenset({"dx", "acc", "token"}),
-    "E": frozenset({"y", "loss"}),
-    "Y": frozenset({"y"}),
-}
+PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token", "user", "state"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Port:
-    """The meaning of one argument or result; ``index`` counts within the kind."""
+    """The meaning of one argument or result; ``index`` counts within the kind, or within what is called ``name``. ``stage``:
+    whose value it is, where that is another stage than the function's."""
 
     kind: PortKind
     index: int = 0
+    name: str = ""
+    stage: int = -1
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.index}"
+        whose = f"{self.name or self.kind}{self.index}"
+        return whose if self.stage < 0 else f"{whose} of stage {self.stage}"
+
+
+SHARED = ("param", "acc", "state")
+"""Kinds of ports that mean the same array for every microbatch of a stage."""
+
+IN_PLACE = ("acc", "state")
+"""Those that functions update; what updates one donates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,8 @@ class StageFunction:
     """One compiled-on-first-use function of a stage.
 
     ``avals_in``/``avals_out``: global shapes with their shardings on the rank's submesh. ``donated``: argument positions whose
-    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving.
+    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving;
+    of whole arrays if not ``per_shard``: such a function is not woven.
     ``call(*arrays) -> tuple of arrays``. ``jitted``: the jitted part of ``call``; it returns the results that are not plain
     arguments (``forwarded``: result position → argument position; those arrays are handed on without a copy).
     """
@@ -85,17 +83,13 @@ class StageFunction:
     call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
     jitted: Any = field(repr=False)
     forwarded: Mapping[int, int] = field(default_factory=dict)
+    per_shard: bool = True
 
     def __post_init__(self) -> None:
-        assert self.op in _READS, f"{self.op} is not an operation of a stage"
-        bad = [p for p in self.inputs if p.kind not in _READS[self.op]]
-        assert not bad, f"{self.op} reads {', '.join(map(str, bad))}"
-        bad = [p for p in self.outputs if p.kind not in _WRITES[self.op]]
-        assert not bad, f"{self.op} writes {', '.join(map(str, bad))}"
         assert len(set(self.inputs)) == len(self.inputs) == len(self.avals_in), "one argument per port"
         assert len(set(self.outputs)) == len(self.outputs) == len(self.avals_out), "one result per port"
         assert self.outputs, f"{self.op} returns nothing, so nothing could be waited on"
-        assert all(self.inputs[k].kind == "acc" for k in self.donated), "only accumulators are donated"
+        assert all(self.inputs[k].kind in IN_PLACE for k in self.donated), "only accumulators are donated"
 
     def __str__(self) -> str:
         return f"{self.op}: ({' '.join(map(str, self.inputs))}) -> ({' '.join(map(str, self.outputs))})"
@@ -105,8 +99,12 @@ class StageFunction:
 class StageFunctions:
     """The functions of one stage on one submesh, and what they cost in memory and arithmetic.
 
+    ``functions``: by op, those that a schedule runs. ``evaluation``: E.
+
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
-    does. ``x_avals``/``y_avals``: their array leaves in port order. ``data_names``: batch arrays it reads, in port order.
+    does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that makes it and the
+    ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there. ``data_names``: batch
+    arrays it reads, in port order. ``links``: to its neighbours.
     Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
@@ -118,10 +116,12 @@ class StageFunctions:
 
     stage: int
     functions: Mapping[str, StageFunction]
+    evaluation: StageFunction
     x: Any
     y: Any
     x_avals: tuple[jax.ShapeDtypeStruct, ...]
     y_avals: tuple[jax.ShapeDtypeStruct, ...]
+    links: StageLinks
     data_names: tuple[str, ...]
     uses_key: bool
     layout: ParamLayout
@@ -138,17 +138,19 @@ class StageFunctions:
     offloadable_bytes: int = 0
     metrics: Metrics = field(default_factory=dict)
     eval_metrics: Metrics = field(default_factory=dict)
+    x_from: tuple[tuple[int, int], ...] = ()
+    dy_from: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        made = {p for op in ("F", "B") for p in self.functions[op].outputs}
-        for op in ("B", "W", "BW"):
-            unknown = [p for p in self.functions[op].inputs if p.kind in ("res", "wres") and p not in made]
-            assert not unknown, f"stage {self.stage}: {op} reads {', '.join(map(str, unknown))}, which nothing makes"
+        made = {p for f in self.functions.values() for p in f.outputs}
+        for f in self.functions.values():
+            unknown = [p for p in f.inputs if p.kind in ("res", "wres") and p not in made]
+            assert not unknown, f"stage {self.stage}: {f.op} reads {', '.join(map(str, unknown))}, which nothing makes"
         unmade = [i for i in self.offloaded if Port("res", i) not in made]
         assert not unmade, f"stage {self.stage} offloads residuals {unmade}, which F does not make"
 
     def __str__(self) -> str:
-        lines = [f"stage {self.stage}", *(f"  {f}" for f in self.functions.values())]
+        lines = [f"stage {self.stage}", *(f"  {f}" for f in (*self.functions.values(), self.evaluation))]
         lines.append(
             f"  bytes: residual {self.residual_bytes} (offloadable {self.offloadable_bytes} in {len(self.offloaded)} leaves), "
             f"held for W {self.w_residual_bytes} (cotangents {self.cotangent_bytes}), boundary {self.boundary_bytes}, "
@@ -159,9 +161,6 @@ class StageFunctions:
 
 Parts = tuple[tuple[str, int], ...]
 """(op, stage) of each action that a compiled function performs, in order."""
-
-SHARED = ("param", "acc")
-"""Kinds of ports that mean the same array for every microbatch of a stage."""
 
 
 @dataclass(frozen=True, slots=True)

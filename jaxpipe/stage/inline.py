@@ -23,19 +23,19 @@ from jaxpipe._jax_compat import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     called_jaxpr,
     checkpoint_name_of,
     close_jaxpr,
     fresh_var,
     is_checkpoint,
-    is_identity,
     map_bodies,
     plain_collective,
     with_outer_names,
     without_varying,
 )
+from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.primitives import is_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "", *, at_calls:
     invars = tuple(_bind(env, v) for v in jaxpr.invars)
     for eqn in jaxpr.eqns:
         flat.add(eqn, None, env, in_checkpoint=False)
-    outvars = tuple(_read(env, a) for a in jaxpr.outvars)
+    outvars = tuple(called(env, a) for a in jaxpr.outvars)
     return FlatJaxpr(invars, outvars, tuple(flat.eqns), flat.consts, frozenset(flat.recomputed), tuple(flat.names))
 
 
@@ -94,7 +94,7 @@ class _Flattening:
         return self._const_vars[id(value)]
 
     def add(self, eqn: JaxprEqn, outer: JaxprEqn | None, env: dict[Var, Atom], *, in_checkpoint: bool) -> None:
-        invars = [_read(env, a) for a in eqn.invars]
+        invars = [called(env, a) for a in eqn.invars]
         if is_identity(eqn):
             env[eqn.outvars[0]] = self._identity(eqn, invars[0])
             return
@@ -115,7 +115,7 @@ class _Flattening:
         inner.update((v, self.const(v, c)) for v, c in zip(body.constvars, consts, strict=True))
         for sub in body.eqns:
             self.add(sub, caller, inner, in_checkpoint=in_checkpoint or (tainted and is_checkpoint(eqn)))
-        env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+        env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
 
     def _flat_body(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
         return flatten(jaxpr, consts, at_calls=self.at_calls).close()
@@ -133,10 +133,6 @@ class _Flattening:
             self.tainted.add(value)
         self.names.append((name, value))
         return value
-
-
-def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, Literal) else env[atom]
 
 
 def _bind(env: dict[Var, Atom], var: Var) -> Var:

@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe import profile
+from jaxpipe.cost import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
+from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, plan_stages
@@ -37,12 +39,17 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
     cut = pipe.cut
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
-        costs, source = profile.measured_layer_costs(model, size), "measured"
+        costs, source = measured_layer_costs(model, size), "measured"
     else:
         costs, source = analytic_layer_costs(model, size), "analytic"
 
     def plan(num_stages: int) -> StagePlan:
         if isinstance(cut, tuple):
+            if len(cut) + 1 != num_stages:
+                raise ConfigError(
+                    f"pipeline.cut makes {len(cut) + 1} stages, and {pipe.schedule} has {num_stages}: give the "
+                    f"{num_stages - 1} layers at which the second and later stages start"
+                )
             return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
         return plan_stages(model, num_stages, costs=costs, costs_from=source)
 
@@ -80,7 +87,8 @@ def build_schedule(
         ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
         ConfigError: what was read or made is for other sizes.
     """
-    costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(pipe.ranks * pipe.chunks))
+    stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
+    costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(stages))
     if costs is None or ":" in pipe.schedule:
         schedule = read_checked(pipe.schedule) if costs is None else made_by_function(pipe.schedule, pipe, costs)
         for what, have, want in (
@@ -119,7 +127,7 @@ def relative_costs(forward: Sequence[float]) -> CostProfile:
 
 def assemble(
     model: Model,
-    schedule: Schedule,
+    draft: Schedule,
     plan: StagePlan,
     pipe: PipelineConfig,
     *,
@@ -128,15 +136,17 @@ def assemble(
     offload: OffloadOptions,
     devices: Sequence[jax.Device],
     progress: Progress,
+    split: bool = False,
 ) -> Pipeline:
-    """The stages of ``plan`` on ``devices``, traced and split, each compiled when it first runs; costs are FLOP counts.
+    """The stages of ``plan`` on ``devices``, traced and split, each compiled when it first runs, in the order that
+    :func:`final_order` makes of ``draft``; costs are FLOP counts.
 
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
-    pipeline = Pipeline.build(
+    assembly = Assembly.of(
         model,
-        schedule,
+        draft.placement,
         microbatch_size=microbatch_size,
         boundaries=plan,
         devices=devices,
@@ -144,81 +154,71 @@ def assemble(
         recompute=pipe.recompute,
         offload=offload,
         dp=pipe.dp,
-        tp=tensor_parallel(pipe),
+        tp=TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
         braid=pipe.braid,
-    )
-    for remark in pipeline.remarks:
+    ).with_ops(draft)
+    for remark in assembly.remarks:
         progress(remark)
-    order = order_for(pipe, pipeline.schedule, pipeline.costs)
-    order = within_memory_limit(pipe, order, pipeline.costs, [s.cost for s in plan.stages], progress)
-    order = after_passes(pipe, order, pipeline.costs)
-    return pipeline if order == pipeline.schedule else pipeline.with_schedule(order)
+    costs = assembly.flop_costs
+    return Pipeline.over(assembly, final_order(pipe, draft, costs, [s.cost for s in plan.stages], progress, split))
 
 
-def tensor_parallel(pipe: PipelineConfig) -> TensorParallel:
-    """How the layers of a rank divide their work."""
-    return TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual)
-
-
-def within_memory_limit(
-    pipe: PipelineConfig, schedule: Schedule, costs: CostProfile, stage_costs: Sequence[float], progress: Progress
+def final_order(
+    pipe: PipelineConfig,
+    draft: Schedule,
+    costs: CostProfile,
+    stage_costs: Sequence[float],
+    progress: Progress,
+    split: bool = False,
 ) -> Schedule:
-    """``schedule``, or if it breaks ``pipe.memory_limit`` with the bytes that stages really hold, one made for these bytes.
+    """The order of ``pipe`` for stages of these ``costs``, where ``draft`` was chosen before they were there, by
+    ``stage_costs`` alone. It is ``draft`` itself, unless
 
-    What waits for W may be larger than what F saved (with recomputation it often is), which is known once stages are split.
+    * stages have tensor-parallel collectives: the families of `stp.txt` choose their warm-up by them, others leave room for
+      what F and B wait;
+    * the memory limit would break with the bytes that stages really hold. What waits for W may be larger than what F saved
+      (with recomputation it often is), which is known once stages are split;
+    * ``pipe`` asks for passes: gradients separated, neighbours braided where collectives take time; or ``split``: backwards
+      split for a run that is re-planned, if the limit allows that.
+
     Depends on shapes only, so a resumed run gets the same order.
 
     Raises:
-        ScheduleError: one microbatch alone needs more than the limit, or a schedule from a file does.
+        ScheduleError: one microbatch alone needs more than the limit, a schedule from a file does, or the family can't keep to
+            it.
     """
-    limit = pipe.memory_limit
-    if limit is None:
-        return schedule
-    peak = max(simulate(schedule, costs).peak_activations)
-    if at_most(peak, limit):
-        return schedule
-    if pipe.schedule not in FAMILIES:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} holds up to {peak:.4g} activations on a rank, more than the memory limit of "
-            f"{limit:g}: raise the limit, or use another schedule"
-        )
-    progress(f"W keeps more than F saved: {peak:.3g} activations would be live, a new order keeps to {limit:g}")
-    known = replace(
-        relative_costs(stage_costs),
-        residual_bytes=costs.residual_bytes,
-        w_residual_bytes=costs.w_residual_bytes,
-        offloadable_bytes=costs.offloadable_bytes,
-    )
-    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, limit)
-
-
-def order_for(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
-    """The schedule of ``pipe`` for stages of these costs, where ``schedule`` was chosen without their tensor-parallel
-    collectives: those are known once stages are there (:func:`jaxpipe.profile.analytic_profile`). The families of `stp.txt`
-    choose their warm-up by them, others leave room for what F and B wait.
-    Depends on shapes only, so a resumed run gets the same order.
-
-    Raises:
-        ScheduleError: the family can't keep to ``pipe.memory_limit``.
-    """
-    if not any(costs.tp_comm_s):
-        return schedule
-    if pipe.schedule in FAMILIES:
-        schedule = generate(
-            pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), _times(costs), pipe.memory_limit
-        )
-    return schedule
-
-
-def after_passes(pipe: PipelineConfig, schedule: Schedule, costs: CostProfile) -> Schedule:
-    """``schedule`` after the passes that ``pipe`` asks for: gradients separated, then neighbours braided where collectives take
-    time. Depends on shapes only, so a resumed run gets the same order."""
     limit = math.inf if pipe.memory_limit is None else pipe.memory_limit
+    family, schedule = FAMILIES.get(pipe.schedule), draft
+
+    def made(known: CostProfile) -> Schedule:
+        return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, pipe.memory_limit)
+
+    def peak(schedule: Schedule) -> float:
+        return max(simulate(schedule, costs).peak_activations)
+
+    if any(costs.tp_comm_s) and family is not None and "costs" in family.options:
+        schedule = made(_times(costs))
+    if limit < math.inf and not at_most(needed := peak(schedule), limit):
+        if family is None:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} holds up to {needed:.4g} activations on a rank, more than the memory limit of "
+                f"{limit:g}: raise the limit, or use another schedule"
+            )
+        progress(f"W keeps more than F saved: {needed:.3g} activations would be live, a new order keeps to {limit:g}")
+        bytes_held = {name: getattr(costs, name) for name in _HELD}
+        schedule = made(replace(relative_costs(stage_costs), **bytes_held))
     if pipe.separate_gradients:
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
     if pipe.braid and pipe.braid_adjacent and any(costs.tp_comm_s):
         schedule = braid(schedule, costs, memory_limit=limit)
+    if split and fused_backwards(schedule):
+        apart = split_backwards(schedule)
+        if limit == math.inf or at_most(peak(apart), limit):
+            schedule = apart
     return schedule
+
+
+_HELD = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
 
 
 def _times(costs: CostProfile) -> CostProfile:

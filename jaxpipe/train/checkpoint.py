@@ -16,9 +16,8 @@ import fcntl
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -237,7 +236,7 @@ class CheckpointStore:
         temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with _locked(self.directory):
+            with shelf.locked(self.directory, fcntl.LOCK_EX):  # one writer at a time
                 shelf.remove_leftovers(self.directory)
                 self._check_room(groups)
                 try:
@@ -277,15 +276,3 @@ def _load(
     manifest = form.read_manifest(folder)
     trees = {group: load_group(folder, group, manifest, like, sharding) for group in GROUPS}
     return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One writer at a time; the lock goes with the process that holds it. File systems without locks go without."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,8 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +161,21 @@ def set_aside(folder: Path, error: CheckpointError | None) -> Path:
     why = "damaged" if isinstance(error, DamagedCheckpointError) else "superseded"
     names = (folder.with_name(f"{folder.name}.{why}{f'-{n}' if n else ''}") for n in range(10_000))
     return folder.rename(next(path for path in names if not path.exists()))
+
+
+@contextmanager
+def locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a lock (``fcntl.LOCK_EX``, or ``LOCK_SH``, which keeps :func:`remove` off) on the folder; it goes with the process.
+    A folder that can't be opened goes without (what follows says why), as do file systems without locks."""
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, how)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def remove(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -105,7 +105,7 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
     folder = where()
     for _ in range(_TRIES):
         try:
-            with _advice(folder), _held(folder), form.watched(folder):
+            with _advice(folder), shelf.locked(folder, fcntl.LOCK_SH), form.watched(folder):
                 return read(folder)
         except RemovedCheckpointError as error:
             removed = error
@@ -139,22 +139,6 @@ def load_group(
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
         values.append(tree.place(leaf, array, targets.get(leaf.key), where))
     return tree.build(layers, leaves, values) if wanted is None else tree.refill(wanted, leaves, values)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep ``shelf.remove`` from the folder. File systems without locks go without."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # gone, or not to be read: reading says so
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -12,11 +12,14 @@ import hashlib
 import mmap
 import os
 import sysconfig
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.tokenizers import Ids, Tokenizer, id_dtype
@@ -138,9 +141,24 @@ def _joined(source: str, pieces: Sequence[tuple[str, Ids]], skipped: tuple[str, 
     return Corpus(source, ids, documents, skipped, fingerprint_ids(ids))
 
 
+def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
+    """The arrays of a ``.npz`` file that are no token ids: several, none of them called ``ids``. None of anything else.
+
+    Raises:
+        DataError: a ``.npz`` file that can't be read.
+    """
+    path = Path(path)
+    if path.suffix != ".npz" or not path.is_file():
+        return None
+    with _reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        if len(archive.files) < 2 or "ids" in archive.files:
+            return None
+        return {name: archive[name] for name in archive.files}
+
+
 def _read_array(path: Path) -> Ids:
     """The array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
-    try:
+    with _reading(path):
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
@@ -150,6 +168,13 @@ def _read_array(path: Path) -> Ids:
                     f"data {path}: holds the arrays {', '.join(names) or '(none)'}; name the token ids 'ids'"
                 )
             return np.asarray(archive["ids" if "ids" in names else names[0]])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DataError for whatever is wrong with an array file that is read in the block."""
+    try:
+        yield
     except DataError:
         raise
     except OSError as error:

@@ -1,9 +1,10 @@
 """Training batches in a fixed order, and held-out batches that never change.
 
-A :class:`TokenDataset` cuts a corpus into train and held-out spans that share no token. :class:`Batches` numbers the train
-sequences and gives the batch of any step directly: epoch e visits the windows in the order of a permutation chosen by
-(seed, e), and step k holds the sequences ``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one
-integer, and a run resumed on another number of ranks, schedule or chunk count sees the same data in the same order.
+A :class:`Dataset` is a corpus of tokens (:class:`TokenDataset`: train and held-out spans that share no token) or several arrays
+(:class:`~jaxpipe.train.arrays.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any step
+directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences
+``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number
+of ranks, schedule or chunk count sees the same data in the same order.
 A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one
 token only, and up to ``seq_len`` tokens at the end of each span are left out. Does not model: packing by document, masks
 at document borders.
@@ -15,9 +16,9 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,10 @@ from jaxpipe.train.corpus import Corpus, Document, check_extent
 from jaxpipe.train.permutation import Permutation, mix
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
-Batch = dict[str, npt.NDArray[Any]]  # tokens, targets: int32 [batch, seq_len]; weights: float32 [batch, seq_len]
+Batch = dict[str, npt.NDArray[Any]]
+"""Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len]."""
+Kind = tuple[tuple[int, ...], Any]
+"""Shape, without the axis of sequences, and dtype of an array."""
 Span = tuple[int, int]  # [start, stop) of token positions
 
 _MOST_SEQUENCES = 1 << 60
@@ -90,20 +94,48 @@ class Windows:
         return self.first[span] + (indices - self.before[span]) * self.seq_len
 
 
+class Rows(Protocol):
+    """The train sequences of a dataset at one sequence length, by number."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        """The sequences with these numbers."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Batches:
-    """Train batches at a fixed seed, batch size and sequence length; see :meth:`TokenDataset.batches`."""
+class TokenRows:
+    """Windows of ``ids``."""
 
     ids: Ids
     windows: Windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        """Windows as ``tokens``, ``targets`` and ``weights`` (ones).
+
+        Raises:
+            DataError: the file that holds the ids has become shorter.
+        """
+        check_extent(self.ids)
+        length = self.windows.seq_len
+        window = self.ids[self.windows.starts(indices)[:, None] + np.arange(length + 1)].astype(np.int32)
+        weights = np.ones((len(indices), length), dtype=np.float32)
+        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """Train batches at a fixed seed, batch size and sequence length; see :meth:`Dataset.batches`."""
+
+    rows: Rows
     seed: int
     batch: int
+    seq_len: int
     fingerprint: str
     origin: tuple[int, int] = (0, 0)  # (step, position) from which steps are counted
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.windows.seq_len
 
     def position_at(self, step: int) -> int:
         """Sequences consumed before ``step``."""
@@ -112,30 +144,89 @@ class Batches:
         return first_position + (step - first_step) * self.batch
 
     def indices_at(self, step: int) -> npt.NDArray[np.int64]:
-        """Window indices of ``step``'s batch, int64 ``[batch]``."""
+        """Numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
         positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
-        epochs, within = np.divmod(positions, len(self.windows))
+        epochs, within = np.divmod(positions, len(self.rows))
         indices = np.empty_like(within)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
-            indices[chosen] = _epoch_order(len(self.windows), self.seed, epoch)(within[chosen])
+            indices[chosen] = _epoch_order(len(self.rows), self.seed, epoch)(within[chosen])
         return indices
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of ``step``: ``tokens`` and ``targets`` int32, ``weights`` float32 ones, each ``[batch, seq_len]``.
+        """The batch of ``step``, arrays ``[batch, …]``.
 
         Raises:
-            DataError: the file that holds the ids has become shorter.
+            DataError: a file that holds the data has become shorter.
         """
-        check_extent(self.ids)
-        starts = self.windows.starts(self.indices_at(step))
-        window = self.ids[starts[:, None] + np.arange(self.windows.seq_len + 1)].astype(np.int32)
-        weights = np.ones((self.batch, self.windows.seq_len), dtype=np.float32)
-        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+        return self.rows.batch(self.indices_at(step))
 
     def state_at(self, step: int) -> DataState:
         """What a checkpoint keeps when ``step`` steps are done."""
-        return DataState(step, self.position_at(step), self.seed, self.windows.seq_len, self.fingerprint)
+        return DataState(step, self.position_at(step), self.seed, self.seq_len, self.fingerprint)
+
+    def resumed(self, source: str, state: DataState | None) -> Batches:
+        """These batches from where ``state`` (of a checkpoint) stands.
+
+        Raises:
+            DataError: it is of other data, seed or sequence length.
+        """
+        if state is None:
+            return self
+        pairs = {"seed": (state.seed, self.seed), "seq_len": (state.seq_len, self.seq_len)}
+        problems = [
+            f"data.{k}={now} where the checkpoint has {then}" for k, (then, now) in pairs.items() if then != now
+        ]
+        if state.fingerprint != self.fingerprint:
+            problems.append("the data, tokenizer or holdout differ from the checkpoint's")
+        if problems:
+            advice = "resuming would repeat or skip text; restore the settings, or start anew in another run.out_dir"
+            raise DataError(f"data {source}: {'; '.join(problems)}: {advice}")
+        return replace(self, origin=(state.step, state.position))
+
+
+class Dataset(Protocol):
+    """``source`` names it in messages; ``fingerprint`` changes when its content or its division does. ``tokenizer``: of its
+    tokens."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def describe(self) -> str:
+        """One line: what it is, and how it is split."""
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text behind one target, or None where there are none."""
+
+    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> Dataset:
+        """This dataset as a model reads it: the arrays ``wanted``.
+
+        Raises:
+            DataError: it lacks an array, or has one of another shape or kind of numbers.
+        """
+
+    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
+        """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
+
+        With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
+
+        Raises:
+            DataError: an epoch is smaller than one batch, or ``state`` is of other data, seed or sequence length.
+        """
+
+    def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
+        """Held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`; with ``limit``, at most so
+        many, spread evenly. What is missing in the last batch is padded with weight 0.
+
+        Raises:
+            DataError: nothing is held out.
+        """
 
 
 @lru_cache(maxsize=4)
@@ -167,15 +258,23 @@ class TokenDataset:
         """
         assert 0 <= holdout < 1
         held_out = (
-            () if holdout == 0 else _held_blocks(corpus, holdout) if by == "blocks" else _held_files(corpus, holdout)
+            ()
+            if holdout == 0
+            else held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
+            if by == "blocks"
+            else _held_files(corpus, holdout)
         )
-        train = _complement(held_out, len(corpus.ids))
+        train = complement(held_out, len(corpus.ids))
         if not train or (holdout and not held_out):
             raise DataError(
                 f"data {corpus.source}: {len(corpus.ids)} tokens are too few to keep {holdout:g} for evaluation"
             )
         described = f"{corpus.fingerprint} {tokenizer.fingerprint} {train}"
         return cls(corpus, tokenizer, train, held_out, hashlib.sha256(described.encode()).hexdigest()[:16])
+
+    @property
+    def source(self) -> str:
+        return self.corpus.source
 
     @property
     def train_tokens(self) -> int:
@@ -203,21 +302,18 @@ class TokenDataset:
         tokens = sum(map(len, pieces))
         return sum(known) / tokens if len(known) == len(counts) and tokens else None
 
+    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> TokenDataset:
+        """As :class:`Dataset` says; tokens fit only models that read nothing else."""
+        dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+        check_kinds(self.source, wanted, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
+        return self
+
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
-        """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
-
-        With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
-
-        Raises:
-            DataError: an epoch is smaller than one batch, or ``state`` is of other data, seed or sequence length.
-        """
-        windows = Windows.of(self.train, seq_len)
-        if len(windows) < batch:
-            raise DataError(self._too_small(len(windows), batch, seq_len))
-        if state is None:
-            return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint)
-        self._check_state(state, seed, seq_len)
-        return Batches(self.corpus.ids, windows, seed, batch, self.fingerprint, (state.step, state.position))
+        """As :class:`Dataset` says."""
+        rows = TokenRows(self.corpus.ids, Windows.of(self.train, seq_len))
+        if len(rows) < batch:
+            raise DataError(self._too_small(len(rows), batch, seq_len))
+        return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
         longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(self.train, n)) < batch)
@@ -225,17 +321,6 @@ class TokenDataset:
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
         return f"data {self.corpus.source}: {what}: {advice}"
-
-    def _check_state(self, state: DataState, seed: int, seq_len: int) -> None:
-        pairs = {"seed": (state.seed, seed), "seq_len": (state.seq_len, seq_len)}
-        problems = [
-            f"data.{k}={now} where the checkpoint has {then}" for k, (then, now) in pairs.items() if then != now
-        ]
-        if state.fingerprint != self.fingerprint:
-            problems.append("the data, tokenizer or holdout differ from the checkpoint's")
-        if problems:
-            advice = "resuming would repeat or skip text; restore the settings, or start anew in another run.out_dir"
-            raise DataError(f"data {self.corpus.source}: {'; '.join(problems)}: {advice}")
 
     def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
         """Held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`.
@@ -273,10 +358,29 @@ class TokenDataset:
         return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
 
 
-def _held_blocks(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
-    """The last ``holdout`` of each of up to 64 equal blocks, at least 4096 tokens each where the corpus has that many."""
-    n = len(corpus.ids)
-    blocks = min(_MAX_BLOCKS, max(1, int(n * holdout) // _MIN_BLOCK_TOKENS))
+def check_kinds(source: str, wanted: Mapping[str, Kind], have: Mapping[str, Kind]) -> None:
+    """Raises DataError where the arrays that a dataset has are not those that a model wants: one is missing, has another shape,
+    or whole numbers in place of real ones."""
+    for name, want in wanted.items():
+        if name not in have:
+            raise DataError(f"data {source}: has {', '.join(have)}, and the model reads {name!r} {shown(want)}")
+        got = have[name]
+        alike = any(all(np.issubdtype(x[1], kind) for x in (got, want)) for kind in (np.floating, np.integer))
+        if got[0] != want[0] or not alike:
+            advice = f"; set data.seq_len={got[0][0]}" if alike and len(got[0]) == len(want[0]) == 1 else ""
+            raise DataError(
+                f"data {source}: {name!r} is {shown(got)} a sequence, and the model reads {shown(want)}{advice}"
+            )
+
+
+def shown(kind: Kind) -> str:
+    """As ``int32[128]``."""
+    return f"{np.dtype(kind[1])}{list(kind[0])}"
+
+
+def held_blocks(n: int, holdout: float, least: int) -> tuple[Span, ...]:
+    """Of ``range(n)`` the last ``holdout`` of each of up to 64 equal blocks, ``least`` or more each where there are so many."""
+    blocks = min(_MAX_BLOCKS, max(1, int(n * holdout) // least))
     edges = [n * i // blocks for i in range(blocks + 1)]
     spans = ((stop - int((stop - start) * holdout), stop) for start, stop in itertools.pairwise(edges))
     return tuple((start, stop) for start, stop in spans if start < stop)
@@ -309,7 +413,7 @@ def _name_hash(document: Document) -> bytes:
     return hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
 
 
-def _complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:
+def complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:
     """The spans of ``range(n)`` that ``spans`` (sorted, disjoint) leave."""
     edges = [0, *(edge for span in spans for edge in span), n]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)

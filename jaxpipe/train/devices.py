@@ -22,7 +22,7 @@ from jaxpipe.wording import format_bytes
 if TYPE_CHECKING:
     import jax
 
-    from jaxpipe.program.accounting import MemoryReport
+    from jaxpipe.cost.memory import MemoryReport
 
 _FLAG = "--xla_force_host_platform_device_count"
 _YNN = "--xla_cpu_experimental_ynn_fusion_type"

@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.errors import CheckpointError, ConfigError, DataError
+from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.stage.model.reference import apply_model, logits
+from jaxpipe.stage.model.reference import init_params, logits, metrics_of
 from jaxpipe.train import ngram
 from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
 from jaxpipe.train.config import TrainConfig, known_settings
-from jaxpipe.train.data import Batch, TokenDataset
-from jaxpipe.train.setup import build_model, load_dataset
+from jaxpipe.train.data import Batch, Dataset
+from jaxpipe.train.rules import names_function
+from jaxpipe.train.setup import build_model, load_dataset, read_by
 from jaxpipe.train.stored import stored_params
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 
@@ -63,17 +64,26 @@ def load_trained(path: str | os.PathLike[str], *, step: StepName = None, model: 
     return reading(partial(find, path, step), partial(_trained, named=model))
 
 
-def load_data(trained: Trained, *, other: bool = False) -> tuple[TokenDataset, bool]:
-    """The data of a trained model's config, and whether they are other data than it was trained on.
+def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool]:
+    """The data of a trained model's config, and whether they are other data than it was trained on. ``path``: in place of the
+    config's ``data.path``.
 
     Raises:
+        ConfigError: they are of a function outside of the package models, which must be named by ``path``.
         DataError: they can't be read, or they are and ``other`` does not allow it.
     """
-    dataset = load_dataset(trained.config)
+    stored = trained.config.data.path
+    if path is None and names_function(stored) and not _is_ours(stored):
+        raise ConfigError(
+            f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
+            f"--data {stored}"
+        )
+    config = replace(trained.config, data=replace(trained.config.data, path=path or stored))
+    dataset = read_by(trained.model, load_dataset(config), config)
     differ = dataset.fingerprint != trained.fingerprint
     if differ and not other:
         raise DataError(
-            f"data {dataset.corpus.source}: not the data that step {trained.step} was trained on (or its holdout or tokenizer "
+            f"data {dataset.source}: not the data that step {trained.step} was trained on (or its holdout or tokenizer "
             "differ), so what is held out here may have been learnt; restore them, or evaluate all the same with --other-data"
         )
     return dataset, differ
@@ -83,7 +93,7 @@ def _trained(folder: Path, named: str | None) -> Trained:
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
     target = config.model.target
-    if named is None and not target.startswith(tuple(f"{package}{mark}" for package in _OURS for mark in ":.")):
+    if named is None and not _is_ours(target):
         raise ConfigError(
             f"{folder} is of the model {target}, code outside of the package models: if you trust it, name it yourself with "
             f"--model {target}"
@@ -95,6 +105,10 @@ def _trained(folder: Path, named: str | None) -> Trained:
     data = manifest.meta.get("data")
     fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
     return Trained(config, model, params, tokenizer, manifest.step, str(fingerprint or ""), ignored)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(tuple(f"{package}{mark}" for package in _OURS for mark in ":."))
 
 
 def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -110,13 +124,15 @@ def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[s
 
 
 def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: float | None) -> ngram.Score:
-    """Mean loss over ``batches`` (nats a token) and bits per byte."""
-    run = jax.jit(lambda params, batch: apply_model(trained.model, params, batch, train=False))
-    loss = weight = 0.0
+    """Over ``batches``: mean loss (nats a token), bits per byte, and the model's own metrics."""
+    run = jax.jit(lambda params, batch: metrics_of(trained.model, params, batch))
+    sums: dict[str, Any] = {}
     for batch in batches:
-        loss_sum, weight_sum = run(trained.params, batch)
-        loss, weight = loss + float(loss_sum), weight + float(weight_sum)
-    return ngram.Score(loss / weight, ngram.bits_per_byte(loss / weight, bytes_per_token))
+        found = jax.device_get(run(trained.params, batch))
+        sums = {name: np.add(np.float64(pair), sums.get(name, 0)) for name, pair in found.items()}
+    means = {name: float(total / weight) for name, (total, weight) in sums.items()}
+    loss = means.pop("loss")
+    return ngram.Score(loss, ngram.bits_per_byte(loss, bytes_per_token), means)
 
 
 def generate(
@@ -138,8 +154,10 @@ def generate(
 
     Raises:
         ConfigError: a value is out of range.
+        StageError: the model is none of language.
         DataError: the prompt can't be tokenised.
     """
+    _check_language(trained.model)
     if tokens < 1 or temperature < 0 or not 0 <= top_k <= trained.model.vocab_size:
         raise ConfigError(
             f"generate: tokens={tokens}, temperature={temperature:g}, top_k={top_k}; want tokens >= 1, temperature >= 0 and "
@@ -147,6 +165,19 @@ def generate(
         )
     ids = [int(i) for i in trained.tokenizer.encode(prompt)] or [0]
     return _continue(trained, ids, tokens, temperature, top_k, seed)
+
+
+def _check_language(model: Model) -> None:
+    """Raises StageError unless the model makes logits of tokens alone."""
+    tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
+    try:
+        params = jax.eval_shape(partial(init_params, model), 0)
+        made = jax.eval_shape(partial(logits, model), params, tokens)
+    except StageError as error:
+        raise StageError(f"generate: {model.name} is no language model: {error}") from None
+    want = (1, model.seq_len, model.vocab_size)
+    if getattr(made, "shape", None) != want:
+        raise StageError(f"generate: {model.name} is no language model: its output is not of shape {want}")
 
 
 def printable(text: str) -> str:

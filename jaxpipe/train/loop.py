@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
-from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Timeline, simulate
@@ -38,9 +38,10 @@ from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
-from jaxpipe.train.setup import Prepared, Setup, compile_setup, microbatch_size, prepare
+from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import EndingEarly, Stop
+from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
@@ -77,10 +78,10 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             prepared = prepare(config)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
-            setup = compile_setup(prepared, devices, out.print)
+            trainer = compile_setup(prepared, devices, out.print)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
-            return _Run(setup, start, held_out, folder, out, stop).run(started)
+            return _Run(prepared, trainer, start, held_out, folder, out, stop).run(started)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
@@ -104,15 +105,16 @@ class _Run:
 
     def __init__(
         self,
-        setup: Setup,
+        prepared: Prepared,
+        trainer: Trainer,
         start: Start,
         held_out: Mapping[str, np.ndarray],
         folder: RunDirectory,
         out: ProgressStream,
         stop: Stop,
     ) -> None:
-        self.setup, self.start, self.held_out, self.folder, self.stop = setup, start, held_out, folder, stop
-        self.config, self.trainer = setup.config, setup.trainer
+        self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
+        self.config, self.trainer = prepared.config, trainer
         run = self.config.run
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
@@ -147,7 +149,7 @@ class _Run:
                 self.line.note(moved)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
-            self.folder.write_plan(self.setup)
+            self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
         board = self.folder.path / "tensorboard" if run.tensorboard else None
         first = self.start.step if self.resumed else None
         log = MetricsLog(self.folder.metrics, warn=self.line.note, resume_step=first, tensorboard_dir=board)
@@ -338,7 +340,8 @@ class _Run:
         del found["weight"]
         self.evaluated = (state.step, loss)
         self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in found.items()}})
-        self.line.note(f"step {state.step}  held-out loss {loss:.4f}")
+        others = "".join(f", {name} {x:.4f}" for name, x in found.items())
+        self.line.note(f"step {state.step}  held-out loss {loss:.4f}{others}")
         self.line.restart_clock()
 
     def _save(self, state: TrainState) -> None:

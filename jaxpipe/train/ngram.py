@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.data import Batch, TokenDataset
+from jaxpipe.train.data import Batch, Dataset, TokenDataset
 from jaxpipe.train.tokenizers import Ids
 
 ADD_K = 0.5
@@ -122,10 +122,11 @@ class Bigram:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Loss on held-out targets. ``bits_per_byte`` is None where the ids have no text."""
+    """Loss on held-out targets. ``bits_per_byte`` is None where the ids have no text. ``metrics``: a model's own, by name."""
 
     nats_per_token: float
     bits_per_byte: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def evaluate(model: Unigram | Bigram, batches: Iterable[Batch], bytes_per_token: float | None = 1.0) -> Score:
@@ -149,9 +150,15 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float
     return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
 
 
-def baselines(dataset: TokenDataset, batches: Iterable[Batch]) -> Mapping[str, Score]:
+def baselines(dataset: Dataset, batches: Iterable[Batch]) -> Mapping[str, Score]:
     """Scores of ``unigram`` and ``bigram``, fitted to the train tokens (the first 2^25 of them), on ``batches``: use the
-    held-out batches that the neural model is evaluated on, and all three losses are over the same tokens."""
+    held-out batches that the neural model is evaluated on, and all three losses are over the same tokens.
+
+    Raises:
+        DataError: the data are no stream of tokens.
+    """
+    if not isinstance(dataset, TokenDataset):
+        raise DataError(f"data {dataset.source}: baselines need a stream of tokens, and these are separate arrays")
     pieces = _first_tokens(dataset.pieces("train"), _MAX_TOKENS)
     vocab_size, kept = dataset.tokenizer.vocab_size, list(batches)
     bigram = Bigram.fit(pieces, vocab_size)

@@ -18,25 +18,17 @@ from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import array_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr
-from jaxpipe.stage.model.layer import Path
+from jaxpipe.stage.model.params import Place
+from jaxpipe.stage.primitives import Kind, row
 from jaxpipe.train.dataflow import part_of
 from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
 from jaxpipe.train.optimizer_state import StateLeaf
 
-Place = tuple[str, Path]
-"""Of a parameter: layer and path."""
 Division = Mapping[Place, Hashable]
 """Of each parameter that is divided: equal for those of one shape that are divided alike."""
 
 _SAME, _UNIFORM, _DIFFERENT = "same", "uniform", "different"
-_ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-    "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
-    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "reduce_precision", "rem",
-    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
-    "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
-})  # fmt: skip
+_ELEMENTWISE = frozenset({Kind.ELEMENTWISE, Kind.CAST, Kind.SAME})
 
 
 def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
@@ -148,7 +140,7 @@ class _Pair:
         if not pieces and _shapes(a) == _shapes(b):
             return [_SAME] * len(a.outvars)
         alone = all(kind != _SAME or not shape_of(atom) for kind, atom in zip(kinds, a.invars, strict=True))
-        if a.primitive.name not in _ELEMENTWISE or not alone or len(pieces) > 1:
+        if row(a).kind not in _ELEMENTWISE or not alone or len(pieces) > 1:
             _refuse(a)
         return [pieces.pop() if pieces else _UNIFORM]
 

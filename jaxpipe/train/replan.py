@@ -22,15 +22,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
-from jaxpipe.profile import with_measured_times
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.memory import static_bytes
-from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.solve import SolveTask
-from jaxpipe.schedule.tolerance import TIME, at_most
+from jaxpipe.schedule.tolerance import TIME
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
 from jaxpipe.train.metrics import format_gain
@@ -47,18 +46,6 @@ _PARTING_S = 3.0
 _TRIED = 3  # recorded steps after which a new schedule is judged
 _KEPT = 9  # recorded steps that the time of a step is the median of
 _MOST_DOUBLINGS = 6
-
-
-def with_replannable_start(config: TrainConfig, pipeline: Pipeline) -> Pipeline:
-    """The pipeline that a re-planned run starts with: ``pipeline``, its backwards split if ``replan.split`` says so, and if
-    the limit of its config allows that."""
-    if not (config.replan.enabled and config.replan.split and fused_backwards(pipeline.schedule)):
-        return pipeline
-    split = pipeline.with_schedule(split_backwards(pipeline.schedule))
-    limit = config.pipeline.memory_limit
-    if limit is not None and not at_most(max(split.predicted_timeline().peak_activations), limit):
-        return pipeline
-    return split
 
 
 def drift(then: Seconds, now: Seconds) -> float:

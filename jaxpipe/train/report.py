@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.profile import StageMeasurements
+from jaxpipe.cost import StageMeasurements
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.metrics import format_gain, plain
@@ -82,19 +82,25 @@ def result_text(result: TrainResult) -> str:
 
 
 def score_table(scores: Mapping[str, Score]) -> str:
-    """Held-out losses, aligned: nats a token and bits a byte."""
+    """Held-out losses, aligned: nats a token and bits a byte; and what else a model reports."""
     width = max(map(len, scores))
     rows = [f"{'':<{width}}  nats/token  bits/byte"]
     for name, score in scores.items():
         bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-        rows.append(f"{name:<{width}}  {score.nats_per_token:10.4f}  {bits:>9}")
+        others = "".join(f"  {metric} {value:.4f}" for metric, value in score.metrics.items())
+        rows.append(f"{name:<{width}}  {score.nats_per_token:10.4f}  {bits:>9}{others}")
     return "\n".join(rows)
 
 
-def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, float | None]]:
+def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
     """Held-out losses; None for a number that is not finite or does not exist."""
     return {
-        name: {"loss": plain(x.nats_per_token), "bits_per_byte": plain(x.bits_per_byte)} for name, x in scores.items()
+        name: {
+            "loss": plain(x.nats_per_token),
+            "bits_per_byte": plain(x.bits_per_byte),
+            **({"metrics": {metric: plain(value) for metric, value in x.metrics.items()}} if x.metrics else {}),
+        }
+        for name, x in scores.items()
     }
 
 

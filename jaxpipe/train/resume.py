@@ -15,12 +15,11 @@ from typing import Any
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
-from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
 from jaxpipe.train.setup import Prepared, optimizer_of
-from jaxpipe.train.stored import load_state, model_digest, same_program
+from jaxpipe.train.stored import load_state, model_digest, same_program, undamaged
 
 Note = Callable[[str], None]
 
@@ -83,14 +82,15 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
     """
     if origin is None:
         return Start(0, _batches(prepared, None))
-    try:
-        return _resumed(prepared, origin, store, note)
-    except DamagedCheckpointError as error:  # its files match their checksums, and its arrays do not
-        older = choose(prepared.config, store, note, before=origin.step)
-        if older is None:
-            raise
-        note(f"warning: passed over step {origin.step}: {error.__cause__ or error}")
-        return start_of(prepared, older, store, note)
+
+    def older(step: int) -> int | None:
+        found = choose(prepared.config, store, note, before=step)
+        return None if found is None else found.step
+
+    def read(step: int) -> Start:
+        return _resumed(prepared, read_manifest(store.path(step)), store, note)
+
+    return undamaged(origin.step, read, older, lambda line: note(f"warning: {line}"))
 
 
 def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:

@@ -19,7 +19,7 @@ from jaxpipe.schedule import Traversal
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train import settings
-from jaxpipe.train.sections import Sections, TraverseConfig
+from jaxpipe.train.sections import PipelineConfig, Sections, TraverseConfig
 from jaxpipe.train.settings import Problem
 from jaxpipe.wording import nearest
 
@@ -65,6 +65,11 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _NOT_EMPTY = ("data.path", "data.tokenizer", "run.out_dir")
 
 
+def names_function(text: str) -> bool:
+    """Whether ``text`` is ``module:function``."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
 def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of each value that is outside its range."""
     for key, value in values.items():
@@ -84,7 +89,7 @@ def _range_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     target = values.get("model.target", "m:f")
-    if not _FUNCTION.fullmatch(target):
+    if not names_function(target):
         yield "model.target", f"model.target is {target!r}, expected module:function such as models.gpt:GPT"
     for i, beta in enumerate(values.get("optimizer.betas", ())):
         if not 0 <= beta < 1 - 2**-25:  # what is nearer to 1 is 1 in float32
@@ -97,7 +102,7 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
     schedule = values.get("pipeline.schedule", "1f1b")
     names = (*FAMILIES, "traverse")
-    if schedule not in names and not (schedule.endswith(_SCHEDULE_FILES) or _FUNCTION.fullmatch(schedule)):
+    if schedule not in names and not (schedule.endswith(_SCHEDULE_FILES) or names_function(schedule)):
         known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
         advice = _advice(schedule, names, known)
         yield "pipeline.schedule", f"pipeline.schedule is {schedule!r}, which is no schedule: {advice}"
@@ -172,16 +177,21 @@ def _holdout_rule(config: Sections) -> str:
 def _cut_rule(config: Sections) -> str:
     pipeline = config.pipeline
     stages = pipeline.ranks * pipeline.chunks
-    if isinstance(pipeline.cut, str) or len(pipeline.cut) == stages - 1:
+    if isinstance(pipeline.cut, str) or len(pipeline.cut) == stages - 1 or not _makes_chain(pipeline):
         return ""
     made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
     return f"pipeline.cut has {len(pipeline.cut)} layers at which a stage starts, but {made}, which need {stages - 1}"
 
 
+def _makes_chain(pipeline: PipelineConfig) -> bool:
+    """Whether the schedule, by its name, has ``chunks`` stages a rank; others say how many only when they are there."""
+    return pipeline.schedule in FAMILIES or pipeline.schedule == "traverse"
+
+
 def _recompute_rule(config: Sections) -> str:
     pipeline = config.pipeline
     stages = pipeline.ranks * pipeline.chunks
-    if isinstance(pipeline.recompute, str) or len(pipeline.recompute) == stages:
+    if isinstance(pipeline.recompute, str) or len(pipeline.recompute) == stages or not _makes_chain(pipeline):
         return ""
     made = f"pipeline.ranks={pipeline.ranks} times pipeline.chunks={pipeline.chunks} make {stages} stages"
     return (
@@ -275,9 +285,17 @@ def _devices_rule(config: Sections) -> str:
 def _ids_rule(config: Sections) -> str:
     """``ids:N`` has no text to read."""
     data = config.data
-    if not data.tokenizer.startswith("ids:") or data.path.endswith((".npy", ".npz")):
+    if not data.tokenizer.startswith("ids:") or data.path.endswith((".npy", ".npz")) or names_function(data.path):
         return ""
     return f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
+
+
+def _made_data_rule(config: Sections) -> str:
+    """Only a function takes options."""
+    data = config.data
+    if not data.options or names_function(data.path):
+        return ""
+    return f"data.options are for a function, data.path=module:function, and data.path is {data.path!r}: leave them out"
 
 
 def _recorded_rule(config: Sections) -> str:
@@ -297,8 +315,8 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.sequence_parallel", "data.seq_len", "pipeline.tp"): _sequence_rule,
     ("optimizer.warmup_steps", "run.steps"): _warmup_rule,
     ("data.holdout", "run.eval_every"): _holdout_rule,
-    ("pipeline.cut", "pipeline.ranks", "pipeline.chunks"): _cut_rule,
-    ("pipeline.recompute", "pipeline.ranks", "pipeline.chunks"): _recompute_rule,
+    ("pipeline.cut", "pipeline.ranks", "pipeline.chunks", "pipeline.schedule"): _cut_rule,
+    ("pipeline.recompute", "pipeline.ranks", "pipeline.chunks", "pipeline.schedule"): _recompute_rule,
     ("pipeline.ranks", "pipeline.chunks", "pipeline.microbatches"): _pairs_rule,
     ("pipeline.schedule", "pipeline.chunks"): _chunks_rule,
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
@@ -306,6 +324,7 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.schedule", *_TRAVERSE): _unused_traverse_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
+    ("data.options", "data.path"): _made_data_rule,
     ("model.options", "data.seq_len"): _seq_len_rule,
     ("replan.enabled", "run.steps", "run.log_every"): _recorded_rule,
 }

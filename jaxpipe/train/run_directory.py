@@ -17,10 +17,11 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
 from jaxpipe.plot import plot_timelines
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
+from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.sections import RunConfig
-from jaxpipe.train.setup import Setup
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures")
 """What a run writes beside ``checkpoints`` and ``tensorboard``, and would overwrite."""
@@ -66,15 +67,15 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def write_plan(self, setup: Setup) -> None:
+    def write_plan(self, config: TrainConfig, plan: StagePlan, schedule: Schedule) -> None:
         """What the run is about to do, for people and tools.
 
         Raises:
             ScheduleError: a file can't be written.
         """
-        write_atomically(self.path / "config.toml", f"{_MARK}\n{setup.config.to_toml()}")
-        write_atomically(self.path / "plan.json", setup.plan.to_json())
-        self.write_schedule(setup.trainer.schedule)
+        write_atomically(self.path / "config.toml", f"{_MARK}\n{config.to_toml()}")
+        write_atomically(self.path / "plan.json", plan.to_json())
+        self.write_schedule(schedule)
 
     def write_schedule(self, schedule: Schedule) -> None:
         """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""

@@ -18,9 +18,11 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """``path``: a text file, a directory, a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard
-    library). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (arrays with a vocabulary of N and no text).
-    ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks``
-    spread over the corpus or whole ``files``. ``suffixes``: files read in a directory. ``seed``: order of the sequences.
+    library); for models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is
+    called with ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a
+    vocabulary of N, no text). ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is
+    chosen, as ``blocks`` spread over the corpus or whole ``files``. ``suffixes``: files read in a directory. ``seed``: order of
+    the sequences.
     """
 
     path: str = "stdlib"
@@ -30,6 +32,7 @@ class DataConfig:
     split: Literal["blocks", "files"] = "blocks"
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
     seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,14 @@ from jaxpipe.schedule import Schedule
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.stage.model.reference import resolve_model
+from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpus import load_corpus
-from jaxpipe.train.data import TokenDataset
+from jaxpipe.train.corpus import load_corpus, several_arrays
+from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.replan import with_replannable_start
+from jaxpipe.train.rules import names_function
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes
@@ -34,30 +35,25 @@ class Prepared:
     layers are on which stage."""
 
     config: TrainConfig
-    dataset: TokenDataset
+    dataset: Dataset
     model: Model
     schedule: Schedule
     plan: StagePlan
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """A run, ready to start."""
-
-    config: TrainConfig
-    dataset: TokenDataset
-    plan: StagePlan
-    trainer: Trainer
-
-
-def load_dataset(config: TrainConfig) -> TokenDataset:
-    """Tokenise and split the data of ``config``.
+def load_dataset(config: TrainConfig) -> Dataset:
+    """The data of ``config``, tokenised and split.
 
     Raises:
+        ConfigError: it is of a function that does not exist, or fails.
         DataError: it can't be read or is too small.
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer)
+    if names_function(data.path):
+        return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
+    if (arrays := several_arrays(data.path)) is not None:
+        return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
     corpus = load_corpus(data.path, tokenizer, data.suffixes)
     return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
 
@@ -80,6 +76,16 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     return model
 
 
+def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:
+    """``dataset`` as ``model`` reads it.
+
+    Raises:
+        DataError: it lacks an array, or has one of another shape or dtype.
+    """
+    wanted = {name: (aval.shape[1:], aval.dtype) for name, aval in model.batch_spec(1).items()}
+    return dataset.for_model(wanted, config.data.seq_len)
+
+
 def microbatch_size(config: TrainConfig) -> int:
     """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
     sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
@@ -94,24 +100,26 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
+    dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config))
     schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages], config.traverse)
     plan = planner(schedule.num_stages)
     return Prepared(config, dataset, model, schedule, plan)
 
 
-def compile_setup(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
+def compile_setup(
+    prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3
+) -> Trainer:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done."""
-    config = prepared.config
-    trainer = trainer_over(config, compile_pipeline(prepared, devices, progress))
+    trainer = trainer_over(prepared.config, compile_pipeline(prepared, devices, progress))
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
         progress("timing each stage alone")
         trainer = trainer.measured(repeats)
         progress(f"{trainer.train_step.memory_report()}")
-    return Setup(config, prepared.dataset, prepared.plan, trainer)
+    return trainer
 
 
 def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
@@ -121,7 +129,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
     progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     with device_errors("setting up"):
-        pipeline = assemble(
+        return assemble(
             prepared.model,
             schedule,
             prepared.plan,
@@ -131,8 +139,8 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             offload=offload_options(config),
             devices=devices,
             progress=progress,
+            split=config.replan.enabled and config.replan.split,
         )
-        return with_replannable_start(config, pipeline)
 
 
 def trainer_over(config: TrainConfig, pipeline: Pipeline) -> Trainer:
@@ -151,11 +159,6 @@ def offload_options(config: TrainConfig) -> OffloadOptions:
     """What ``[offload]`` says, in bytes."""
     o = config.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
-
-
-def build(config: TrainConfig, devices: Sequence[jax.Device], progress: Progress, *, repeats: int = 3) -> Setup:
-    """:func:`prepare`, then :func:`compile_setup`."""
-    return compile_setup(prepare(config), devices, progress, repeats=repeats)
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.stage.model.params import LeafSlot
+from jaxpipe.stage.model.params import LeafSlot, Place
 from jaxpipe.train.layerwise import LayerwiseOptimizer, OptimizerPart
 from jaxpipe.train.optimizer_state import StateLeaf, fitted, of_layers
-from jaxpipe.train.pieces import Division, Place, check_pieces
+from jaxpipe.train.pieces import Division, check_pieces
 from jaxpipe.train.shards import StageShards
 
 

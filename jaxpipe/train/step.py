@@ -24,16 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpipe.cost.memory import MemoryReport
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.accounting import MemoryReport
+from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
-from jaxpipe.stage.functions import Metrics
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf, insert_leaf
 from jaxpipe.train.optimizer import LearningRate
@@ -147,7 +147,7 @@ class TrainStep:
         self._fresh = {s: self._compile_fresh(s) for s in self._primary}
         self._rate = LearningRate(learning_rate, self._states[0].optimizer)
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
-        self._sum_losses = jax.jit(partial(_sum_losses, metrics=pipeline.stages[-1].metrics))
+        self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
@@ -208,7 +208,9 @@ class TrainStep:
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._primary.items()}
         outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
         first = replicated(pipe.submeshes[0])
-        several = len(pipe.instances[len(pipe.boundaries) - 1]) > 1  # replicas of the last stage have some losses each
+        several = (
+            sum(len(pipe.instances[s]) for s, f in enumerate(pipe.stages) if f.links.losses) > 1
+        )  # each has some of the losses
         loss_sum, weight, reported = self._sum_losses(
             jax.device_put(outputs.losses, first) if several else outputs.losses
         )
@@ -273,10 +275,9 @@ class TrainStep:
             updates = {s: self._update_footprint(s) for s in self._primary}
         return step_memory(self.pipeline, self.stage_states(), updates, workspace=workspace)
 
-    def costs_with_state(self) -> CostProfile:
-        """The pipeline's costs with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
-        costs, states = self.pipeline.costs, self.stage_states()
-        more = [s.optimizer_bytes + s.master_bytes for s in states.values()]
+    def with_state(self, costs: CostProfile) -> CostProfile:
+        """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
+        more = [s.optimizer_bytes + s.master_bytes for s in self._states.values()]
         return replace(
             costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
         )
@@ -334,7 +335,7 @@ class TrainStep:
             for s, r in self._primary.items()
             if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
         }
-        return pipeline.with_epilogues(early) if early else pipeline
+        return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
 
     def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
         """The reduced gradients of a stage: dispatched in the pipeline, or now."""
@@ -437,11 +438,12 @@ def _kinds(extra: Mapping[str, Any]) -> Hashable:
 
 
 def _sum_losses(
-    losses: Sequence[tuple[jax.Array, ...]], *, metrics: Metrics
+    losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
     sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
-    return sums[0], sums[1], {name: sums[total] / sums[weight] for name, (total, weight) in metrics.items()}
+    means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
+    return *reported.loss(sums), means
 
 
 def _combine(

@@ -4,7 +4,7 @@ The update of a stage works in place on masters, accumulators and optimizer stat
 compute copies are made while the old ones are still there. Replicas of a stage (bidirectional placements) add their
 accumulators up before it, and get the new parameters while they hold the old; tied leaves travel between their ranks. The
 update's peak counts all of that as if it happened at once, so it is an upper bound; the pipeline's is exact
-(:mod:`jaxpipe.program.accounting`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
+(:mod:`jaxpipe.cost.memory`). Not modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar
 per action).
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.program.accounting import Kind, MemoryReport, RankMemory
+from jaxpipe.cost.memory import Kind, MemoryReport, RankMemory
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, total_device_bytes
 
@@ -43,6 +43,13 @@ class StageState:
     def optimizer_bytes(self) -> int:
         return sum(device_bytes(leaf) for leaf in jax.tree.leaves(self.optimizer))
 
+    def workspace_bytes(self, update: Footprint) -> int:
+        """What the update allocates beside new parameter buffers: XLA's temporaries, and what it does not write in place."""
+        donated = self.master_bytes + self.optimizer_bytes + total_device_bytes(self.params)
+        return update.temp_bytes + max(
+            0, donated + total_device_bytes([] if self.divided else self.acc) - update.alias_bytes
+        )
+
 
 def step_memory(
     pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint], *, workspace: bool = True
@@ -54,71 +61,52 @@ def step_memory(
         updates: by stage, the compiled update.
         workspace: count temporaries.
     """
-    resident: dict[int, dict[Kind, int]] = {}
-    for s, ranks in pipeline.instances.items():
-        for r in ranks:
-            resident.setdefault(r, {"masters": 0, "optimizer": 0, "code": 0})
-        primary = resident[ranks[0]]
-        primary["masters"] += states[s].master_bytes
-        primary["optimizer"] += states[s].optimizer_bytes
-        primary["code"] += updates[s].code_bytes if workspace else 0
+    resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.programs}
+    for rank, held in resident.items():
+        own = [s for s in states if pipeline.primary(s)[0] == rank]
+        held["masters"] = sum(states[s].master_bytes for s in own)
+        held["optimizer"] = sum(states[s].optimizer_bytes for s in own)
+        held["code"] = sum(updates[s].code_bytes for s in own) if workspace else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
     report = pipeline.memory_report(resident=resident, workspace=workspace, timed_copies=True)
-    larger = tuple(_larger(r, _update(pipeline, r, resident[r.rank], states, updates, workspace)) for r in report.ranks)
-    return replace(report, ranks=larger)
+    ranks = []
+    for before in report.ranks:
+        held = {**resident[before.rank], **_update(pipeline, before, states)}
+        here = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
+        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in here if workspace), default=0)
+        ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
+    return replace(report, ranks=tuple(ranks))
 
 
-def _update(
-    pipeline: Pipeline,
-    before: RankMemory,
-    resident: Mapping[Kind, int],
-    states: Mapping[int, StageState],
-    updates: Mapping[int, Footprint],
-    workspace: bool,
-) -> dict[Kind, int]:
-    """Bytes by kind on a rank while its stages are updated."""
-    rank = before.rank
-    here = [s for s, ranks in pipeline.instances.items() if rank in ranks]
-    shared = [s for s in here if len(pipeline.instances[s]) > 1]
-    held: dict[Kind, int] = {k: n for k, n in resident.items() if n}
-    for kind in ("parameters", "gradients", "losses"):
-        held[kind] = before.peaks.get(kind, 0)
-    held["code"] = before.peaks.get("code", 0)
-    acc = {s: total_device_bytes(states[s].acc) for s in here}
-    sums = sum(acc[s] for s in shared) + max((acc[s] for s in shared if pipeline.primary(s)[0] == rank), default=0)
-    primaries = [s for s in here if pipeline.primary(s)[0] == rank]
-    held["gradients"] += sums + sum(total_device_bytes(states[s].grads) for s in primaries)
-    held["parameters"] += sum(  # new buffers beside the old
-        total_device_bytes(states[s].made if s in primaries else _trained(pipeline, (rank, s))) for s in here
-    )
-    held["communication"] = _tied_bytes(pipeline, rank)
-    if workspace:
-        held["temporaries"] = max((_workspace(updates[s], states[s]) for s in here), default=0)
-    return {k: n for k, n in held.items() if n}
-
-
-def _trained(pipeline: Pipeline, instance: tuple[int, int]) -> Sequence[jax.ShapeDtypeStruct]:
-    functions = pipeline.functions[instance]
-    return functions.param_avals[: functions.layout.num_trained]
+def _update(pipeline: Pipeline, before: RankMemory, states: Mapping[int, StageState]) -> dict[Kind, int]:
+    """Bytes by kind on a rank while its stages are updated, without what the optimizer keeps."""
+    held: dict[Kind, int] = {kind: before.peaks.get(kind, 0) for kind in ("parameters", "gradients", "losses", "code")}
+    sent = 0
+    for s, ranks in pipeline.instances.items():
+        if before.rank not in ranks:
+            continue
+        acc, trained = total_device_bytes(states[s].acc), pipeline.functions[before.rank, s]
+        held["gradients"] += acc if len(ranks) > 1 else 0  # of all replicas, to be added up
+        if ranks[0] == before.rank:
+            sent = max(sent, acc if len(ranks) > 1 else 0)
+            held["gradients"] += total_device_bytes(states[s].grads)
+            held["parameters"] += total_device_bytes(states[s].made)  # new buffers beside the old
+        else:
+            held["parameters"] += total_device_bytes(trained.param_avals[: trained.layout.num_trained])
+    held["gradients"] += sent
+    held["communication"] = _tied_bytes(pipeline, before.rank)
+    return held
 
 
 def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
     """Leaves that are carried between this rank and others, so that tied copies stay equal: gradients, then values."""
-    sizes = {}
+    total = 0
     for tie in pipeline.tied:
         layout = pipeline.layout(tie.owner_stage)
         slot = next(slot for slot in layout.slots if (slot.layer, *slot.path) == tie.owner_path)
-        sizes[tie] = slot.size * pipeline.master_dtype.itemsize if layout.trains(slot) else 0
-    ends = [(pipeline.primary(s)[0], n) for tie, n in sizes.items() for s in (tie.owner_stage, tie.copy_stage)]
-    return sum(n for home, n in ends if home == rank)
-
-
-def _workspace(update: Footprint, state: StageState) -> int:
-    """What an update allocates beside new parameter buffers: XLA's temporaries, and what it does not write in place."""
-    donated = state.master_bytes + state.optimizer_bytes + total_device_bytes(state.params)
-    if not state.divided:
-        donated += total_device_bytes(state.acc)
-    return update.temp_bytes + max(0, donated - update.alias_bytes)
+        ends = sum(pipeline.primary(s)[0] == rank for s in (tie.owner_stage, tie.copy_stage))
+        total += ends * slot.size * pipeline.master_dtype.itemsize if layout.trains(slot) else 0
+    return total
 
 
 def _larger(rank: RankMemory, update: Mapping[Kind, int]) -> RankMemory:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import trained_params
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
+from jaxpipe.train.checkpoint_format import DamagedCheckpointError
 from jaxpipe.train.optimizer_state import fitted, state_leaves
+
+_Read = TypeVar("_Read")
 
 
 def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
@@ -54,3 +57,23 @@ def load_state(
     leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
     fitted(leaves, list(trained), loaded.optimizer)
     return loaded
+
+
+def undamaged(
+    step: int, read: Callable[[int], _Read], older: Callable[[int], int | None], warn: Callable[[str], None]
+) -> _Read:
+    """``read(step)``; where the files of a checkpoint match their checksums and its arrays are damaged all the same, that of
+    the one that ``older`` finds below its step.
+
+    Raises:
+        CheckpointError: as ``read``; DamagedCheckpointError where there is no older one.
+    """
+    while True:
+        try:
+            return read(step)
+        except DamagedCheckpointError as error:
+            before = older(step)
+            if before is None:
+                raise
+            warn(f"passed over step {step}: {error.__cause__ or error}")
+            step = before

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StageError
-from jaxpipe.runtime.pipeline import Pipeline, Tie
+from jaxpipe.runtime.assembly import Tie
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.model.layer import Path
 from jaxpipe.stage.model.params import LeafSlot
 from jaxpipe.train.reduction import on_rank, spec_of

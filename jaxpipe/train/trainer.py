@@ -36,14 +36,13 @@ from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
-from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
-from jaxpipe.train.checkpoint_format import DamagedCheckpointError
+from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
 from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
-from jaxpipe.train.stored import load_state, model_digest, same_program
+from jaxpipe.train.stored import load_state, model_digest, same_program, undamaged
 from jaxpipe.wording import format_bytes, format_count
 
 
@@ -296,11 +295,10 @@ class Trainer:
     def measured(self, repeats: int = 3) -> Trainer:
         """The same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
         predictions rest on these times then, and no longer on FLOP counts."""
-        pipeline = self.pipeline.with_costs(self.pipeline.measure_costs(repeats=repeats))
-        costs = self.train_step.with_pipeline(pipeline).costs_with_state()
-        pipeline = pipeline.with_costs(costs)
-        pipeline.warm_up()
-        return self.with_pipeline(pipeline)
+        costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
+        measured = self.with_pipeline(self.pipeline.with_costs(costs))
+        measured.pipeline.warm_up()
+        return measured
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -352,9 +350,10 @@ class Trainer:
             ProgramError: the batch does not fit.
         """
         sums = self.pipeline.evaluate_sums(self._params(state, ema), in_microbatches(batch, self._spec, None))
-        found = {"loss": (0, 1), **self.pipeline.stages[-1].eval_metrics}
-        means = {name: sums[a] / sums[b] if sums[b] else float("nan") for name, (a, b) in found.items()}
-        return {**means, "weight": sums[1]}
+        found = self.pipeline.eval_reported
+        pairs = {"loss": found.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in found.metrics.items()}}
+        means = {name: float(total / weight) if weight else float("nan") for name, (total, weight) in pairs.items()}
+        return {**means, "weight": float(pairs["loss"][1])}
 
     def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:
         """What the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may be
@@ -403,14 +402,14 @@ class Trainer:
             CheckpointError: it can't be written; earlier checkpoints are as they were.
         """
         store = self._open(path)
-        if self._restored is not None:
-            for line in store.discard_after(self._restored):
-                warnings.warn(line, stacklevel=2)
-            self._restored = None
         if eval_loss is not None and not isinstance(eval_loss, float | int | np.number | np.ndarray | jax.Array):
             raise ConfigError(f"eval_loss is a {type(eval_loss).__name__}; want a number, such as evaluate(…)['loss']")
         params, optimizer, meta = self.contents(state)
         values, trees = _divided({} if extra is None else extra)
+        if self._restored is not None:
+            for line in store.discard_after(self._restored):
+                warnings.warn(line, stacklevel=2)
+            self._restored = None
         meta = {**meta, "extra": values}
         store.save(state.step, params, optimizer, meta, eval_loss=eval_loss, wait=wait, extra=trees or None)
 
@@ -439,34 +438,30 @@ class Trainer:
             CheckpointError: there is none and no ``default``; it is damaged, or of another model or optimizer.
         """
         store = self._open(path)
-        before: int | None = None
-        while True:
-            at = _newest(store, before) if step is None else read_manifest(store.directory, step).step
-            if at is None:
-                if default is None:
-                    raise CheckpointError(
-                        f"no checkpoint in {store.directory}; give default=trainer.init to start anew where there is none"
-                    )
-                self.extra = {}
-                return default() if callable(default) else default
-            manifest = read_manifest(store.path(at))
-            if same_model and same_program(manifest.meta, self.program) is False:
+        newest = step is None
+        at = _newest(store, None) if newest else read_manifest(store.directory, step).step
+        if at is None:
+            if default is None:
+                raise CheckpointError(
+                    f"no checkpoint in {store.directory}; give default=trainer.init to start anew where there is none"
+                )
+            self.extra = {}
+            return default() if callable(default) else default
+
+        def read(at: int) -> Checkpoint:
+            if same_model and same_program(read_manifest(store.path(at)).meta, self.program) is False:
                 raise CheckpointError(
                     f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
                     "that model, another directory, or same_model=False if the difference is meant"
                 )
-            try:
-                loaded = load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype)
-                break
-            except DamagedCheckpointError as error:  # its files match their checksums, and its arrays do not
-                if step is not None:
-                    raise
-                warnings.warn(f"passed over step {at}: {error.__cause__ or error}", stacklevel=2)
-                before = at
+            return load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype)
+
+        older = partial(_newest, store) if newest else lambda _: None
+        loaded = undamaged(at, read, older, partial(warnings.warn, stacklevel=4))
         extra = loaded.meta.get("extra")
         self.extra = {**(extra if isinstance(extra, Mapping) else {}), **loaded.extra}
-        self._restored = at
-        return self.train_step.init(loaded.params, loaded.optimizer, step=at)
+        self._restored = loaded.step
+        return self.train_step.init(loaded.params, loaded.optimizer, step=loaded.step)
 
     def close(self) -> None:
         """Wait for the last save.

@@ -48,7 +48,7 @@ class Watchdog:
     def __init__(self, floor_s: float, explain: Callable[[int], str]) -> None:
         self.usual_s = math.inf
         self._floor_s, self._explain = floor_s, explain
-        self._watched: _Watched | None = None  # a new list each time, so that a slice belongs to one of them
+        self._watched: _Watched | None = None  # a new one each time, so that a slice belongs to one of them
         self._lengths_s: deque[float] = deque(maxlen=_KEPT)
         self._closed = threading.Event()
         self._owner = threading.get_ident()

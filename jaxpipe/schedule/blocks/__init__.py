@@ -5,11 +5,11 @@
     problem = Problem.of(block.placement, 8, costs)     # real, uneven costs
     rows = repeat(block, problem)                       # the order; uniform or in groups
     finisher = Finisher(problem)                        # of list_schedule/fillers.py
-    draft = finisher.squeezed(rows)                     # makespan, span, peak
+    draft = finisher.retimer.draft(rows)                     # makespan, span, peak
     draft = finisher.best(rows, limit, tries=40)        # waits filled by many recipes, the best kept
 
 Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
-placement that the adaptive search looks at; ``v_ends.py`` lays their warm-up and cool-down by rule.
+placement that the adaptive search looks at; and lays their warm-up and cool-down by rule.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients

@@ -2,11 +2,10 @@
 
 Each bound is a reason why time must pass, and the largest reason wins. Without a limit: a rank's own work between the first
 activation that can reach it and the last cotangent that must leave it; the way of one microbatch down and up; a link's own
-traffic. With a limit on the activations a rank holds, and stages that form a chain on single ranks (for other placements the
-limit is ignored): :mod:`~jaxpipe.schedule.bounds.memory` (appendix E.2 of `controllable-memory.txt` generalised; memory ×
-time; release by release) and :mod:`~jaxpipe.schedule.bounds.crossing` (microbatches that meet). With offload activations may
-leave for host memory, as fast as each rank's own host lane allows (:mod:`~jaxpipe.schedule.bounds.lane`). Proofs stand with
-the functions.
+traffic. With a limit on the activations a rank holds, and stages that form a plain chain (on single ranks, without spans; for
+other placements the limit is ignored): :mod:`~jaxpipe.schedule.bounds.memory` (appendix E.2 of `controllable-memory.txt`
+generalised; memory × time; release by release) and :mod:`~jaxpipe.schedule.bounds.crossing` (microbatches that meet). With
+offload activations may leave for host memory, as fast as each rank's own host lane allows. Proofs stand with the functions.
 
 Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold less); workspace is not counted.
 """
@@ -66,16 +65,13 @@ class _Bounds:
     """Every rank's confined bounds, and how they reach other ranks."""
 
     def __init__(self, placement: Placement, m: int, costs: CostProfile, limit: Limit, offload: bool) -> None:
-        if costs.num_stages != placement.num_stages:
-            raise ScheduleError(
-                f"the costs are for {costs.num_stages} stages and the placement has {placement.num_stages}"
-            )
+        costs.require_stages(placement.num_stages, "the placement")
         if m < 1:
             raise ScheduleError(f"number of microbatches is {m}; want at least 1")
         self.placement = placement
         self.flows = Flows(placement, m, costs)
         self.visits = [self.flows.chunks(rank) for rank in range(placement.num_ranks)]
-        self.simple = placement.is_chain and all(len(g) == 1 for flow in placement.flows for g in flow)
+        self.simple = placement.is_plain_chain
         limits = _limits(placement, limit) if self.simple else None
         self.confined = confine_ranks(self.flows, limits, offload)
 

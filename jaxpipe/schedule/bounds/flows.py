@@ -39,7 +39,7 @@ class Flows:
     def chunks(self, rank: int) -> list[Visit]:
         """What ``rank`` visits, flow by flow, stages ascending."""
         return [
-            Visit(s, flow, count)
+            Visit(s, flow, count // self.placement.span[s])
             for flow, count in zip(self.all, self.counts, strict=True)
             for s in self.placement.stages_of(rank)
             if rank in flow.groups[s]
@@ -98,7 +98,11 @@ class Flow:
             self.tail[s] = max([self.waits_bw[s] - self.waits_b[s], *later])
 
     def _go_down(self, s: int) -> None:
-        arrivals = [self.head[a] + self.waits_f[a] + self.hop(a, s, a) for a in self.placement.predecessors(s)]
+        before, span = self.placement.predecessors(s), self.placement.span
+        first = [
+            self.head[a] + (-(-span[s] // span[a]) - 1) * self.forward[a] for a in before
+        ]  # the last of s's group begins
+        arrivals = [x + self.waits_f[a] + self.hop(a, s, a) for x, a in zip(first, before, strict=True)]
         self.head[s] = max(arrivals, default=0.0)
 
     def _come_back(self, s: int) -> None:
@@ -127,17 +131,18 @@ class Flow:
         return way
 
     def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:
-        """Each boundary that moves, with its pair of ranks; an activation goes once to each rank that needs it."""
+        """Each boundary that moves, its ranks, its seconds a microbatch; an activation goes once to a rank that needs it."""
+        span = self.placement.span
         down: dict[tuple[tuple[int, int], int], _Traffic] = {}
         for a, b in self.placement.edges:
             for pair in self._routes(a, b):
-                seconds = self.costs.transfer_s(*pair, a)
+                seconds = self.costs.transfer_s(*pair, a) / span[a]
                 rest = self.round_trip[b] + self.passed[b] + self.tail[b]
                 known = down.get((pair, a))
                 rest = rest if known is None else min(rest, known.rest)
                 down[pair, a] = _Traffic(self.head[a] + self.forward[a], seconds, rest)
             for pair in self._routes(b, a):
-                seconds = self.costs.transfer_s(*pair, a)
+                seconds = self.costs.transfer_s(*pair, a, span[b] / span[a]) / span[b]
                 yield pair, _Traffic(self.back_start[b] + self.passed[b], seconds, self.passed[a] + self.tail[a])
         yield from ((pair, sent) for (pair, _), sent in down.items())
 

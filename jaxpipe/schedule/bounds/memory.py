@@ -6,11 +6,42 @@ relaxation, and below every schedule that keeps to the limit. Four arguments; th
 * windows (:func:`_windows`): appendix E.2 of `controllable-memory.txt` for uneven costs, transfers and any chunks per rank;
 * memory × time (:func:`_areas`): activations stay at least their round trip, and the limit bounds their sum at any time;
 * release by release (:func:`releases`): one chunk per rank, the j-th forward waits for what it needs to be given back;
-* memory × time with activations that may leave for host memory (:mod:`~jaxpipe.schedule.bounds.lane`).
+* memory × time with activations that may leave for host memory (:func:`with_whole_trips`).
 
 ``own``: from the start of the rank's first action to the end of its last. ``through``: to the end of its last B, after which
 the same microbatch still has its way up. Activations are counted from F's start to B's end (``held``) and from B's end to
 W's end (``kept``), in units of one rank's share of a microbatch. Not modelled: workspace; several ranks on one host lane.
+
+Chunks of one microbatch that a rank holds at the same time: few microbatches may do so, so they take turns.
+
+A rank runs the stages s_1 < … < s_c < … of a chain. From F of s_c to B of s_c a microbatch holds what s_1 … s_c left on the
+rank: their F's come before, their B's after. So no more than q = ⌊limit / that⌋ microbatches may be on the way from s_c and
+back, and the (j + q)-th F of s_c starts a whole way after the j-th. Memory × time does not see this: with room for three
+activations and two chunks, half of the third can't be used, whatever the average is.
+
+One rank, one chunk, and its host lane: how many microbatches may leave, and when the lane must idle.
+
+Beside memory × time (:func:`_areas`), which takes every unit of the limit as fit for any use, this
+counts whole activations. Let c of them fit (c ≥ 2), let the lane be one for both ways, and call *resident* the R microbatches
+that never leave; the others *leave*. All are held from F's start to O's end or (residents) to the end of what gives them back,
+and from L's start to that same end: B, or W where W keeps all of it. While r residents are held, c − r others fit:
+
+* r = c: nothing else is held, so nothing is copied; the lane idles.
+* r = c − 1, an interval I with x seconds of copies, of k O's and l L's at least in part: no two that leave are ever held at
+  once. So while one of them runs F, B (or W where it keeps all), only that one is held, and it is not copied: the lane idles.
+  Of the k, all but one were not held when I began, so they run F in I: idle ≥ (k − 1) F. Of the l, all but one are not held
+  when I ends: idle ≥ (l − 1) B, or B + W. With ρ = min(F / O, B / L), idle ≥ ρ (x − O − L) and x = |I| − idle. Hence
+  idle ≥ s (|I| − O − L), s = ρ / (1 + ρ). Take s ≤ ½, which is no more.
+
+Each such interval begins with the start of a resident, or at the end of an interval with r = c that began so: there are at
+most R. Leave out the first F and the last B and W of the rank, when the lane idles anyway: T' = T − F − B − W is left. In the
+first F at most one is held, in the last part at most c. A resident is held for its trip and B (and W), ``stay``; so
+R stay − F − c (B + W) ≤ (c − 2) T' + (seconds with r = c − 1) + 2 (seconds with r = c), and what exceeds (c − 2) T', less
+R (O + L), idles the lane for s times that at least (2 s ≤ 1 pays for r = c). With m − R leaving,
+
+    T ≥ (m − R)(O + L) + F + B + W + s (R (stay − O − L) − F − c (B + W) − (c − 2) T')
+
+which bounds T, as it stands on the right with a minus sign only.
 """
 
 from __future__ import annotations
@@ -18,7 +49,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, floor, inf
 
-from jaxpipe.schedule.bounds.lane import with_whole_trips
 from jaxpipe.schedule.bounds.resident import Confined, Resident
 from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
 
@@ -172,7 +202,7 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float,
     """Least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most go first.
 
     On a rank with one stage a whole number of microbatches leaves, and the lane is not always busy
-    (:mod:`~jaxpipe.schedule.bounds.lane`).
+    (:func:`with_whole_trips`).
     """
     if len(stays) == 1:
         return with_whole_trips(stays[0], area + ends, full, limit)
@@ -254,3 +284,79 @@ def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
         own = max(own, start + x.trip_s + left * x.back_s)
         through = max(through, start + x.trip_s + left * x.b_s)
     return Confined(own, through)
+
+
+def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
+    """Bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
+    bound = Confined(0.0, 0.0)
+    if len({x.flow for x in stays}) > 1:
+        return bound
+    for c in range(1, len(stays)):
+        bound = bound.or_longer(_turns(stays[: c + 1], limit))
+    return bound
+
+
+def _turns(stays: Sequence[Resident], limit: float) -> Confined:
+    """The last of ``stays`` takes turns.
+
+    Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of
+    j + 1 − q that are not, one has an F no earlier than the (j − q)-th, and a way lies between. A way ends when the first of
+    the held is given back: at B's end, or, if only W gives anything back, when W or the next stage's B has run too. What is
+    left to do from the j-th F on: after a trip, the backwards of its microbatch and of all later ones, of this stage and those
+    before it.
+    """
+    last, before = stays[-1], stays[-2]
+    held = sum(x.held for x in stays)
+    lanes = how_many(held, limit) if held > 0 else last.count
+    if not 1 <= lanes < last.count:
+        return Confined(0.0, 0.0)
+    whole = at_most(last.held, last.kept)
+    way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if whole else 0.0)
+    back, passed = sum(x.back_s for x in stays), sum(x.b_s for x in stays)
+    starts: list[float] = []
+    own = through = 0.0
+    for j in range(last.count):
+        start = starts[-1] + last.f_s if j else 0.0
+        if j >= lanes:
+            start = max(start, starts[j - lanes] + way)
+        starts.append(start)
+        home = last.in_s + start + last.trip_s
+        own = max(own, home + (last.count - j) * back)
+        through = max(through, home + (last.count - j) * passed)
+    return Confined(own, through)
+
+
+def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:
+    """Least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the longer the lane
+    takes."""
+    crowd = _Crowd(x, limit)
+    saved = x.saved()
+    return min(max(x.lane(n), crowd.seconds(n), (area - n * saved) / full) for n in range(x.count + 1))
+
+
+class _Crowd:
+    """The argument of this module for one rank."""
+
+    def __init__(self, x: Resident, limit: float) -> None:
+        self.x = x
+        self.fit = how_many(x.held, limit) if x.held > 0 else 0
+        self.copies = x.d2h_s + x.h2d_s
+        # what gives an activation back: B, and W where that keeps all of it
+        last_s = x.back_s if at_most(x.held, x.kept) else x.b_s
+        self.stay_s = x.trip_s + last_s
+        gaps = [gap / copy for gap, copy in ((x.f_s, x.d2h_s), (last_s, x.h2d_s)) if copy > 0]
+        ratio = min(gaps, default=0.0)
+        one_lane = x.together_s >= self.copies
+        self.share = min(0.5, ratio / (1 + ratio)) if one_lane and self.fit >= 2 else 0.0
+
+    def seconds(self, away: int) -> float:
+        """Least seconds of the rank if so many leave; 0 where nothing can be said."""
+        x = self.x
+        if away <= 0 or self.share <= 0:
+            return 0.0
+        stay = x.count - away
+        ends = x.f_s + x.back_s
+        # T' ≥ copies + share × (idle − (fit − 2) T')
+        idle = stay * (self.stay_s - self.copies) - x.f_s - self.fit * x.back_s
+        copies = away * self.copies
+        return ends + max(copies, (copies + self.share * idle) / (1 + self.share * (self.fit - 2)))

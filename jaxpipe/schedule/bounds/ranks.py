@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from jaxpipe.schedule.bounds.chunk_turns import chunk_turns
 from jaxpipe.schedule.bounds.crossing import Run, meet
 from jaxpipe.schedule.bounds.flows import Flow, Flows, Visit
-from jaxpipe.schedule.bounds.memory import confine, releases
+from jaxpipe.schedule.bounds.memory import chunk_turns, confine, releases
 from jaxpipe.schedule.bounds.resident import Confined, Resident
 from jaxpipe.schedule.tolerance import how_many
 

@@ -28,11 +28,11 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, shortness
+from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, peaks
+from jaxpipe.schedule.retime import SLACK, Draft, peaks
 
 _RULES = [Rule(backward=False, w_gap=0.0, lazy=most > 0, backlog=most) for most in (0, 1, 2, 4, 8, float("inf"))]
 _FILLS: Recipes = [("real", rule) for rule in _RULES]
@@ -43,7 +43,6 @@ _STEADY_FILLS = [  # and the part of PipeOffload's memory that they may hold
 _INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, float("inf"))
 _TRIES = 16
 _SMALL = 20_000
-_SLACK = 1 + 1e-9
 
 
 @family(
@@ -83,21 +82,21 @@ class _Search:
     """
 
     def __init__(self, problem: Problem, costs: CostProfile, limit: float) -> None:
-        self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * _SLACK
+        self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * SLACK
         self.finisher, self.plain = Finisher(problem), po_rows(problem)
         self.block = po_block(problem.num_ranks, problem.placement.num_chunks)
         self.alone = max(map(max, self.block.weight)) + 1
         self.small = sum(map(len, self.plain)) <= _SMALL
 
     def schedule(self) -> Schedule:
-        dense = {shortness(draft): draft.rows for draft in self.dense()}
+        dense = {draft.key(): draft.rows for draft in self.dense()}
         fitting = (rows for _, rows in sorted(dense.items()) if self.fits(rows))
         tried = map(self.offloaded, islice(fitting, _TRIES))
         return next((found for found in tried if found is not None), None) or self.sparse()
 
     def dense(self) -> Iterator[Draft]:
         """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
-        plain = self.finisher.squeezed(self.plain)
+        plain = self.finisher.retimer.draft(self.plain)
         assert plain is not None, "PipeOffload's order deadlocks"
         yield plain
         for fill, recipes in ((1.0, _ONLY_W), (1.0, _FILLS), (1.5, _FILLS), (2.0, _FILLS)):
@@ -129,8 +128,8 @@ class _Search:
         for interval in sorted({round(min(self.block.interval * x, self.alone)) for x in _INTERVALS}):
             rows = self.at_interval(interval)
             orders = [rows, *(self.finisher.filled(rows, in_flight * part, rule) for rule, part in fills)]
-            drafts = [draft for draft in map(self.finisher.squeezed, orders) if draft is not None]
-            yield from sorted((draft for draft in drafts if self.fits(draft.rows)), key=shortness)
+            drafts = [draft for draft in map(self.finisher.retimer.draft, orders) if draft is not None]
+            yield from sorted((draft for draft in drafts if self.fits(draft.rows)), key=Draft.key)
             after += drafts[0].peak <= self.most
             if after == 2:
                 return

@@ -170,11 +170,7 @@ def require_stages(family: Family, ranks: int, chunks: int | None, costs: CostPr
         ScheduleError: they are not; names both numbers.
     """
     stages = family.placement(ranks, family.default_chunks if chunks is None else chunks).num_stages
-    if costs.num_stages != stages:
-        raise ScheduleError(
-            f"{family.name}: the costs are for {costs.num_stages} stages; {ranks} ranks need {stages}, "
-            f"{stages // ranks} per rank"
-        )
+    costs.require_stages(stages, f"{family.name} on {ranks} ranks, {stages // ranks} per rank,")
 
 
 def in_order(name: str, microbatches: int, rows: Sequence[Iterable[str]]) -> Schedule:

@@ -22,7 +22,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.gis import interleaved_block, smallest_group
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, improved, shortness
+from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, improved
 from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import circular
@@ -153,10 +153,10 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
 def _shorter(problem: Problem) -> list[CodeRows]:
     """Orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
     finisher, start = Finisher(problem), po_rows(problem)
-    anchor = finisher.squeezed(start)
+    anchor = finisher.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
     found: dict[tuple[float, float, float], CodeRows] = {}
     for draft in finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES):
-        if draft.no_worse_than(anchor) and shortness(draft)[:2] < shortness(anchor)[:2]:
-            found.setdefault(shortness(draft), draft.rows)
+        if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
+            found.setdefault(draft.key(), draft.rows)
     return [found[key] for key in sorted(found)[:_TRIES]]

@@ -4,7 +4,7 @@ Source: `controllable-memory.txt` appendix A. The blocks are those of :func:`~ja
 Hundreds fit a limit, and few are worth a full evaluation:
 
 1. those whose lifespans are the longest come first: within the limit, a longer life shortens warm-up and cool-down;
-2. each gets warm-up and cool-down by rule (:mod:`~jaxpipe.schedule.blocks.v_ends`); the best of these are kept;
+2. each gets warm-up and cool-down by rule (:mod:`~jaxpipe.schedule.blocks.v_shape`); the best of these are kept;
 3. others are repeated, squeezed with the real costs and their waits filled by a few recipes;
 4. the best of both get all recipes, W laid anew, and the best of all is kept.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import nsmallest
 from itertools import islice
 from math import isnan
@@ -27,23 +28,21 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
 from jaxpipe.schedule.blocks.compact import compact
 from jaxpipe.schedule.blocks.repeat import repeat
-from jaxpipe.schedule.blocks.v_ends import cells_with_ends
-from jaxpipe.schedule.blocks.v_shape import T, searched
+from jaxpipe.schedule.blocks.v_shape import T, cells_with_ends, searched
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
-from jaxpipe.schedule.families.steady_phase import repeated
 from jaxpipe.schedule.families.v_blocks import v_min_block
-from jaxpipe.schedule.families.v_heuristic import best_v_draft
+from jaxpipe.schedule.families.v_heuristic import best_v_draft, repeated
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import least_limit
 from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
 from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, Objective
+from jaxpipe.schedule.retime import SLACK, Draft, Objective
 
-_SLACK = 1 + 1e-9
+_by_span = partial(Draft.key, objective="span")
 # With these no row of tests/golden/authors_v.json that was tried (388 of 440) is behind the authors; fewer screened lost 0.5%.
 _BLOCKS, _LAID, _LAID_FINISHED = 60, 24, 2
 _SCREENED, _A_FEW, _SCREENED_FINISHED = 24, 3, 2
@@ -80,7 +79,7 @@ def v_adaptive(
     problem = Problem.of(placement, microbatches, costs)
     limit = float(ranks) if memory_limit is None else memory_limit
     need = least_limit(problem)
-    if isnan(limit) or limit < need / _SLACK:
+    if isnan(limit) or limit < need / SLACK:
         raise ScheduleError(
             f"v-adaptive: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
@@ -120,13 +119,9 @@ def best_adaptive_draft(
     return min((d for d in found if anchor is None or _beats(d, (anchor.makespan, anchor.span))), key=merit)
 
 
-def _by_span(draft: Draft) -> tuple[float, float, float]:
-    return draft.key("span")
-
-
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
     """Whether makespan and span are no longer than these."""
-    return draft.makespan <= enough[0] * _SLACK and draft.span <= enough[1] * _SLACK
+    return draft.makespan <= enough[0] * SLACK and draft.span <= enough[1] * SLACK
 
 
 def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
@@ -134,7 +129,7 @@ def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
     weights = problem.reserved
     chunk = sum(weights) / len(weights)
     blocks = searched(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
-    return islice((b for b in blocks if max(b.steady_peaks(weights)) <= limit * _SLACK), _BLOCKS)
+    return islice((b for b in blocks if max(b.steady_peaks(weights)) <= limit * SLACK), _BLOCKS)
 
 
 def _laid(
@@ -142,7 +137,7 @@ def _laid(
 ) -> Iterator[tuple[Draft, CodeRows]]:
     """The best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
     cells = (cells_with_ends(block, short.problem) for block in blocks)
-    drafts = _within((short.squeezed(compact(short.problem, x)) for x in cells if x is not None), limit)
+    drafts = _within((short.retimer.draft(compact(short.problem, x)) for x in cells if x is not None), limit)
     for draft in nsmallest(_LAID, drafts, key=_by_span):
         for longer in _longer(iter([draft]), short, full, limit):
             yield longer, draft.rows
@@ -160,12 +155,12 @@ def _starts(
 
 
 def _within(drafts: Iterable[Draft | None], limit: float) -> Iterator[Draft]:
-    return (draft for draft in drafts if draft is not None and draft.peak <= limit * _SLACK)
+    return (draft for draft in drafts if draft is not None and draft.peak <= limit * SLACK)
 
 
 def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
     """``rows`` by all recipes, W laid anew on the best, for all microbatches."""
-    tried = [*_within([short.squeezed(rows)], limit), *short.drafts(rows, limit, _ALL)]
+    tried = [*_within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, _ALL)]
     filling = WeightFilling(short.problem, limit, short.retimer)
     tried += _within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=merit)], limit)
     return _longer(iter(tried), short, full, limit)
@@ -176,7 +171,7 @@ def _longer(drafts: Iterator[Draft], short: Finisher, full: Finisher, limit: flo
     if full is short:
         return drafts
     rows = (repeated(short.problem, draft.rows, full.problem.num_microbatches) for draft in drafts)
-    return _within((full.squeezed(longer) for longer in rows if longer is not None), limit)
+    return _within((full.retimer.draft(longer) for longer in rows if longer is not None), limit)
 
 
 def _stretched(problem: Problem, limit: float) -> BuildingBlock:
@@ -184,6 +179,6 @@ def _stretched(problem: Problem, limit: float) -> BuildingBlock:
     block = v_min_block(problem.num_ranks)
     for interval in range(T, 12 * problem.num_ranks + T):
         wider = with_weight_gradients(replace(block, interval=interval))
-        if not wider.collisions() and max(wider.steady_peaks(problem.reserved)) <= limit * _SLACK:
+        if not wider.collisions() and max(wider.steady_peaks(problem.reserved)) <= limit * SLACK:
             return wider
     raise AssertionError("one microbatch at a time is within the limit")

@@ -19,7 +19,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.fillers import Finisher, affordable, merit
-from jaxpipe.schedule.placement import Placement, v_shape
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 
 _ACTIONS = 80_000
@@ -139,14 +139,9 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     problem = Problem.of(block.placement, microbatches, costs)
     rows = repeat(block, problem)
     finisher = Finisher(problem)
-    squeezed = finisher.squeezed(rows)
+    squeezed = finisher.retimer.draft(rows)
     assert squeezed is not None, "a repeated block deadlocks"
     tries = affordable(problem, _ACTIONS)
-    drafts = [
-        finisher.best(start, squeezed.peak, tries) for start in (rows, compact(problem, cells_of(block, problem)))
-    ]
+    starts = rows, compact(problem, cells_of(block, problem))
+    drafts = [finisher.best(start, squeezed.peak, tries) for start in starts]
     return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)
-
-
-def _v(ranks: int, chunks: int) -> Placement:
-    return v_shape(ranks)

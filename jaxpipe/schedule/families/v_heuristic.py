@@ -10,29 +10,67 @@ another: a heuristic, which is far better than any block at few microbatches. He
    makespan *and* in longest span;
 3. passes of the *profile* rule toward targets a little below the best so far;
 4. many microbatches: the search is done for few, and the steady phase is repeated
-   (:mod:`~jaxpipe.schedule.families.steady_phase`); the anchor is made for all of them.
+   (:func:`repeated`); the anchor is made for all of them.
 
 The number of drafts depends on sizes only, never on a clock. Not modelled: workspace of a running function.
+
+A rank in its steady phase runs the same operations for one microbatch after the other. Where a row contains such a period twice
+in a row, it may as well contain it a hundred times; the rest of the row moves on by as many microbatches. Idle seconds of
+warm-up and cool-down stay what they were, so a long search on few microbatches serves any number of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import nsmallest
 
 from jaxpipe.schedule.blocks.repeat import repeat
-from jaxpipe.schedule.families.steady_phase import repeated
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.v_blocks import v_zb_block
 from jaxpipe.schedule.families.v_rounds import rounds_order
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.clock import ROUNDING
 from jaxpipe.schedule.list_schedule.policies import chunk_drafts
 from jaxpipe.schedule.list_schedule.weights import Filled, WeightFilling, balanced, improved, least, order_of
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Objective, best_of
 
-_NEVER = float("inf")
-_ROUNDING = 1e-9
 _ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
+
+
+@family(
+    "v-zb",
+    "V placement at 1F1B's memory: almost no bubble, by real costs",
+    "Qi et al. 2024 (controllable-memory.txt) §3.2, Table 4",
+    placement=v_shape,
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * f / 2 if f == b == w and m >= p else None,
+    picture={"ranks": 2, "microbatches": 4},
+)
+def v_zb(
+    ranks: int, microbatches: int, costs: CostProfile | None = None, objective: Objective = "makespan"
+) -> Schedule:
+    """V-ZB for any ``ranks`` p >= 1 and ``microbatches`` m >= 1, at 1F1B's memory, p activations::
+
+        rank 0 |F0- F1- F2- F0b B0b W0b F1b B1b W1b F3- B0- W0- F2b B2b W2b B1- W1- F3b B3b B2- W3b B3- W2- W3-
+        rank 1 |    F0- F0b F1- F1b B0b W0b F2- B0- W0- F2b B1b W1b F3- B1- W1- F3b B2b B2- B3b B3- W2b W2- W3b W3-
+
+    ``objective``: what is minimised first, the makespan or the longest rank span. (``b`` marks the second chunk of a rank.)
+    ``costs``: one entry per stage, two stages per rank; default F = B = W. With F = B = W and no transfer time, m >= p gives
+    a makespan of m(F + B + W) + (p - 1)F/2, which no schedule on this placement beats, and m >= 2p ranks that are never idle
+    between their first and last action. The peak is above p only if one microbatch alone is (w-residuals above residuals).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    problem = Problem.of(v_shape(ranks), microbatches, costs)
+    draft = best_v_draft(problem, max(ranks, least_limit(problem)), objective)
+    assert draft is not None, "one microbatch fits the least limit"
+    return problem.schedule("v-zb", draft.rows)
 
 
 def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespan") -> Draft | None:
@@ -43,11 +81,11 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
     """
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
-    at_p = _from_anchor(short, min(limit, problem.num_ranks)) if limit > problem.num_ranks - _ROUNDING else None
+    at_p = _from_anchor(short, min(limit, problem.num_ranks)) if limit > problem.num_ranks - ROUNDING else None
     if at_p is None:
         return _below(problem, short, limit, objective)
     found = [at_p]
-    if limit > problem.num_ranks + _ROUNDING:
+    if limit > problem.num_ranks + ROUNDING:
         filling = WeightFilling(short, limit)
         found.append(_improved_orders(filling, at_p, _anchor(filling)))
     filling = WeightFilling(problem, limit)
@@ -109,7 +147,7 @@ def _block_order(filling: WeightFilling) -> list[int] | None:
 
 def _beatable(problem: Problem, best: Filled) -> bool:
     span, makespan = least(problem)
-    return best.span > span * (1 + _ROUNDING) or best.makespan > makespan * (1 + _ROUNDING)
+    return best.span > span * (1 + ROUNDING) or best.makespan > makespan * (1 + ROUNDING)
 
 
 def _below(problem: Problem, short: Problem, limit: float, objective: Objective) -> Draft | None:
@@ -129,3 +167,44 @@ def _below(problem: Problem, short: Problem, limit: float, objective: Objective)
     rows = [repeated(short, d.rows, problem.num_microbatches) for d in found]
     longer = best_of((filling.draft(r) for r in rows if r), objective=objective)
     return longer or best_of(chunk_drafts(problem, limit), objective=objective)
+
+
+def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
+    """``rows`` of ``problem`` with the steady phase repeated until there are ``microbatches``; None if a rank has none.
+
+    Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
+    """
+    few, more = problem.num_microbatches, microbatches - problem.num_microbatches
+    assert more >= 0
+    longer = []
+    for row in rows:
+        period = len(row) // few
+        cut = _steady(row, period)
+        if cut is None:
+            return None
+        moved = [_moved(code, few, microbatches, 0) for code in row[: cut + period]]
+        for k in range(1, more + 1):
+            moved += [_moved(code, few, microbatches, k) for code in row[cut : cut + period]]
+        moved += [_moved(code, few, microbatches, more) for code in row[cut + period :]]
+        longer.append(moved)
+    return longer
+
+
+def _moved(code: int, few: int, many: int, by: int) -> int:
+    kind, microbatch = divmod(code, few)
+    return kind * many + microbatch + by
+
+
+def _steady(row: Sequence[int], period: int) -> int | None:
+    """A position from which a period and the one after are the same but for the microbatch; the one nearest the middle."""
+    same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
+    middle = len(row) // 2
+    found = None
+    run = 0
+    for at, ok in enumerate(same):
+        run = run + 1 if ok else 0
+        if run >= period:
+            start = at - period + 1
+            if found is None or abs(start - middle) < abs(found - middle):
+                found = start
+    return found

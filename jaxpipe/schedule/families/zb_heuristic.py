@@ -9,9 +9,19 @@ few. Where a fused BW costs less than B + W, neighbours are fused.
 Nothing more is tried once the lower bounds are reached.
 
 For limits below p the building block of `controllable-memory.txt`, appendix I is tried from 2p/3 on
-(:mod:`~jaxpipe.schedule.families.two_thirds_block`; up to 4%).
+(up to 4%). ``zb-two-thirds`` is ``zb`` at the memory of that block, which
+often finds a better warm-up, and makes sure that the block itself, repeated and squeezed, is not better in anything.
 At unit costs and limits p/4 to p the longest span equals or beats the best that CP-SAT found in FACTS.md's table (a test).
 Not modelled: workspace of a running function, and ``cotangent_bytes``, which B adds while it runs.
+
+The building block of two microbatches, whose F and B never meet, with two thirds of 1F1B's memory.
+
+Source: `controllable-memory.txt` appendix I, figure 16b. The figure is lost in the text that this was made from; the block here
+is reconstructed from what is said of it (two microbatches in a block, 2/3 of the memory, B and W apart) and may differ from
+the drawn one. F goes down and B comes up one cell per rank, without a wait, so an activation lives about 2p cells; two of
+them start every T = 6 cells, hence 2p/3 in memory. On rank r, F of the first takes residue r and its B 2p − 1 − r modulo 6:
+one is even, the other odd. The second microbatch starts 2 (or 4) cells later, which keeps both parities, so its F and B take
+free residues too, and one residue of each parity is left for the two W.
 """
 
 from __future__ import annotations
@@ -22,21 +32,23 @@ from heapq import nsmallest
 from math import isnan
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients
+from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family, in_order
-from jaxpipe.schedule.families.two_thirds_block import block_drafts
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.fillers import RECIPES, Finisher
 from jaxpipe.schedule.list_schedule.policies import chain_drafts
 from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.retime import Draft, Objective, Retimer, best_of, nine_digits
 
-_REFILLED, _PASSES, _ACTIONS = 3, 30, 20_000
+_REFILLED, _PASSES, _ACTIONS, _BLOCK_ACTIONS = 3, 30, 20_000, 40_000
 
 
 @family(
@@ -113,6 +125,42 @@ def zb_2p(
         ScheduleError: as :func:`zero_bubble`.
     """
     return _zero_bubble("zb-2p", ranks, microbatches, costs, 2 * ranks, objective)
+
+
+@family(
+    "zb-two-thirds",
+    "zero bubble at about 2/3 of 1F1B's memory: a building block of two microbatches",
+    "Controllable Memory (Qi, Wan et al. 2024) appendix I, figure 16b (reconstructed)",
+    picture={"ranks": 5, "microbatches": 6},
+)
+def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """Zero bubble at about 2/3 of 1F1B's memory, for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
+
+        rank 0 |F0 F1 F2 F3                B0 W0 B1 F4 W1 F5 B2 W2 B3 W3       B4 W4 B5 W5
+        rank 1 |   F0 F1 F2             B0 F3 B1 W0 W1 F4 B2 F5 B3 W2 W3    B4    B5 W4 W5
+        rank 2 |      F0 F1          B0 F2 B1 F3 W0 W1 B2 F4 B3 F5 W2 W3 B4    B5 W4 W5
+        rank 3 |         F0 F1    B0 W0 B1 F2 W1 F3 B2 W2 B3 F4 W3 F5 B4 W4 B5 W5
+        rank 4 |            F0 B0 F1 B1 W0 W1 F2 B2 F3 B3 W2 W3 F4 B4 F5 B5 W4 W5
+
+    Every rank holds at most min(p, m, 2⌊p/3⌋ + 2) activations. Never worse than the block, repeated and squeezed, in
+    makespan, longest span and peak (for p = 1 and 3, where the block needs more than 1F1B, than ``zb`` at limit p).
+    ``costs``: one stage per rank; default F = B = W.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
+    """
+    problem = Problem.of(one_to_one(ranks), microbatches, costs)
+    retimer = Retimer(problem)
+    squeezed = retimer.draft(repeat(two_thirds_block(ranks), problem))
+    assert squeezed is not None, "a repeated block deadlocks"
+    if squeezed.peak > ranks * (1 + 1e-9):
+        return problem.schedule("zb-two-thirds", best_draft(problem, max(ranks, least_limit(problem))).rows)
+    drafts = [best_draft(problem, squeezed.peak)]
+    if not drafts[0].no_worse_than(squeezed):
+        drafts += block_drafts(problem, squeezed.peak)
+    best = best_of(drafts, anchor=squeezed)
+    assert best is not None
+    return problem.schedule("zb-two-thirds", best.rows)
 
 
 def _zero_bubble(
@@ -210,3 +258,21 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
 def _one_f_one_b(in_flight: int, m: int, backward: list[str]) -> list[str]:
     lead = min(in_flight, m)
     return ["F"] * lead + [*backward, "F"] * (m - lead) + backward * lead
+
+
+def two_thirds_block(ranks: int, apart: int = 2) -> BuildingBlock:
+    """The block: two microbatches ``apart`` (2 or 4) cells from each other, every 6 cells."""
+    forward = tuple(tuple(start + r for r in range(ranks)) for start in (0, apart))
+    backward = tuple(tuple(start + 2 * ranks - 1 - r for r in range(ranks)) for start in (0, apart))
+    after = tuple(tuple(cell + 1 for cell in row) for row in backward)
+    return with_weight_gradients(BuildingBlock(one_to_one(ranks), 6, forward, backward, after))
+
+
+def block_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
+    """The repeated block reordered with real costs within ``limit``; nothing if the block needs more."""
+    finisher = Finisher(problem)
+    tries = min(len(RECIPES), _BLOCK_ACTIONS // max(1, 3 * problem.num_ranks * problem.num_microbatches))
+    for apart in (2, 4):
+        draft = finisher.best(repeat(two_thirds_block(problem.num_ranks, apart), problem), limit, tries)
+        if draft is not None:
+            yield draft

@@ -1,13 +1,14 @@
 """Every action of a placement as codes of the clock: any DAG of stages, groups of ranks and flows, and ops as their specs say.
 
 What waits for what is read off the :func:`~jaxpipe.schedule.deps.build_graph` of a step with one microbatch a flow. On a group
-an op that sends is one joint action, and others run on each rank by themselves.
+an op that is joint is one action, and others run on each rank by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
@@ -22,7 +23,8 @@ FORWARD, BACKWARD = "F", "BW"
 
 
 class Kind(NamedTuple):
-    """What the actions of one block of codes are: ``op`` of ``stage`` for the microbatches of ``flow``, on ``ranks``."""
+    """What the actions of one block of codes are: ``op`` of ``stage`` for the microbatches of ``flow``, on ``ranks``. An action
+    of a stage with a span has the code of its first microbatch."""
 
     op: str
     stage: int
@@ -54,7 +56,8 @@ class Actions:
 
     def action(self, code: int) -> Action:
         """The action that ``code`` stands for."""
-        return Action(*self.kinds[code // self.num_microbatches][:2], code % self.num_microbatches)
+        op, stage, *_ = self.kinds[code // self.num_microbatches]
+        return Action(op, stage, code % self.num_microbatches // self.placement.span[stage])
 
 
 def _kinds(placement: Placement) -> Iterator[Kind]:
@@ -63,38 +66,48 @@ def _kinds(placement: Placement) -> Iterator[Kind]:
     for stage in placement.topological_order():
         for spec in specs:
             for k, flow in enumerate(placement.flows):
-                groups = [flow[stage]] if spec.sends != "none" else [(r,) for r in flow[stage]]
+                groups = [flow[stage]] if spec.is_joint else [(r,) for r in flow[stage]]
                 yield from (Kind(spec.name, stage, k, ranks) for ranks in groups)
 
 
 def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProfile | None) -> Tables:
-    if costs is not None and costs.num_stages != placement.num_stages:
-        raise ScheduleError(f"the costs are for {costs.num_stages} stages and the placement has {placement.num_stages}")
+    if costs is not None:
+        costs.require_stages(placement.num_stages, "the placement")
     costs = costs and collectives_exposed(costs)
     # Host lanes first: there a slot would wait for the compute slot that stands before it.
     here = sorted(range(len(kinds)), key=lambda k: op_spec(kinds[k].op).lane == "compute")
-    rows = [[k for k in here if r in kinds[k].ranks] for r in range(placement.num_ranks)]
-    actions = tuple(tuple(Action(*kinds[k][:3]) for k in row) for row in rows)
-    graph = build_graph(Schedule("", placement, placement.num_flows, actions))
-    for _, action, wanted, _ in graph.unmet:
+    span, few = placement.span, max(placement.num_flows, lcm(*placement.span))
+    if wrong := [s for s, g in enumerate(span) if m % g]:
+        raise ScheduleError(
+            f"stage {wrong[0]} runs once per {span[wrong[0]]} microbatches, and {m} is no multiple of that"
+        )
+    # (kind, number) of every action of the fewest microbatches that all spans divide
+    numbers = {k: range(x.flow, few // span[x.stage], placement.num_flows) for k, x in enumerate(kinds)}
+    rows = [[(k, i) for k in here if r in kinds[k].ranks for i in numbers[k]] for r in range(placement.num_ranks)]
+    actions = tuple(tuple(Action(*kinds[k][:2], i) for k, i in row) for row in rows)
+    graph = build_graph(Schedule("", placement, few, actions))
+    for _, action, wanted, *_ in graph.unmet:
         raise ScheduleError(
             f"op {action.op} waits for {' or '.join(wanted)}, and the schedule has only "
             f"{', '.join(dict.fromkeys(x.op for x in kinds))}: let it wait for one of those (BW stands for B and W)"
         )
-    kind_of = [k for row in rows for k in row]
+    kind_of = [x for row in rows for x in row]
     links: dict[tuple[int, int], int] = {}
     # Of each kind, by boundary (-1: nothing moves), rank, link and seconds: what it makes ready.
     sent: list[dict[tuple[int, int, int, float], list[int]]] = [{} for _ in kinds]
     needs = [0] * len(kinds)
-    for k, rank, waits in zip(kind_of, graph.rank_of, graph.waits, strict=True):
-        needs[k] += len(waits)
+    for (k, i), rank, waits in zip(kind_of, graph.rank_of, graph.waits, strict=True):
+        needs[k] += len(waits) if i == numbers[k][0] else 0
         for x in waits:
-            made, key = kind_of[graph.source(x)], (-1, rank, -1, 0.0)
+            (made, j), key = kind_of[graph.source(x)], (-1, rank, -1, 0.0)
+            if j != numbers[made][0]:
+                continue
             if x >= len(graph.slots):
-                _, _, src, dst, stage = graph.transfers[x - len(graph.slots)]
-                link = links.setdefault((src, dst), len(links))
-                key = (stage, dst, link, costs.transfer_s(src, dst, stage) if costs else 0.0)
-            sent[made].setdefault(key, []).append((k - made) * m)
+                moved = graph.transfers[x - len(graph.slots)]
+                link = links.setdefault((moved.src, moved.dst), len(links))
+                key = (moved.stage, moved.dst, link, moved.seconds(costs) if costs else 0.0)
+            first = i * span[kinds[k].stage] - j * span[kinds[made].stage]
+            sent[made].setdefault(key, []).append((k - made) * m + first)
     return Tables(
         num_ranks=placement.num_ranks,
         num_microbatches=m,
@@ -104,4 +117,5 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
         feeds=[tuple(Feed(*key[1:], tuple(gaps)) for key, gaps in sorted(moved.items())) for moved in sent],
         needs=needs,
         num_links=len(links),
+        span=[span[x.stage] for x in kinds] if placement.has_spans else (),
     )

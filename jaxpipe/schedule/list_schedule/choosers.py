@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from jaxpipe.schedule.list_schedule.clock import NEVER, Choose, Clock
+from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING, Choose, Clock
 from jaxpipe.schedule.problem import B, F, Problem
 from jaxpipe.schedule.retime import Draft, peaks
 
 Chooser = Callable[[Problem, Clock, float], Choose]
 """``chooser(problem, clock, limit)``: what the ranks of ``clock`` are asked. ``limit``: units of one rank's share."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def depths(problem: Problem, round_trips: float) -> list[float]:
     found, trip = [0.0] * n, 0.0
     for q in reversed(range(n)):
         trip += c.f_s[q] + c.b_s[q]
-        found[q] = max(1.0, ceil(round_trips * trip / max(work) - _ROUNDING))
+        found[q] = max(1.0, ceil(round_trips * trip / max(work) - ROUNDING))
         trip += c.up_s[q] + c.down_s[q - 1]
     return found
 
@@ -87,7 +86,7 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
     forwards = [problem.replicas_of(r)[::-1] for r in ranks]
     backwards = forwards if policy.backward == "late" else [stages[::-1] for stages in forwards]
     needs = [sum(problem.reserved[k] for k in forwards[problem.rank[q]] if k >= q) for q in range(n)]
-    apart, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + _ROUNDING
+    apart, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + ROUNDING
     f, b, end = ([(q + k) * m for q in range(n)] for k in (0, n, 1))  # the next F and B of each stage; where its F end
     last = [F for _ in ranks]
     pending: list[deque[int]] = [deque() for _ in ranks]

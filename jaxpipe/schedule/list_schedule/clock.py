@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NEVER = float("inf")
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 
 
 class Feed(NamedTuple):
@@ -39,7 +39,8 @@ class Tables:
 
     ``ranks``: who runs it, together if they are several. ``seconds``: how long. ``change``: memory that its rank holds more
     once it has started, what its end gives back already taken off. ``feeds``: what its end makes ready. ``needs``: inputs
-    that must arrive before it can start.
+    that must arrive before it can start. ``span``: microbatches that an action stands for, under the code of the first; empty:
+    one each.
     """
 
     num_ranks: int
@@ -50,6 +51,7 @@ class Tables:
     feeds: Sequence[tuple[Feed, ...]]
     needs: Sequence[int]
     num_links: int
+    span: Sequence[int] = ()
 
 
 Choose = Callable[[int, float], int]
@@ -73,7 +75,7 @@ class Clock:
     def __init__(self, tables: Tables) -> None:
         p, m = tables.num_ranks, tables.num_microbatches
         self.tables = tables
-        self.tiny = _ROUNDING * max(tables.seconds, default=0.0)
+        self.tiny = ROUNDING * max(tables.seconds, default=0.0)
         self.ready = [NEVER if needs else 0.0 for needs in tables.needs for _ in range(m)]
         self._left = [needs for needs in tables.needs for _ in range(m)] if max(tables.needs) > 1 else []
         self._arrived: dict[int, float] = {}
@@ -169,7 +171,10 @@ class Clock:
                     self.ready[code + gap] = arrival
 
     def _arrive(self, code: int, at: float) -> None:
-        """One of the inputs of ``code`` arrives."""
+        """One of the inputs of the action that stands for ``code`` arrives."""
+        if self.tables.span:
+            kind, microbatch = divmod(code, self.tables.num_microbatches)
+            code -= microbatch % self.tables.span[kind]
         latest = self._arrived[code] = max(at, self._arrived.get(code, 0.0))
         self._left[code] -= 1
         if not self._left[code]:

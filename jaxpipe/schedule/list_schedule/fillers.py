@@ -23,9 +23,8 @@ from typing import Literal
 
 from jaxpipe.schedule.list_schedule.clock import NEVER, Choose, Clock
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem, W
-from jaxpipe.schedule.retime import Draft, Retimer, best_of, nine_digits
+from jaxpipe.schedule.retime import SLACK, Draft, Retimer, best_of, nine_digits
 
-_SLACK = 1 + 1e-9
 _STARTS, _FEWEST, _LEAST = 2, 10, 3
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 View = Literal["real", "free transfers", "cells"]
@@ -156,7 +155,7 @@ def filling(clock: Clock, problem: Problem, known: _Known, limit: float, rules: 
     """The chooser that fills ``known`` by ``rules`` within ``limit``, in units of a rank's share of one microbatch."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
-    reserved, seconds, room = problem.reserved, clock.tables.seconds, limit * _SLACK
+    reserved, seconds, room = problem.reserved, clock.tables.seconds, limit * SLACK
     tiny, ready, memory = clock.tiny, clock.ready, clock.memory
     rows, place, queues, queue_of, on_rank = known.rows, known.place, known.queues, known.queue_of, known.on_rank
     profiles = [x.copy() for x in known.profile]
@@ -259,10 +258,6 @@ class Finisher:
         same = free == self.problem
         return {"real": self.problem, "free transfers": self.problem if same else free, "cells": cells}
 
-    def squeezed(self, rows: CodeRows) -> Draft | None:
-        """``rows`` as they are, re-timed; None if they deadlock."""
-        return self.retimer.draft(rows)
-
     def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: View = "real") -> list[list[int]]:
         """``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's share)."""
         if self._known is None or self._known.rows is not rows:
@@ -275,7 +270,7 @@ class Finisher:
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
         """The best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none is within
         ``limit`` (units of a rank's share). Best: by :func:`merit`."""
-        found = [d for d in (self.squeezed(rows),) if d is not None and d.peak <= limit * _SLACK]
+        found = [d for d in (self.retimer.draft(rows),) if d is not None and d.peak <= limit * SLACK]
         found += self.drafts(rows, limit, tries)
         left = tries - len(RECIPES)
         for draft in sorted(found, key=merit)[:_STARTS]:
@@ -290,7 +285,7 @@ class Finisher:
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
         for (_, rules), view in islice(distinct.items(), max(0, tries)):
             draft = self.retimer.draft(self.filled(rows, limit, rules, view))
-            if draft is not None and draft.peak <= limit * _SLACK:
+            if draft is not None and draft.peak <= limit * SLACK:
                 yield draft
 
 
@@ -300,7 +295,7 @@ def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
     Fewer recipes are tried on large problems.
     """
     finisher = Finisher(problem)
-    anchor = finisher.squeezed(orders[0])
+    anchor = finisher.retimer.draft(orders[0])
     assert anchor is not None, "the known order deadlocks"
     tries = max(_LEAST, _ACTIONS // sum(map(len, orders[0])))
     drafts = (draft for rows in orders for draft in finisher.drafts(rows, anchor.peak, tries, DOMINATING))
@@ -311,11 +306,6 @@ def merit(draft: Draft) -> tuple[float, float]:
     """Smaller is better: makespan plus longest span, then peak. Both count: the span where no rank waits for the others' last
     actions before it steps, the makespan otherwise."""
     return nine_digits(draft.makespan + draft.span), draft.peak
-
-
-def shortness(draft: Draft) -> tuple[float, float, float]:
-    """Smaller is better: makespan, then longest span, then peak; times at nine digits."""
-    return nine_digits(draft.makespan), nine_digits(draft.span), draft.peak
 
 
 def affordable(problem: Problem, actions: int) -> int:

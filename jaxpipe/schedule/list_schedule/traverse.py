@@ -60,7 +60,8 @@ class _Walk:
         ranks, self.flows = range(actions.placement.num_ranks), actions.placement.num_flows
         self.clock = Clock(actions.tables)
         self.rules, self.limits, self.stage_limits = zip(*_by_rank(rules, actions.placement), strict=True)
-        self.waiting = [[k * self.m + i for i in range(x.flow, self.m, self.flows)] for k, x in enumerate(self.kinds)]
+        steps = [max(self.flows, actions.placement.span[x.stage]) for x in self.kinds]
+        self.waiting = [[*range(k * self.m + x.flow, (k + 1) * self.m, steps[k])] for k, x in enumerate(self.kinds)]
         self.held = [0] * len(self.kinds)
         # Without functions the microbatches of a flow pass every stage in order, so the first one decides.
         self.looked_at = None if any(rule.checks or rule.choose for rule in self.rules) else 1

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 
 Ties = Literal["idle", "run", "as computed"]
-_NEVER = float("inf")
-_ROUNDING = 1e-9
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -70,7 +69,7 @@ class Filled:
 
     def dominates(self, other: Filled) -> bool:
         """Neither span nor makespan is longer, and one of them is shorter (beyond rounding)."""
-        slack = 1 + _ROUNDING
+        slack = 1 + ROUNDING
         if self.span > other.span * slack or self.makespan > other.makespan * slack:
             return False
         return self.span * slack < other.span or self.makespan * slack < other.makespan
@@ -86,7 +85,7 @@ class WeightFilling:
         self.retimer = retimer or Retimer(problem)
         t = problem.tables
         seconds = t.seconds[: 3 * problem.num_replicas]
-        self._tiny = _ROUNDING * max(seconds)
+        self._tiny = ROUNDING * max(seconds)
         work = [0.0] * problem.num_ranks
         for (r,), kind_s in zip(t.ranks, seconds, strict=False):
             work[r] += problem.num_microbatches * kind_s
@@ -109,10 +108,10 @@ class WeightFilling:
         """Rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
         kinds, seconds, change = self._kinds, t.seconds, t.change
-        room, tiny = self.limit + _ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
+        room, tiny = self.limit + ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
         spare, earlier, before = rule.spare_s, rule.profile_s, rule.before
         ready, link_free = [0.0] * (2 * n * m), [0.0] * t.num_links
-        free, first, idle = [0.0] * t.num_ranks, [_NEVER] * t.num_ranks, self._less_work.copy()
+        free, first, idle = [0.0] * t.num_ranks, [NEVER] * t.num_ranks, self._less_work.copy()
         memory = [0.0] * t.num_ranks
         rows: list[list[int]] = [[] for _ in free]
         pending: list[deque[int]] = [deque() for _ in free]
@@ -168,15 +167,11 @@ class WeightFilling:
     def draft(self, rows: Sequence[Sequence[int]]) -> Draft | None:
         """The draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""
         draft = self.retimer.draft(rows)
-        return draft if draft and draft.peak <= self.limit + _ROUNDING else None
+        return draft if draft and draft.peak <= self.limit + ROUNDING else None
 
 
 def balanced(
-    filling: WeightFilling,
-    order: Sequence[int],
-    before: Sequence[bool] = (),
-    ties: Ties = "idle",
-    passes: int = 8,
+    filling: WeightFilling, order: Sequence[int], before: Sequence[bool] = (), ties: Ties = "idle", passes: int = 8
 ) -> Filled | None:
     """Passes of the *even* rule, each knowing what the ranks had to spare in the one before, while the span gets shorter."""
     best = filling.fill(order, Rule((0.0,) * filling.problem.num_ranks, (), before, ties))
@@ -215,7 +210,7 @@ def improved(
     ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
     """
     least_span, least_makespan = least(filling.problem)
-    now = start or filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    now = start or filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
     step = 0
     for _ in range(passes):
         if now is None:
@@ -249,5 +244,5 @@ def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
     order = order_of(filling.problem, draft.rows, filling.retimer)
     if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
         return None
-    start = filling.fill(order, Rule((-_NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    start = filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
     return filling.draft(improved(filling, order, start, passes, start).rows) if start else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 from jaxpipe.schedule.ir import BW, Action, B, Braid, Schedule, Slot, W
 
@@ -17,22 +16,6 @@ from jaxpipe.schedule.ir import BW, Action, B, Braid, Schedule, Slot, W
 def split_backwards(schedule: Schedule) -> Schedule:
     """``schedule`` with B and then W in place of each BW."""
     return with_fused(schedule, frozenset())
-
-
-def fuse_neighbours(schedule: Schedule) -> Schedule:
-    """``schedule`` with BW in place of each B whose own W is the next slot of its rank.
-
-    The result of B is later by W, and B's TP collectives have W under them (:mod:`~jaxpipe.schedule.lanes`). The published code
-    of ZB-V's authors does so "to overlap grad all-reduce for tensor parallel" (sail-sg/zero-bubble-pipeline-parallelism,
-    ``zb_schedules.py``).
-    """
-    fused = frozenset(
-        (one.stage, one.microbatch)
-        for row in schedule.rows
-        for one, two in pairwise(row)
-        if type(one) is Action and one.op == B.name and two == replace(one, op=W.name)
-    )
-    return with_fused(schedule, fused | fused_backwards(schedule))
 
 
 def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:

@@ -12,7 +12,8 @@ is braided only if
 
 F's are braided with backwards first. Then any two of F, B, BW and W, if need be: two F's hide each other's collectives, as in
 the authors' warm-up, and a W those of a B. Both at once would make less of the first (up to 4% longer in a few families).
-The order of actions never changes. The second action's memory is taken with the first's: a B before an F holds one chunk more.
+Stages on several ranks are left alone. The order of actions never changes. The second action's memory is taken with the
+first's: a B before an F holds one chunk more.
 """
 
 from __future__ import annotations
@@ -123,8 +124,7 @@ class _Times:
         """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
         row, first = self.graph.schedule.rows[rank], self.graph.row_start[rank]
         begins, ends = self.times[rank, row[at], False]
-        before = (x for x in self.graph.waits[first + at + 1] if x != first + at)
-        return ends > begins and all(at_most(self.ended(x), begins) for x in before)
+        return ends > begins and all(at_most(self.ended(x), begins) for x in self.graph.waits[first + at + 1])
 
 
 def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[_Pair]:
@@ -134,6 +134,7 @@ def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alik
     found: list[_Pair] = []
     for rank, row in enumerate(schedule.rows):
         able = [(at, (*x.actions, *y.actions)) for at, (x, y) in enumerate(pairwise(row)) if _may(x, y, alike)]
+        able = [(at, held) for at, held in able if not any(schedule.placement.is_shared(a.stage) for a in held)]
         pairs = [_Pair(rank, at, gain(*((a.op, a.stage) for a in actions))) for at, actions in able]
         found += _apart([x for x in pairs if x.gain_s > 0 and times.together(rank, x.at)])
     return sorted(found, key=lambda x: (x.at, x.rank))

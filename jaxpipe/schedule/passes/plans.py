@@ -35,11 +35,7 @@ class Plans:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: CostProfile,
-        fraction: float | None = None,
-        stages: Iterable[int] | None = None,
+        self, schedule: Schedule, costs: CostProfile, fraction: float | None = None, stages: Iterable[int] | None = None
     ) -> None:
         self.schedule, self.costs = schedule, costs
         self.before = simulate(schedule, costs)

@@ -40,16 +40,11 @@ def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> 
     late = [(rank, *found) for rank, row in enumerate(schedule.rows) for found in _late(row, _is_offload)]
     if not late:
         return None
-    better = simulate(prompt_offloads(schedule), costs)
+    better = simulate(replace(schedule, rows=tuple(_prompt(row, _is_offload) for row in schedule.rows)), costs)
     if _figures(better) >= _figures(timeline):
         return None
     rank, action, after, source = late[0]
     return LateOffload(rank, action, after, source, len(late) - 1, better)
-
-
-def prompt_offloads(schedule: Schedule) -> Schedule:
-    """``schedule`` with each offload right behind the slot that makes what it copies, behind copies that stand there."""
-    return replace(schedule, rows=tuple(_prompt(row, _is_offload) for row in schedule.rows))
 
 
 def prompt_weights(schedule: Schedule) -> Schedule:
@@ -58,15 +53,11 @@ def prompt_weights(schedule: Schedule) -> Schedule:
     W waits for nothing but its B, on the same rank, so a valid schedule stays valid. It can take longer: W's then stand before
     B's that other ranks wait for.
     """
-    return replace(schedule, rows=tuple(_prompt(row, _is_weight) for row in schedule.rows))
+    return replace(schedule, rows=tuple(_prompt(row, lambda slot: slot.actions[0].op == "W") for row in schedule.rows))
 
 
 def _is_offload(slot: Slot) -> bool:
     return op_spec(slot.actions[0].op).lane == "d2h"
-
-
-def _is_weight(slot: Slot) -> bool:
-    return slot.actions[0].op == "W"
 
 
 def _figures(timeline: Timeline) -> tuple[float, float]:

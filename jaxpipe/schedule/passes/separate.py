@@ -105,7 +105,7 @@ class _Net:
         graph = self.graph = build_graph(schedule)
         self.seconds = cache(lambda *actions: slot_lanes(costs, actions).seconds)
         self.duration = [self.seconds(*((a.op, a.stage) for a in slot.actions)) for slot in graph.slots]
-        self.duration += [costs.transfer_s(t.src, t.dst, t.stage) for t in graph.transfers]
+        self.duration += [t.seconds(costs) for t in graph.transfers]
         self.queues = [list(lanes.values()) for lanes in graph.lanes]
         if costs.host.mode == "shared":
             self.queues = [[compute, sorted(chain(*host))] for compute, *host in self.queues]

@@ -21,6 +21,7 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
 from jaxpipe.mesh import TP
 from jaxpipe.stage.compiled.compile import BuildCache, forwarding, gpu_options, jit_per_shard
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.weave.weaver import weave
 
@@ -44,7 +45,7 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
     found: BraidedFunction | None = cache.jitted.get(key)
     if found is None:
-        mesh = _mesh_of([f for _, f in parts])
+        mesh = mesh_of([f for _, f in parts])
         found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
     return replace(found, parts=names)
 
@@ -79,7 +80,8 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     )
 
 
-def _mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+def mesh_of(functions: Sequence[StageFunction]) -> Mesh:
+    """The devices on which functions run."""
     meshes = {a.sharding.mesh for f in functions for a in f.avals_out if isinstance(a.sharding, NamedSharding)}
     assert len(meshes) == 1, "the parts of a braid live on one submesh"
     (mesh,) = meshes
@@ -105,10 +107,10 @@ class _Composition:
         self.woven = weave([h.closed for h in heads], shards=shards)
         woven = self.woven.jaxpr
         made = self._bind(heads, woven)
-        eqns = [self._renamed(eqn) for eqn in woven.jaxpr.eqns]
+        eqns = [eqn.replace(invars=[called(self._env, a) for a in eqn.invars]) for eqn in woven.jaxpr.eqns]
         results: list[dict[Port, Atom]] = []
         for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
-            results.append(self._finish(k, head, [self._read(a) for a in atoms], eqns))
+            results.append(self._finish(k, head, [called(self._env, a) for a in atoms], eqns))
         outvars = self._results(results)
         consts = list(zip(woven.jaxpr.constvars, woven.consts, strict=True))
         self.closed = close_jaxpr(consts, list(self._invars.values()), eqns, outvars)
@@ -118,7 +120,7 @@ class _Composition:
         heads, adding = [], set()
         for stage, f in self.parts:
             adds = any(p.kind == "acc" for p in f.outputs)
-            heads.append(_without_additions(f) if adds and stage in adding else _whole(f))
+            heads.append(_without_additions(f) if adds and stage in adding else _Head(f.jaxpr, f.inputs, f.outputs))
             if adds:
                 adding.add(stage)
         return heads
@@ -170,15 +172,6 @@ class _Composition:
                 outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
         return outvars
 
-    def _read(self, atom: Atom) -> Atom:
-        return self._env.get(atom, atom) if isinstance(atom, Var) else atom
-
-    def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
-        invars = [self._read(a) for a in eqn.invars]
-        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
-        renamed: JaxprEqn = eqn if same else eqn.replace(invars=invars)
-        return renamed
-
 
 @dataclass(frozen=True, slots=True)
 class _Head:
@@ -194,10 +187,6 @@ class _Head:
     sums: tuple[tuple[Port, Var], ...] = ()
     additions: tuple[JaxprEqn, ...] = ()
     added: tuple[tuple[Port, Var], ...] = ()
-
-
-def _whole(function: StageFunction) -> _Head:
-    return _Head(function.jaxpr, function.inputs, function.outputs)
 
 
 def _without_additions(function: StageFunction) -> _Head:
@@ -217,15 +206,11 @@ def _without_additions(function: StageFunction) -> _Head:
     crossing = tuple(dict.fromkeys(a for eqn in additions for a in eqn.invars if isinstance(a, Var) and a not in after))
     late = {p for p, a in results if isinstance(a, Var) and a in after}
     kept = [(p, a) for p, a in results if p not in late]
-    closed = close_jaxpr(
-        list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True)),
-        [v for p, v in given if p.kind != "acc"],
-        head,
-        [*(a for _, a in kept), *crossing],
-    )
+    inputs = [(p, v) for p, v in given if p.kind != "acc"]
+    consts = list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True))
     return _Head(
-        closed,
-        tuple(p for p, _ in given if p.kind != "acc"),
+        close_jaxpr(consts, [v for _, v in inputs], head, [*(a for _, a in kept), *crossing]),
+        tuple(p for p, _ in inputs),
         tuple(p for p, _ in kept),
         crossing,
         sums,

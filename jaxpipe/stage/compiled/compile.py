@@ -1,6 +1,6 @@
 """From layers to compiled functions: trace, split, jit on the rank's submesh.
 
-:func:`build_stage_functions` makes one stage, :func:`build_all` a chain, handing what leaves one stage to the next. Stages
+:func:`build_stage_functions` makes one stage, :func:`build_all` all, handing what leaves a stage to those that take it. Stages
 that compute the same (:mod:`jaxpipe.stage.identity`) are split once per :class:`BuildCache`, and traced once where their layers
 are the same functions; on one submesh they also share compiled code (unless a layer draws random numbers: its index in the
 model is part of the program).
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +37,7 @@ from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
 from jaxpipe.stage.identity import Same, function_key, value_key
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, Params
+from jaxpipe.stage.model.links import StageLinks, links_of, loss_factor
 from jaxpipe.stage.model.params import ParamLayout, stage_params
 from jaxpipe.stage.split.graph import Part
 from jaxpipe.stage.split.policies import ingredients, per_stage
@@ -51,10 +53,6 @@ from jaxpipe.stage.split.trace import (
     trace_joint,
 )
 from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
-
-_WOVEN_ALONE = ("BW", "W")
-"""Functions whose weight gradients go under their own tensor-parallel collectives. They are woven when they are compiled: their
-jaxpr stays plain, for braids to weave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ def build_stage_functions(
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
     mesh: AnyMesh,
     stage: int,
-    is_last: bool,
+    links: StageLinks,
     recompute: str = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
@@ -92,14 +90,15 @@ def build_stage_functions(
     """The functions of one stage.
 
     Args:
-        layers: of the stage, in order. The last stage's last layer is the loss (:class:`Model`).
+        layers: of the stage, in order.
         layer_offset: index in the model of the first of them.
         param_avals: parameters by layer name, as shapes (or arrays), in the dtype the stage computes in; may hold the whole
             model's. Leaves tied to layers of other stages are taken from their owners where the layer does not hold a copy.
-        x: what enters: None for the first stage, else ``y`` of the stage before. Leaves are ``ShapeDtypeStruct`` (global
-            shapes) or static values.
+        x: what enters (:meth:`~jaxpipe.stage.model.links.StageLinks.entering`). Leaves are ``ShapeDtypeStruct`` (global shapes)
+            or static values.
         data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
         mesh: the rank's submesh with axes ``dp`` and ``tp``.
+        links: where the layers' inputs come from, and where what leaves goes.
         recompute: name of a policy in :data:`jaxpipe.stage.split.policies.POLICIES`, or several joined by ``+``.
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
@@ -111,11 +110,9 @@ def build_stage_functions(
     """
     assert mesh.shape[TP] == tp.size, f"a submesh with {mesh.shape[TP]} shards for tp {tp.size}"
     cache = cache if cache is not None else BuildCache()
-    if not layers:
-        raise StageError(f"stage {stage} has no layers; cut the model into fewer stages")
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
-    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, is_last, acc_dtype, tp)
+    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, links, acc_dtype, tp)
     saveable = policy(recompute)
     traced = _traced(spec, mesh, cache)
     name = "+".join(ingredients(recompute))
@@ -134,7 +131,7 @@ def build_all(
     cache: BuildCache | None = None,
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[StageFunctions, ...]:
-    """The functions of a chain of stages; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
+    """The functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
 
     Raises:
         StageError: as :func:`build_stage_functions`, or the lengths differ.
@@ -143,18 +140,34 @@ def build_all(
         raise StageError(f"{len(stages)} stages, {len(meshes)} meshes; want as many of each")
     policies = per_stage(recompute, len(stages))
     cache = cache if cache is not None else BuildCache()
+    all_links = links_of(stages, param_avals)
+    data_avals = with_factors(stages, all_links, data_avals, acc_dtype)
     built: list[StageFunctions] = []
+    leaving: list[tuple[Any, ...]] = []
     offset = 0
-    for s, layers in enumerate(stages):
-        x = built[-1].y if built else None
-        last = s == len(stages) - 1
+    for s, (layers, links) in enumerate(zip(stages, all_links, strict=True)):
         built.append(
             build_stage_functions(
-                layers, offset, param_avals, x, data_avals, meshes[s], s, last, policies[s], acc_dtype, cache, tp
+                layers, offset, param_avals, links.entering(leaving), data_avals, meshes[s], s, links, policies[s],
+                acc_dtype, cache, tp,
             )
-        )
+        )  # fmt: skip
+        leaving.append(links.exits(built[-1].y))
         offset += len(layers)
-    return tuple(built)
+    ends = [list(accumulate((len(array_leaves(entry)) for entry in found), initial=0)) for found in leaving]
+    x_from = [
+        tuple((t, leaf) for t, n in links.before for leaf in range(ends[t][n], ends[t][n + 1])) for links in all_links
+    ]
+    dy_from = [
+        tuple(
+            (t, x_from[t].index((s, leaf)))
+            for t, taken in links.readers
+            for n in taken
+            for leaf in range(ends[s][n], ends[s][n + 1])
+        )
+        for s, links in enumerate(all_links)
+    ]
+    return tuple(replace(f, x_from=x_from[s], dy_from=dy_from[s]) for s, f in enumerate(built))
 
 
 def build_output(
@@ -164,21 +177,40 @@ def build_output(
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[StageFunction, Any]:
-    """The function ``Y`` of the last stage: what its layers but the loss return in evaluation; and that as a pytree of
-    per-shard shapes and static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
-    data = {name: data_avals[name] for name in last.data_names}
-    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, False, jnp.float32, tp)
+    """The function ``Y`` of the last stage: what the loss takes in evaluation; and that as a pytree of per-shard shapes and
+    static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
+    data = {name: data_avals[name] for name in last.data_names if name in data_avals}
+    links = last.links.without_loss
+    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, links, jnp.float32, tp)
     trace = trace_eval(spec, mesh)
-    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(last.x)), trace.y_varies)
+    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(last.x)), trace.y_varies, ())
     part = _eval_part(trace)
     closed = part.close({v: _portable(c) for v, c in trace.consts.items()})
     return _function("Y", part, closed, homes, f"Y_stage{last.stage}", None, BuildCache()), trace.y
 
 
+def with_factors(
+    stages: Sequence[Sequence[Layer]],
+    links: Sequence[StageLinks],
+    data_avals: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: Any,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a microbatch, and where a model has several losses a factor for the gradient of each that has one
+    (:func:`~jaxpipe.stage.model.links.loss_factor`), once a sequence."""
+    losses = [
+        (layers[k], learns)
+        for layers, link in zip(stages, links, strict=True)
+        for k, learns in zip(link.losses, link.loss_learns, strict=True)
+    ]
+    size = next(iter(data_avals.values())).shape[:1] if data_avals else ()
+    factors = {loss_factor(layer): jax.ShapeDtypeStruct(size, dtype) for layer, learns in losses if learns}
+    return {**data_avals, **(factors if len(losses) > 1 else {})}
+
+
 def _data_read(
     layers: Sequence[Layer], data_avals: Mapping[str, jax.ShapeDtypeStruct], stage: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    wanted = {name for layer in layers for name in layer.reads}
+    wanted = {name for layer in layers for name in (*layer.reads, loss_factor(layer))}
     for layer in layers:
         unknown = [name for name in layer.reads if name not in data_avals]
         if unknown:
@@ -212,7 +244,7 @@ def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
     aliases = tuple((position[a], p, position[b], q) for (a, p), (b, q) in spec.layout.aliases.items())
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     return (
-        layers, slots, shards, aliases, treedef, statics, data, spec.is_last, np.dtype(spec.acc_dtype),
+        layers, slots, shards, aliases, treedef, statics, data, spec.links.kind, np.dtype(spec.acc_dtype),
         tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
     )  # fmt: skip
 
@@ -226,15 +258,17 @@ def _assemble(
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
-    parts = {**cut.parts, "E": _eval_part(traced.evaluation)}
     x_varies = tuple(varies_over_tp(v) for v in array_leaves(spec.x))
-    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, _handed_on(parts))
+    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
-    functions: dict[str, StageFunction] = {}
-    for op, part in parts.items():
-        closed = part.close({v: _portable(c) for v, c in traced.evaluation.consts.items()} if op == "E" else consts)
-        dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda closed=closed: str(closed))  # type: ignore[misc]
-        functions[op] = _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+
+    def compiled(op: str, part: Part, consts: Mapping[Var, Any]) -> StageFunction:
+        closed = part.close(consts)
+        dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda: str(closed))
+        return _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+
+    functions = {op: compiled(op, part, consts) for op, part in cut.parts.items()}
+    evaluation = {v: _portable(c) for v, c in traced.evaluation.consts.items()}
     y = joint.y
     leaving = [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(y))]
     y_global = fill(y, leaving) if y is not None else None
@@ -243,16 +277,18 @@ def _assemble(
     built = StageFunctions(
         stage=spec.stage,
         functions=functions,
+        evaluation=compiled("E", _eval_part(traced.evaluation), evaluation),
         x=spec.x,
         y=y_global,
         x_avals=x_avals,
         y_avals=tuple(array_leaves(y_global)),
+        links=spec.links,
         data_names=tuple(spec.data),
         uses_key=spec.uses_key,
         layout=layout,
         param_avals=tuple(homes.aval(Port("param", i), b) for i, b in enumerate(layout.buffers)),
         acc_avals=tuple(homes.aval(Port("acc", i), b) for i, b in enumerate(layout.acc_avals(spec.acc_dtype))),
-        **_sizes(parts),
+        **_sizes(cut.parts),
         boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
@@ -306,12 +342,14 @@ def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class _Homes:
     """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
-    enters and leaves, whether it differs between ``tp`` shards. ``handed_on``: results that are arguments → those."""
+    enters and leaves, whether it differs between ``tp`` shards. ``dy_of`` as in :class:`StageTrace`. ``handed_on``: results
+    that are arguments → those."""
 
     mesh: AnyMesh
     layout: ParamLayout
     x_varies: tuple[bool, ...]
     y_varies: tuple[bool, ...]
+    dy_of: tuple[int, ...]
     handed_on: Mapping[Port, Port] = field(default_factory=dict)
 
     def axes(self, port: Port) -> tuple[str, ...]:
@@ -325,11 +363,13 @@ class _Homes:
                 return (DP,)
             case "x" | "dx":
                 return boundary_axes(self.x_varies[port.index])
-            case "y" | "dy":
+            case "y":
                 return boundary_axes(self.y_varies[port.index])
+            case "dy":
+                return boundary_axes(self.y_varies[self.dy_of[port.index]])
             case "acc":
                 return acc_axes(self.layout, port.index)
-            case "res" | "wres":
+            case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)
                 return (DP, TP) if source is None else self.axes(source)
 
@@ -381,7 +421,9 @@ def _function(
     if jitted is None:
         rest = [k for k in range(len(part.outvars)) if k not in forwarded]
         results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
-        program = weave([closed], shards=shards).jaxpr if op in _WOVEN_ALONE and shards > 1 else closed
+        program = closed
+        if donated and shards > 1:  # weight gradients go under collectives; its jaxpr stays plain, for braids to weave
+            program = weave([closed], shards=shards).jaxpr
         jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))

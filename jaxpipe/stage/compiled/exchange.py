@@ -1,6 +1,6 @@
 """The tensor-parallel collectives of a stage function alone: same shapes, same devices, one after another, nothing beside them.
 
-For measuring T_AR of `stp.txt` section 4.3 (:mod:`jaxpipe.profile`): what schedules with braids hide.
+For measuring T_AR of `stp.txt` section 4.3 (:mod:`jaxpipe.cost`): what schedules with braids hide.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of
 from jaxpipe.mesh import DP, TP, device_sharded
+from jaxpipe.stage.compiled.braid import mesh_of
 from jaxpipe.stage.functions import StageFunction
 from jaxpipe.stage.weave.units import collectives
 
@@ -24,7 +24,7 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
     eqns = [function.jaxpr.jaxpr.eqns[c.eqn] for c in collectives(function.jaxpr)]
     if not eqns:
         return None
-    mesh = _mesh(function)
+    mesh = mesh_of([function])
     home = device_sharded(mesh, (DP, TP))
 
     def run(*shards: Any) -> list[Any]:
@@ -43,9 +43,3 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
         for eqn, shape in zip(eqns, shapes, strict=True)
     ]
     return jax.jit(mapped), arrays
-
-
-def _mesh(function: StageFunction) -> Mesh:
-    home = (*function.avals_in, *function.avals_out)[0].sharding
-    assert isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh), "stage functions know their devices"
-    return home.mesh

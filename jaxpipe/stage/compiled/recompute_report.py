@@ -50,20 +50,6 @@ class PolicyCost:
         """Of the residual bytes with ``none``."""
         return self.saved_bytes / max(1, self.saved_bytes + self.residual_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "policy": self.policy,
-            "residual_bytes": self.residual_bytes,
-            "w_residual_bytes": self.w_residual_bytes,
-            "cotangent_bytes": self.cotangent_bytes,
-            "saved_bytes": self.saved_bytes,
-            "saved_fraction": self.saved_fraction,
-            "flops": dict(self.flops),
-            "added_flops": self.added_flops,
-            "added_fraction": self.added_fraction,
-        }
-
 
 def compare_policies(
     stages: Sequence[Sequence[Layer]],

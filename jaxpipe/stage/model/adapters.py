@@ -12,7 +12,7 @@ runs while JAX traces, not each time. State that calls only read is taken from n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
 from jaxpipe.stage.model.nnx_modules import SplitModule, blueprint, mode_keyword, typed_key
+from jaxpipe.stage.model.params import by_path, find_leaf, nested
 
 
 def from_linen(
@@ -51,8 +52,7 @@ def from_linen(
     Raises StageError for what is no instance of a linen module, and from ``init`` or ``apply`` for collections other than
     ``params`` and for whatever Flax refuses.
     """
-    if not isinstance(module, linen.Module):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+    if what := not_linen(module):
         raise StageError(
             f"layer {name!r} got {what}; from_linen wants an instance of a linen module, such as Block(width=64)"
         )
@@ -62,13 +62,7 @@ def from_linen(
 
     def init(key: jax.Array) -> Params:
         arguments = jax.tree.map(_zeros, tuple(example))
-        with as_stage_error(label):
-            variables = module.init(key, *arguments, **mode(False))
-        refuse_state(label, [c for c in variables if c != "params"])
-        params: Params = linen.meta.unbox(dict(variables.get("params", {})))
-        for path in ties:
-            params = _without(params, path, label)
-        return params
+        return _without(linen_params(label, module, key, arguments, mode(False)), ties, label)
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
         arguments = _arguments(x, context, reads)
@@ -116,10 +110,7 @@ def from_nnx(
     divided: dict[TensorParallel, SplitModule] = {}
 
     def init(key: jax.Array) -> Params:
-        params = split.nested(whole.draw(typed_key(key), split.params))
-        for path in ties:
-            params = _without(params, path, split.label)
-        return params
+        return _without(split.nested(whole.draw(typed_key(key), split.params)), ties, split.label)
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
         key = typed_key(context.key) if context.train and draws and context.key is not None else None
@@ -173,19 +164,30 @@ def _zeros(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
-def refuse_state(label: str, kinds: Sequence[str]) -> None:
+def not_linen(module: Any) -> str:
+    """What is no instance of a linen module, in words; "" for what is one."""
+    if isinstance(module, linen.Module):
+        return ""
+    return f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+
+
+def linen_params(label: str, module: Any, key: jax.Array, arguments: Sequence[Any], mode: Mapping[str, bool]) -> Params:
+    """The parameters that a linen module makes for a call with these arguments."""
+    with as_stage_error(label):
+        variables = module.init(key, *arguments, **mode)
+    kinds = [c for c in variables if c != "params"]
     if kinds:
         raise StageError(
             f"{label} keeps state beside its parameters ({', '.join(kinds)}), which microbatches in flight would overwrite; "
             "use a layer without it (LayerNorm or RMSNorm in place of BatchNorm)"
         )
+    params: Params = linen.meta.unbox(dict(variables.get("params", {})))
+    return params
 
 
-def _without(params: Params, path: Path, label: str) -> Params:
-    """``params`` without the leaf at ``path``, nor the dicts that this leaves empty."""
-    head, *rest = path
-    if head not in params:
-        raise StageError(f"{label} has no parameter at the tied path {'/'.join(path)}; it has {', '.join(params)}")
-    kept = {key: value for key, value in params.items() if key != head}
-    below = _without(params[head], tuple(rest), label) if rest else {}
-    return {**kept, head: below} if below else kept
+def _without(params: Params, ties: Collection[Path], label: str) -> Params:
+    """``params`` without the tied leaves, nor the dicts that this leaves empty."""
+    for path in ties:
+        if find_leaf(params, path) is None:
+            raise StageError(f"{label} has no parameter at the tied path {'/'.join(path)}; it has {', '.join(params)}")
+    return nested({path: leaf for path, leaf in by_path(params).items() if path not in ties}) if ties else params

@@ -19,7 +19,7 @@ from flax import linen
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
-from jaxpipe.stage.model.adapters import as_stage_error, refuse_state, streams
+from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
 from jaxpipe.stage.model.layer import Params, Path
 from jaxpipe.stage.model.nnx_modules import mode_keyword, typed_key
@@ -50,8 +50,7 @@ def layers_from_linen(
     Raises:
         StageError: there are no such blocks; the call does not treat them as blocks, or keeps state; says what was found.
     """
-    if not isinstance(module, linen.Module):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+    if what := not_linen(module):
         raise StageError(f"layers_from_linen wants an instance of a linen module, such as GPT(width=64), not {what}")
     example = batch_types("layers_from_linen", batch, reads)
     places = (blocks,) if isinstance(blocks, str) else tuple(blocks)
@@ -79,10 +78,7 @@ class _LinenCut:
 
         def init(key: jax.Array) -> dict[Path, Any]:
             zeros = [jnp.zeros(v.shape, v.dtype) for v in data]
-            with as_stage_error(self.label):
-                variables = module.init(key, *zeros, **self._mode(False))
-            refuse_state(self.label, [c for c in variables if c != "params"])
-            return by_path(linen.meta.unbox(variables.get("params", {})))
+            return by_path(linen_params(self.label, module, key, zeros, self._mode(False)))
 
         self._program, types = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(lambda: jax.random.key(0)))
         self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types
@@ -90,18 +86,16 @@ class _LinenCut:
             _check_params(self.label, self._given, types)
         self._sites: dict[Path, int] = {}
         self._first: list[int] = []  # by block, the first one of its stack
-        homes: list[Mapping[Path, Home]] = []
-        names: list[str] = []
+        self.homes: list[Mapping[Path, Home]] = []
+        self.names: list[str] = []
         for place in places:
             for site, count in _sites(self.label, types, place):
-                self._sites[site] = first = len(names)
+                self._sites[site] = first = len(self.names)
                 inside = {path[len(site) :]: path for path in types if path[: len(site)] == site}
                 for index in range(count) if count else (None,):
                     self._first.append(first)
-                    homes.append({path: (home, index) for path, home in inside.items()})
-                    names.append("/".join(site) if index is None else f"{'/'.join(site)}[{index}]")
-        self._homes = homes
-        self.names: Sequence[str] = names
+                    self.homes.append({path: (home, index) for path, home in inside.items()})
+                    self.names.append("/".join(site) if index is None else f"{'/'.join(site)}[{index}]")
 
     def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
         def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -123,9 +117,6 @@ class _LinenCut:
         keys = streams(typed_key(key), self._rngs) if train and key is not None else {}
         with as_stage_error(f"{self.label}: block {self.names[block]}"):
             return self._copies[(self._first[block], train)].apply({"params": params}, *args, rngs=keys, **kwargs)
-
-    def homes(self, block: int) -> Mapping[Path, Home]:
-        return self._homes[block]
 
     def alike(self, block: int) -> Hashable:
         copies = [self._copies.get((self._first[block], train)) for train in (True, False)]

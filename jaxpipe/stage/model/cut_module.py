@@ -29,7 +29,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
 from jaxpipe.stage.model.outline import Outline
-from jaxpipe.stage.model.params import get_leaf, nested
+from jaxpipe.stage.model.params import find_leaf, nested
 from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
 from jaxpipe.wording import closest
 
@@ -159,7 +159,7 @@ class _Layers:
         self.module = tracing.module
         self.wiring = wiring
         blocks = range(len(self.module.names))
-        self.stacked = {p for k in blocks for p, index in self.module.homes(k).values() if index is not None}
+        self.stacked = {p for k in blocks for p, index in self.module.homes[k].values() if index is not None}
         self.steps = _flowing(list(self._steps()))
         self._applies: dict[Hashable, Callable[..., Any]] = {}
 
@@ -191,7 +191,7 @@ class _Layers:
                 takes = frozenset(w for w in arguments if w not in self.wiring.free)
                 made = tuple(("out", k, j) for j in range(len(entry.leaving)))
                 _, draws = self.tracing.probe(k, entry.arguments, TRAIN)
-                yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes(k), draws)
+                yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes[k], draws)
         yield self._around_step("head", len(train.entries), ())
 
     def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
@@ -368,10 +368,10 @@ def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
 
 
 def _found(tree: Any, path: Path) -> Any:
-    try:
-        return get_leaf(tree, path)
-    except (KeyError, TypeError):
-        raise StageError(f"there is no parameter {'/'.join(path)} in what was given") from None
+    leaf = find_leaf(tree, path)
+    if leaf is None:
+        raise StageError(f"there is no parameter {'/'.join(path)} in what was given")
+    return leaf
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:

@@ -100,23 +100,22 @@ class _NnxCut:
         self._calls: list[
             tuple[KeyPath, int]
         ] = []  # where a block's stub goes, and the number of the first block there
-        names: list[str] = []
+        self.names: list[str] = []
         self._splits: list[SplitModule] = []
-        self._homes: list[Mapping[Path, Home]] = []
+        self.homes: list[Mapping[Path, Home]] = []
         for path, block in found:
-            self._calls.append((path, len(names)))
+            self._calls.append((path, len(self.names)))
             label = f"{self.label}: block {joined(path)}, nnx module {type(block).__name__}"
             split, _ = split_module(label, block)
             at = {p: home[id(v)] for p, v in nnx.iter_graph(block) if isinstance(v, nnx.Param)}
             stacked = path in [tuple(place.split(".")) for place in paths]
             for index in range(_stack_size(split)) if stacked else (None,):
-                names.append(joined(path) if index is None else f"{joined(path)}[{index}]")
+                self.names.append(joined(path) if index is None else f"{joined(path)}[{index}]")
                 self._splits.append(split if index is None else _unstacked(split, index))
-                self._homes.append({_words(p): (at[p], index) for p in split.params})
+                self.homes.append({_words(p): (at[p], index) for p in split.params})
         for block in {id(block): block for _, block in found}.values():
             object.__setattr__(block, "__class__", _stub_class(type(block)))
         self._outlined, _ = split_module(self.label, skeleton)
-        self.names: Sequence[str] = names
         self._kinds = _numbered(map(_kind, self._splits))
 
     def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
@@ -130,9 +129,6 @@ class _NnxCut:
     def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
         args, kwargs = arguments
         return self._splits[block].call(params, args, kwargs, None if key is None else typed_key(key), train)
-
-    def homes(self, block: int) -> Mapping[Path, Home]:
-        return self._homes[block]
 
     def alike(self, block: int) -> Hashable:
         return self._kinds[block]

@@ -1,14 +1,14 @@
 """The layer protocol: a pure pair ``init``, ``apply`` over plain dict pytrees.
 
-A model is a list of layers; a stage is a run of consecutive layers. What flows between layers is any pytree: floating-point
-leaves carry gradients, integer leaves and non-array leaves (a Python int, a string) travel along without. Data from outside
-(tokens, labels, masks) enters at any layer that names it in ``reads``: labels reach the last stage this way and never cross
-the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.model.adapters`.
-"""
+A model is a list of layers; a stage is a run of consecutive layers. A layer takes the result of the one before it, or those of
+the earlier layers that it names: layers form a graph, listed in an order in which they can run. What flows between layers is
+any pytree: floating-point leaves carry gradients, integer leaves and non-array leaves (a Python int, a string) travel along
+without. Data from outside (tokens, labels, masks) enters at any layer that names it in ``reads``: labels reach the last stage
+this way and never cross the pipeline. Adapters for Flax modules are in :mod:`jaxpipe.stage.model.adapters`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -47,15 +47,18 @@ class Layer:
     """One layer.
 
     ``name``: unique in the model; parameters are stored and checkpointed under it. ``init(key) -> params`` (a dict pytree of
-    arrays, float32 master precision). ``apply(params, x, context) -> y``; the first layer gets ``x=None``. ``reads``: names of
-    batch arrays it needs. ``uses_key``: it draws random numbers in training (dropout). ``tied``: ``{path in this layer's
-    params: (owner layer, path there)}``; a tied leaf is not created by ``init`` but put into ``params`` before ``apply``; its
-    gradient is added to the owner's. ``kind``: what sort of layer it is, for people; nothing is computed, shared or timed
-    by it.
+    arrays, float32 master precision). ``apply(params, x, context) -> y``. ``takes``: whose results ``x`` is. None: that of the
+    layer before it (the first layer gets None). Names of earlier layers: a tuple of their results, one name too. ``()``: None;
+    the layer begins a branch with what it reads. ``reads``: names of batch arrays it needs. ``uses_key``: it draws random
+    numbers in training (dropout). ``tied``: ``{path in this layer's params: (owner layer, path there)}``; a tied leaf is not
+    created by ``init`` but put into ``params`` before ``apply``; its gradient is added to the owner's. ``kind``: what sort of
+    layer it is, for people; nothing is computed, shared or timed by it.
 
     ``trainable(path)``: whether the floating-point leaf at that path is trained; None: all are. One that is not has no
-    gradient, no W, no accumulator and no optimizer state. ``float32(path)``: whether it stays float32 where the others are
-    computed with in a narrower dtype; None: none does. Neither is asked about tied leaves: those are as their owner's.
+    gradient, no W, no accumulator and no optimizer state. ``frozen``: no leaf is, whatever ``trainable`` says; where no layer
+    that it takes from, however far back, is trained either, it has no backward pass. ``float32(path)``: whether it stays
+    float32 where the others are computed with in a narrower dtype; None: none does. Neither is asked about tied leaves: those
+    are as their owner's.
 
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
@@ -71,17 +74,19 @@ class Layer:
     shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None
     trainable: Callable[[Path], bool] | None = None
     float32: Callable[[Path], bool] | None = None
+    takes: tuple[str, ...] | None = None
+    frozen: bool = False
 
     @property
     def code(self) -> Hashable:
         """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects."""
         functions = (function_key(self.init), function_key(self.apply))
-        rules = (self.trainable, self.float32)
+        rules = (self.trainable, self.float32, self.frozen)
         return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules
 
     def trains(self, path: Path) -> bool:
         """Whether a floating-point leaf that the layer creates is trained."""
-        return self.trainable is None or bool(self.trainable(path))
+        return not self.frozen and (self.trainable is None or bool(self.trainable(path)))
 
     def stays_float32(self, path: Path) -> bool:
         """Whether a floating-point leaf that the layer creates is computed with in float32."""
@@ -90,10 +95,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Model:
-    """Layers in order. The last one is the loss: it reads the labels and returns ``(loss_sum, weight_sum)``, two float32
-    scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. It may return a third value, metrics by name:
-    a scalar sum, reported as Σ sum / Σ weight_sum, or a pair ``(sum, weight)`` of its own; they carry no gradient. The layer
-    before it returns the model's output (logits ``[batch, sequence, vocabulary]``, which generation uses).
+    """Layers in an order in which they can run (:attr:`Layer.takes`). The last one is the loss: it reads the labels and returns
+    ``(loss_sum, weight_sum)``, two float32 scalars of this microbatch; the step's loss is Σ loss_sum / Σ weight_sum. It may
+    return a third value, metrics by name: a scalar sum, reported as Σ sum / Σ weight_sum, or a pair ``(sum, weight)`` of its
+    own; they carry no gradient. What it takes is the model's output (logits ``[batch, sequence, vocabulary]``, which generation
+    uses).
+
+    Every layer that no other takes is such a loss. Of several, the step's loss is the sum of Σ loss_sum / Σ weight_sum, each
+    over all microbatches: the weights of one are not mixed with another's. Each is reported under its layer's name too.
 
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
     """
@@ -105,7 +114,8 @@ class Model:
     seq_len: int
 
     def __post_init__(self) -> None:
-        """Raises StageError when layer names clash, a read names no batch array, or a tie has no proper owner."""
+        """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes
+        what is no earlier layer."""
         problems = _model_problems(self)
         if problems:
             raise StageError(f"model {self.name}: " + "; ".join(problems))
@@ -115,6 +125,28 @@ class Model:
         names = [layer.name for layer in self.layers]
         shown = names if len(names) <= 6 else [*names[:2], "…", *names[-2:]]
         return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
+
+    @property
+    def losses(self) -> tuple[int, ...]:
+        """Positions of the losses: layers that no other takes."""
+        taken = {k for sources in taken_by(self.layers) for k in sources}
+        return tuple(i for i in range(len(self.layers)) if i not in taken)
+
+
+def taken_by(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
+    """Per layer of a model, the positions of those whose results it takes, as :attr:`Layer.takes` lists them."""
+    at = {layer.name: i for i, layer in enumerate(layers)}
+    return tuple(
+        ((i - 1,) if i else ()) if layer.takes is None else tuple(at[name] for name in layer.takes)
+        for i, layer in enumerate(layers)
+    )
+
+
+def given_to(layer: Layer, results: Sequence[Any]) -> Any:
+    """What ``apply`` gets as ``x``, of the results of the layers that ``layer`` takes."""
+    if layer.takes is None:
+        return results[0] if results else None
+    return tuple(results) if layer.takes else None
 
 
 LeafRule = Callable[[str, Path], bool]
@@ -179,7 +211,8 @@ def _model_problems(model: Model) -> list[str]:
         names = [layer.name for layer in model.layers]
         twice = sorted({name for name in names if names.count(name) > 1})
         problems.append(f"layer names must be unique, and {', '.join(twice)} appears more than once")
-    for layer in model.layers:
+    for i, layer in enumerate(model.layers):
+        problems += _taking_problems(layer, [earlier.name for earlier in model.layers[:i]], by_name)
         problems += [
             f"layer {layer.name} reads {name!r}, and the batch has {', '.join(arrays)}"
             for name in layer.reads
@@ -194,3 +227,16 @@ def _model_problems(model: Model) -> list[str]:
                 true_owner, true_path = by_name[owner].tied[owner_path]
                 problems.append(f"{tie}, itself tied; name its owner {true_owner}/{'/'.join(true_path)} instead")
     return problems
+
+
+def _taking_problems(layer: Layer, earlier: Sequence[str], known: Mapping[str, Layer]) -> Iterator[str]:
+    if isinstance(layer.takes, str):
+        yield f"layer {layer.name} takes {layer.takes!r}; want a tuple of names: ({layer.takes!r},)"
+        return
+    for name in layer.takes or ():
+        if name == layer.name:
+            yield f"layer {name} takes its own result"
+        elif name in known and name not in earlier:
+            yield f"layer {layer.name} takes {name!r}, which comes after it; list layers in an order in which they can run"
+        elif name not in earlier:
+            yield f"layer {layer.name} takes {name!r}; layers before it are {', '.join(earlier) or 'none'}"

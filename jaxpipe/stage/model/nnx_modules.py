@@ -12,7 +12,7 @@ key is computed once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import nested
+from jaxpipe.stage.model.params import find_leaf, nested
 from jaxpipe.stage.split.loops import handed_on
 
 KeyPath = tuple[Any, ...]
@@ -162,12 +162,10 @@ class SplitModule:
         )
 
     def _at(self, params: Params, path: KeyPath) -> Any:
-        node: Any = params
-        for part in path:
-            if not isinstance(node, Mapping) or str(part) not in node:
-                raise StageError(f"{self.label} has no parameter {joined(path)} in what it was given")
-            node = node[str(part)]
-        return node
+        leaf = find_leaf(params, tuple(map(str, path)))
+        if leaf is None:
+            raise StageError(f"{self.label} has no parameter {joined(path)} in what it was given")
+        return leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,20 +310,23 @@ def _unshared(value: Any) -> Any:
 
 def _unshare(module: nnx.Module) -> None:
     """Give a module lists, dicts and sets of its own; merged, it has those of its definition."""
-    for _, node in list(nnx.iter_graph(module)):
+    for _, node, name, value in list(_own(module)):
+        if type(value) in (list, tuple, set, dict):
+            object.__setattr__(node, name, _unshared(value))
+
+
+def _own(module: nnx.Module) -> Iterator[tuple[KeyPath, Any, str, Any]]:
+    """The attributes of a module and of those in it: the path of the one that has it, this, name and value."""
+    for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if type(value) in (list, tuple, set, dict):
-                    object.__setattr__(node, name, _unshared(value))
+            yield from ((path, node, name, value) for name, value in vars(node).items())
 
 
 def _attributes(module: nnx.Module) -> dict[KeyPath, Hashable]:
     """A key of each Python value among the attributes of a module and of those in it, by path."""
     return {
         (*path, name): _python_key(value)
-        for path, node in nnx.iter_graph(module)
-        if isinstance(node, nnx.Pytree)
-        for name, value in vars(node).items()
+        for path, _, name, value in _own(module)
         if not name.startswith("_pytree__") and not isinstance(value, _STATE)
     }
 
@@ -364,11 +365,9 @@ def _stream_value(stream: Any, key: jax.Array) -> jax.Array:
 
 def _declare_arrays(module: nnx.Module) -> None:
     """Make nnx treat arrays among the attributes as data while JAX traces, as it does when it does not."""
-    for _, node in list(nnx.iter_graph(module)):
-        if isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if isinstance(value, jax.core.Tracer):
-                    setattr(node, name, nnx.data(value))
+    for _, node, name, value in list(_own(module)):
+        if isinstance(value, jax.core.Tracer):
+            setattr(node, name, nnx.data(value))
 
 
 def _refuse_traced(label: str, definition: Any) -> None:

@@ -35,6 +35,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.errors import StageError
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.leaves import array_leaves, fill
 
 _MARK = "jaxpipe.block"
@@ -208,10 +209,10 @@ class _Lifting:
         self.invars += [_renamed(env, v) for v in closed.jaxpr.invars]
         for eqn in closed.jaxpr.eqns:
             self.add(eqn, env)
-        return [_read(env, a) for a in closed.jaxpr.outvars]
+        return [called(env, a) for a in closed.jaxpr.outvars]
 
     def add(self, eqn: JaxprEqn, env: dict[Var, Atom]) -> None:
-        invars = [_read(env, a) for a in eqn.invars]
+        invars = [called(env, a) for a in eqn.invars]
         mark, call, scan = _mark_of(eqn), called_jaxpr(eqn), scan_parts(eqn)
         if mark is not None:
             self._take_mark(mark, eqn, invars[0], env)
@@ -224,7 +225,7 @@ class _Lifting:
                 self.consts[_renamed(inner, v)] = c
             for sub in body.eqns:
                 self.add(sub, inner)
-            env.update((v, _read(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+            env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
         elif scan is not None:
             self._loop(eqn, scan, invars, env)
         else:
@@ -295,10 +296,6 @@ def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _is_key(atom: Atom) -> bool:
     return hasattr(atom.aval, "dtype") and is_key_dtype(atom.aval.dtype)
-
-
-def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
-    return atom if isinstance(atom, Literal) else env[atom]
 
 
 def _renamed(env: dict[Var, Atom], var: Var) -> Var:

@@ -18,8 +18,8 @@ owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -36,6 +36,10 @@ SMALL_BYTES = 64 * 1024
 
 BufferKind = Literal["same", "split", "partial"]
 """How a buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the gradient."""
+
+
+Place = tuple[str, Path]
+"""Of a parameter: its layer, and its path there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,8 @@ class ParamLayout:
     slots: tuple[LeafSlot, ...]
     buffers: tuple[jax.ShapeDtypeStruct, ...]
     num_trained: int
-    aliases: Mapping[tuple[str, Path], tuple[str, Path]]
-    shared: Mapping[tuple[str, Path], tuple[str, Path]]
+    aliases: Mapping[Place, Place]
+    shared: Mapping[Place, Place]
     kinds: tuple[BufferKind, ...] = ()
     shards: int = 1
 
@@ -154,22 +158,16 @@ class ParamLayout:
         lie = _sharding(layers, tp)
         _check_tied_shards(lie, aliases)
         own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        kinds = [_kind(lie.get((name, path))) for name, path, _ in leaves]
-        slots, buffers, num_trained, buffer_kinds = _assign(own, kinds, small_bytes)
-        axes = [axis if isinstance(axis := lie.get((s.layer, s.path)), int) else None for s in slots]
-        slots = tuple(replace(s, axis=axis) for s, axis in zip(slots, axes, strict=True))
-        return cls(names, slots, buffers, num_trained, aliases, shared, buffer_kinds, tp.size)
+        slots, buffers, num_trained, kinds = _assign(own, lie, small_bytes)
+        return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
         """A stage's whole parameters as NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
 
         def cast(slot: LeafSlot) -> np.ndarray:
             leaf = np.asarray(self._find(params, slot))
-            return (
-                leaf.astype(slot.dtype if dtype is None else dtype)
-                if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else leaf
-            )
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            return leaf.astype(slot.dtype if dtype is None else dtype) if floating else leaf
 
         return self.tree([cast(slot) for slot in self.slots], ties=False)
 
@@ -256,10 +254,9 @@ class ParamLayout:
         )
 
     def _find(self, params: Mapping[str, Params], slot: LeafSlot) -> Any:
-        try:
-            leaf = get_leaf(params[slot.layer], slot.path)
-        except (KeyError, TypeError):
-            raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}") from None
+        leaf = find_leaf(params, (slot.layer, *slot.path))
+        if leaf is None:
+            raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}")
         if tuple(leaf.shape) != slot.whole_shape(self.shards):
             want = slot.whole_shape(self.shards)
             raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
@@ -282,29 +279,26 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
             raise StageError(f"layer {layer.name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
         own = _copy_dicts(params[layer.name])
         for path, (owner, owner_path) in layer.tied.items():
-            if owner in here or (owner not in params and _has(own, path)):
+            if owner in here or (owner not in params and find_leaf(own, path) is not None):
                 continue
-            try:
-                leaf = get_leaf(params[owner], owner_path)
-            except (KeyError, TypeError):
+            leaf = find_leaf(params, (owner, *owner_path))
+            if leaf is None:
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
-                ) from None
+                )
             insert_leaf(own, path, leaf)
         chosen[layer.name] = own
     return chosen
 
 
-def _ties(
-    layers: Sequence[Layer],
-) -> tuple[dict[tuple[str, Path], tuple[str, Path]], dict[tuple[str, Path], tuple[str, Path]]]:
+def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Place]]:
     here = {layer.name for layer in layers}
     if len(here) != len(layers):
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
-    aliases: dict[tuple[str, Path], tuple[str, Path]] = {}
-    shared: dict[tuple[str, Path], tuple[str, Path]] = {}
+    aliases: dict[Place, Place] = {}
+    shared: dict[Place, Place] = {}
     for layer in layers:
         for path, (owner, owner_path) in layer.tied.items():
             (aliases if owner in here else shared)[(layer.name, tuple(path))] = (owner, tuple(owner_path))
@@ -312,9 +306,7 @@ def _ties(
 
 
 def _check_ties(
-    leaves: Sequence[tuple[str, Path, Any]],
-    aliases: Mapping[tuple[str, Path], tuple[str, Path]],
-    shared: Mapping[tuple[str, Path], tuple[str, Path]],
+    leaves: Sequence[tuple[str, Path, Any]], aliases: Mapping[Place, Place], shared: Mapping[Place, Place]
 ) -> None:
     have = {(name, path) for name, path, _ in leaves}
     for (layer, path), (owner, owner_path) in aliases.items():
@@ -347,11 +339,11 @@ def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
     return found
 
 
-def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[tuple[str, Path], Shard]:
+def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]:
     """How each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
     if tp.size == 1:
         return {}
-    found: dict[tuple[str, Path], Shard] = {}
+    found: dict[Place, Shard] = {}
     for layer in layers:
         if layer.shards is None:
             raise StageError(
@@ -366,7 +358,7 @@ def _kind(shard: Shard | None) -> BufferKind:
     return "same" if shard is None else "partial" if shard == "partial" else "split"
 
 
-def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], Shard], shards: int) -> Any:
+def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shards: int) -> Any:
     """The shape and dtype of a shard of ``leaf``."""
     axis, shape = lie.get((name, path)), list(leaf.shape)
     if isinstance(axis, int):
@@ -380,9 +372,7 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[tuple[str, Path], S
     return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
 
 
-def _check_tied_shards(
-    lie: Mapping[tuple[str, Path], Shard], aliases: Mapping[tuple[str, Path], tuple[str, Path]]
-) -> None:
+def _check_tied_shards(lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
     for (layer, path), owner in aliases.items():
         if lie.get((layer, path)) != lie.get(owner):
             raise StageError(
@@ -392,36 +382,30 @@ def _check_tied_shards(
 
 
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], kinds: Sequence[BufferKind], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
-    trained = [is_trained(leaf) for _, _, leaf in leaves]
-    buffers: list[jax.ShapeDtypeStruct] = []
-    buffer_kinds: list[BufferKind] = []
+    """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
+    groups: dict[tuple[bool, bool, Hashable], list[int]] = {}
+    for i, (name, path, leaf) in enumerate(leaves):
+        dtype = np.dtype(leaf.dtype)
+        small = leaf.size * dtype.itemsize <= small_bytes
+        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))))
+        groups.setdefault((not is_trained(leaf), small, alike if small else i), []).append(i)
     slots: dict[int, LeafSlot] = {}
-    num_trained = 0
-    for kind in (True, False):
-        packed: dict[tuple[bool, Any, BufferKind], list[int]] = {}
-        for i, (name, path, leaf) in enumerate(leaves):
-            if trained[i] != kind:
-                continue
-            shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-            if leaf.size * dtype.itemsize <= small_bytes:
-                packed.setdefault((len(shape) > 1, dtype, kinds[i]), []).append(i)
-            else:
-                slots[i] = LeafSlot(name, path, shape, dtype, len(buffers), None)
-                buffers.append(jax.ShapeDtypeStruct(shape, dtype))
-                buffer_kinds.append(kinds[i])
-        for (_, dtype, lies), members in packed.items():
-            offset = 0
-            for i in members:
-                name, path, leaf = leaves[i]
-                slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), offset)
-                offset += slots[i].size
-            buffers.append(jax.ShapeDtypeStruct((offset,), dtype))
-            buffer_kinds.append(lies)
-        if kind:
-            num_trained = len(buffers)
-    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(buffer_kinds)
+    buffers: list[jax.ShapeDtypeStruct] = []
+    kinds: list[BufferKind] = []
+    for (_, small, _), members in sorted(groups.items(), key=lambda group: group[0][:2]):
+        end = 0
+        for i in members:
+            name, path, leaf = leaves[i]
+            axis, at, dtype = lie.get((name, path)), end if small else None, np.dtype(leaf.dtype)
+            split = axis if isinstance(axis, int) else None
+            slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), at, split)
+            end += slots[i].size
+        buffers.append(jax.ShapeDtypeStruct((end,) if small else tuple(leaf.shape), dtype))
+        kinds.append(_kind(axis))
+    num_trained = sum(not fixed for fixed, _, _ in groups)
+    return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(kinds)
 
 
 def _copy_dicts(tree: Any) -> Any:
@@ -431,6 +415,15 @@ def _copy_dicts(tree: Any) -> Any:
 def get_leaf(tree: Any, path: Path) -> Any:
     """The leaf of a nested dict at ``path``."""
     for key in path:
+        tree = tree[key]
+    return tree
+
+
+def find_leaf(tree: Any, path: Path) -> Any:
+    """The same, None where there is none."""
+    for key in path:
+        if not isinstance(tree, Mapping) or key not in tree:
+            return None
         tree = tree[key]
     return tree
 
@@ -448,14 +441,6 @@ def nested(leaves: Mapping[Path, Any]) -> Params:
     for path, leaf in leaves.items():
         insert_leaf(tree, path, leaf)
     return tree
-
-
-def _has(tree: Any, path: Path) -> bool:
-    for key in path:
-        if not isinstance(tree, Mapping) or key not in tree:
-            return False
-        tree = tree[key]
-    return True
 
 
 def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:

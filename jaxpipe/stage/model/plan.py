@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,13 +25,18 @@ import numpy as np
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, taken_by
 from jaxpipe.stage.model.reference import calling, with_tied_leaves
 
 _ARRAYS = (jax.Array, np.ndarray)
+_MOST_DIVISIONS = 20_000
+"""Of stages among branches, that are tried."""
 
 Cut = tuple[tuple[int, int], ...]
 """Half-open ranges of layer indices, one a stage, in order and without gaps."""
+
+Edges = tuple[tuple[int, int], ...]
+"""(from, to) of stages that take each other's results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +133,84 @@ class StagePlan:
         return [layer for stage in self.stages for layer in stage.layers]
 
 
-def cut(layers: Sequence[Layer], num_stages: int, costs: Sequence[float] | None = None) -> Cut:
+def cut(
+    layers: Sequence[Layer], num_stages: int, costs: Sequence[float] | None = None, edges: Edges | None = None
+) -> Cut:
     """Cut ``layers`` into ``num_stages`` runs of consecutive layers so that the largest total cost is least.
 
     ``costs``: one finite number ≥ 0 a layer, in any unit; None counts every layer the same. Where they are
     :class:`LayerCosts`, bytes between stages decide between equal cuts. The last stage holds the loss and, if there are more
-    layers than stages, the layer before it. Raises StageError when there are more stages than layers, or the costs do not fit
-    the layers.
+    layers than stages, the layer before it.
+
+    Layers that form a graph are cut branch by branch, a branch being a longest chain: no stage holds layers of two branches,
+    unless there are more of these than stages. Then a branch may be joined to a neighbour in the list that takes its result,
+    and if that is not enough to any. ``edges``: (from, to) of stages that the cut must have, None for any.
+
+    Raises:
+        StageError: there are more stages than layers, the costs do not fit the layers, or no such cut has these edges.
     """
     n = len(layers)
     if not 1 <= num_stages <= n:
         raise StageError(f"{num_stages} stages of {n} layers; every stage needs a layer, so use 1 to {n} stages")
     units = _whole_numbers(_checked_costs(layers, costs))
     crossing = list(costs.boundary_bytes) if isinstance(costs, LayerCosts) else [0] * n
-    joined = 1 if 1 < num_stages < n else 0
+    taken = taken_by(layers)
+    counts = Counter(k for sources in taken for k in sources)
+    follows = [i for i in range(1, n) if i - 1 in taken[i]]
+    straight = {i for i in follows if taken[i] == (i - 1,) and counts[i - 1] == 1}
+    evenly = cache(lambda a, b, count: _evenly(a, b, count, units, crossing, ends_alone=counts[b - 1] == 0))
+    found: list[tuple[int, int, Cut]] = []
+    for joined in (straight, set(follows), set(range(1, n))):
+        ends = [*(i for i in range(1, n) if i not in joined), n]
+        if math.comb(num_stages - 1, len(ends) - 1) > _MOST_DIVISIONS:
+            continue
+        for parts in _divided(num_stages, [b - a for a, b in pairwise([0, *ends])]):
+            made: list[tuple[int, int]] = []
+            for start, stop, count in zip([0, *ends], ends, parts, strict=False):
+                made += evenly(start, stop, count)
+            if edges is None or cut_edges(taken, made) == tuple(sorted(edges)):
+                sums = [sum(units[a:b]) for a, b in made]
+                found.append((max(sums), sum(x * x for x in sums), tuple(made)))
+        if found:
+            return min(found)[-1]
+    assert edges is not None, "any number of stages up to that of layers can be cut"
+    arrows = " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
+    raise StageError(
+        f"no cut of these {n} layers, branch by branch, into {num_stages} stages has the edges {arrows}; say where stages "
+        "begin, or use a placement with the edges that follow from what the layers take"
+    )
+
+
+def cut_edges(taken: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, int]]) -> Edges:
+    """(from, to) of the stages of a cut, ascending, by what each layer takes (:func:`~jaxpipe.stage.model.layer.taken_by`)."""
+    home = [s for s, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
+    return tuple(sorted({(home[k], home[i]) for i, sources in enumerate(taken) for k in sources if home[k] != home[i]}))
+
+
+def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to give each of some branches 1 to ``most`` stages, ``total`` in all."""
+    if not most:
+        if total == 0:
+            yield ()
+        return
+    for count in range(1, min(most[0], total - len(most) + 1) + 1):
+        for rest in _divided(total - count, most[1:]):
+            yield count, *rest
+
+
+def _evenly(
+    start: int, stop: int, count: int, units: Sequence[int], crossing: Sequence[int], ends_alone: bool
+) -> list[tuple[int, int]]:
+    """Layers ``start`` to ``stop`` in ``count`` stages. A loss at the end (nothing takes it: ``ends_alone``) stays with the
+    layer before it, unless every layer is a stage."""
+    own, sent = list(units[start:stop]), list(crossing[start:stop])
+    joined = 1 if ends_alone and 1 < count < len(own) else 0
     if joined:
-        units = [*units[:-2], units[-2] + units[-1]]
-    prefix = list(accumulate(units, initial=0))
-    ends = _most_even(prefix, num_stages, _least_largest(prefix, num_stages), crossing)
+        own = [*own[:-2], own[-2] + own[-1]]
+    prefix = list(accumulate(own, initial=0))
+    ends = _most_even(prefix, count, _least_largest(prefix, count), sent)
     ends[-1] += joined
-    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return [(start + a, start + b) for a, b in pairwise([0, *ends])]
 
 
 def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
@@ -205,11 +270,12 @@ def plan_stages(
     costs: Sequence[float] | None = None,
     costs_from: str = "",
     boundaries: Sequence[int | str] | None = None,
+    edges: Edges | None = None,
 ) -> StagePlan:
     """The plan of ``model`` in ``num_stages`` balanced stages, or cut at ``boundaries``; give one of the two.
 
-    ``costs`` as in :func:`cut`, and ``costs_from`` their name for the table. Shapes come from ``init`` by abstract evaluation:
-    nothing is allocated. Raises StageError as :func:`cut` and :func:`cut_at` do.
+    ``costs`` and ``edges`` as in :func:`cut`, and ``costs_from`` their name for the table. Shapes come from ``init`` by
+    abstract evaluation: nothing is allocated. Raises StageError as :func:`cut` and :func:`cut_at` do.
     """
     if (num_stages is None) == (boundaries is None):
         raise StageError("a stage plan needs either num_stages or boundaries, and not both")
@@ -219,7 +285,7 @@ def plan_stages(
         ranges = cut_at(layers, boundaries)
     else:
         assert num_stages is not None
-        ranges = cut(layers, num_stages, costs)
+        ranges = cut(layers, num_stages, costs, edges)
     stage_of = {layers[i].name: s for s, (start, stop) in enumerate(ranges) for i in range(start, stop)}
     avals = param_avals(model)
     for layer in layers:
@@ -292,18 +358,20 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    x: Any = None
     seen: dict[Any, tuple[float, Any]] = {}
     costs, sent = [], []
-    for layer in model.layers:
+    made: list[Any] = []
+    for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):
+        x = given_to(layer, [made[k] for k in taken])
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
         leaves, structure = jax.tree.flatten(arguments)
         signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in seen:
             seen[signature] = _forward_flops(layer, arguments)
-        flops, x = seen[signature]
+        flops, y = seen[signature]
+        made.append(y)
         costs.append(flops)
-        sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.ShapeDtypeStruct)))
+        sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(y) if isinstance(leaf, jax.ShapeDtypeStruct)))
     return LayerCosts(costs, sent)
 
 

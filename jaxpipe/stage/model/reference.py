@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path as FilePath
 from types import ModuleType
@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, given_to, taken_by
 from jaxpipe.stage.model.options import suggestion
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
@@ -45,14 +46,14 @@ def apply_model(
     key: jax.Array | None = None,
     train: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Forward of the whole model on one microbatch: ``(loss_sum, weight_sum)``, two scalars.
+    """Forward of the whole model on one microbatch: ``(loss_sum, weight_sum)``, two scalars (of several losses, as
+    :func:`combined`).
 
     ``key`` is the microbatch's, typed or raw threefry data (uint32[2]); None will do when no layer draws random numbers, or
     with ``train=False``. Differentiable in ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses.
     Raises StageError when ``batch`` lacks an array that a layer reads, or a layer needs a key.
     """
-    loss_sum, weight_sum, *_ = _run(model, model.layers, params, batch, key, train)
-    return loss_sum, weight_sum
+    return combined(_heads(model, params, batch, key, train).values())
 
 
 def metrics_of(
@@ -63,18 +64,65 @@ def metrics_of(
     train: bool = False,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Of the whole model on one microbatch, ``loss`` and the metrics of its loss layer: what is summed and what that is divided
-    by. Arguments as in :func:`apply_model`."""
-    loss_sum, weight_sum, *rest = _run(model, model.layers, params, batch, key, train)
-    named = {"loss": (loss_sum, weight_sum)}
-    for name, value in rest[0].items() if rest else ():
-        named[name] = value if isinstance(value, tuple) else (value, weight_sum)
+    by. Of several losses each stands there under its layer's name too (but one named ``loss``). Arguments as in
+    :func:`apply_model`."""
+    heads = _heads(model, params, batch, key, train)
+    named: dict[str, Any] = {"loss": combined(heads.values())}
+    for layer, (loss_sum, weight_sum, *rest) in heads.items():
+        if len(heads) > 1 and layer != "loss":
+            named[layer] = (loss_sum, weight_sum)
+        for name, value in rest[0].items() if rest else ():
+            named[name] = value if isinstance(value, tuple) else (value, weight_sum)
     return named
 
 
+def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
+    """The losses of ``heads``, each a pair (loss sum, weight sum), as one pair: its quotient is the sum of theirs, and its
+    weight that of the first. Of one it is the pair as it stands. A loss without weight counts nothing."""
+    (loss_sum, weight_sum, *_), *others = heads
+    for other_sum, other_weight, *_ in others:
+        share = jnp.where(other_weight > 0, weight_sum / jnp.where(other_weight > 0, other_weight, 1), 0)
+        loss_sum = loss_sum + other_sum * jax.lax.stop_gradient(share)
+    return loss_sum, weight_sum
+
+
+def weights_of(
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """A function of a microbatch: the weight of each loss. ``params``, ``batch``: shapes.
+
+    Raises:
+        StageError: one depends on more than the batch; a step could not know it before its first backward pass.
+    """
+    taken: list[Any] = []
+
+    def weights(params: Any, batch: Any) -> list[Any]:
+        heads = _heads(model, params, batch, None, False)
+        taken.extend(heads)
+        return [jnp.asarray(head[1]) for head in heads.values()]
+
+    closed = jax.make_jaxpr(weights)(params, batch)
+    count = len(jax.tree.leaves(params))
+    for k, name in enumerate(taken):
+        if any(only_results(closed, [k])[1][:count]):
+            raise StageError(
+                f"the weight of the loss layer {name!r} depends on parameters; of several losses each must tell its weight by "
+                "the batch alone"
+            )
+    alone, kept = only_results(closed, range(len(taken)))
+
+    def found(batch: Mapping[str, Any]) -> list[Any]:
+        leaves = jax.tree.leaves(dict(batch))
+        return eval_jaxpr(alone.jaxpr, alone.consts, *(x for x, yes in zip(leaves, kept[count:], strict=True) if yes))
+
+    return found
+
+
 def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
-    """What the layer before the loss returns for one microbatch, in evaluation mode, in the compute dtype. The batch need not
-    hold what only the loss reads."""
-    return _run(model, model.layers[:-1], params, batch, None, False)
+    """What the last loss takes for one microbatch (a tuple of several results), in evaluation mode, in the compute dtype. The
+    batch need not hold what only losses read."""
+    found = _results(model, taken_by(model.layers)[-1], params, batch, None, False)
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
@@ -180,18 +228,54 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
         raise ConfigError(f"{what} {name} can't be made: {_told(error)}") from error
 
 
-def _run(
+def _heads(
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
+) -> dict[str, tuple[Any, ...]]:
+    """What the losses return, by name of the layer."""
+    found = _results(model, model.losses, params, batch, key, train)
+    heads = {model.layers[i].name: head for i, head in zip(model.losses, found, strict=True)}
+    for name, head in heads.items():
+        if not (isinstance(head, tuple) and len(head) in (2, 3)):
+            raise StageError(
+                f"layer {name!r}, which no layer takes, returns a {type(head).__name__}; want (loss_sum, weight_sum)"
+            )
+    return heads
+
+
+def read_by(model: Model, wanted: Sequence[int]) -> tuple[str, ...]:
+    """The batch arrays that the layers at ``wanted``, and those behind them, read."""
+    return tuple(dict.fromkeys(name for i in sorted(_last_readers(model, wanted)) for name in model.layers[i].reads))
+
+
+def _last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
+    """The layers that those at ``wanted`` need, with the last that takes each: past the end for those."""
+    taken = taken_by(model.layers)
+    found = dict.fromkeys(wanted, len(model.layers))
+    for i in range(len(model.layers) - 1, -1, -1):
+        if i in found:
+            found = dict.fromkeys(taken[i], i) | found
+    return found
+
+
+def _results(
     model: Model,
-    layers: tuple[Layer, ...],
+    wanted: Sequence[int],
     params: Mapping[str, Params],
     batch: Mapping[str, jax.Array],
     key: jax.Array | None,
     train: bool,
-) -> Any:
+) -> list[Any]:
+    """What the layers at ``wanted`` return; runs those that they need and holds no result longer than that."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    x: Any = None
-    for index, layer in enumerate(layers):
+    taken = taken_by(model.layers)
+    last_reader = {i: len(model.layers) for i in wanted}
+    for i in range(len(model.layers) - 1, -1, -1):
+        if i in last_reader:
+            last_reader = dict.fromkeys(taken[i], i) | last_reader
+    made: dict[int, Any] = {}
+    for index in sorted(last_reader):
+        layer = model.layers[index]
         absent = [name for name in layer.reads if name not in batch]
         if absent:
             raise StageError(f"layer {layer.name} reads {absent[0]!r}; the batch has {', '.join(batch)}")
@@ -205,8 +289,10 @@ def _run(
             key=jax.random.fold_in(key, index) if draws and key is not None else None,
             train=train,
         )
-        x = layer.apply(with_tied_leaves(layer, params), x, context)
-    return x
+        x = given_to(layer, [made[k] for k in taken[index]])
+        made[index] = layer.apply(with_tied_leaves(layer, params), x, context)
+        made = {k: y for k, y in made.items() if last_reader[k] > index}
+    return [made[i] for i in wanted]
 
 
 def _with(params: Params, path: Path, leaf: Any) -> Params:

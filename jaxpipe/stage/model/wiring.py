@@ -29,20 +29,22 @@ Home = tuple[Path, int | None]
 
 class CuttableModule(Protocol):
     """A module whose blocks can be left out of its call. ``leaves``: types of all its parameters by path. ``names``: what its
-    blocks are called."""
+    blocks are called. ``homes``: by block, where its parameters, by their paths in it, lie in the module."""
 
     label: str
-    names: Sequence[str]
     leaves: Mapping[Path, jax.ShapeDtypeStruct]
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def homes(self) -> Sequence[Mapping[Path, Home]]: ...
 
     def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
         """The module's call on batch arrays, with stubs for its blocks."""
 
     def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
         """A block's call on ``(args, kwargs)``."""
-
-    def homes(self, block: int) -> Mapping[Path, Home]:
-        """Where the parameters of a block, by their paths in it, lie in the module."""
 
     def alike(self, block: int) -> Hashable:
         """Equal for blocks of which :meth:`call` computes the same."""
@@ -132,7 +134,7 @@ class Tracing:
         signature = (self.module.alike(block), structure_key(arguments), types, mode)
         if signature not in self._probed:
             leaves = self.leaves(mode[1])
-            params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes(block).items()}
+            params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes[block].items()}
             made: list[Any] = []
 
             def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:

@@ -16,47 +16,14 @@ from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable
 from itertools import pairwise
 
-from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, sub_jaxprs
+from jaxpipe._jax_compat import Var, aval_bytes
+from jaxpipe.stage.primitives import is_cheap
 from jaxpipe.stage.split.graph import Graph
 
-_UNMOVABLE = frozenset(
-    {
-        "dot_general",
-        "ragged_dot",
-        "ragged_dot_general",
-        "conv_general_dilated",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter_mul",
-        "sort",
-        "cumsum",
-        "cumprod",
-        "cumlogsumexp",
-        "fft",
-        "cholesky",
-        "triangular_solve",
-        "custom_call",
-        "ffi_call",
-        "pallas_call",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "all_gather",
-        "all_to_all",
-        "ppermute",
-        "reduce_scatter",
-    }
-)
 _INFINITE = 1 << 62
 
 VALUE_BYTES = 4096
 """What passing one more value counts, besides its size: about 1 µs of host time."""
-
-
-def is_movable(eqn: JaxprEqn) -> bool:
-    """Whether an equation is cheap enough to run in B although only W needs it."""
-    return eqn.primitive.name not in _UNMOVABLE and not eqn.effects and not any(True for _ in sub_jaxprs(eqn))
 
 
 def cheapest_moves(
@@ -70,7 +37,7 @@ def cheapest_moves(
     for i in w:
         eqn = graph.eqns[i]
         reads = {v for v in eqn.invars if isinstance(v, Var)}
-        if not (is_movable(eqn) or i in again) or any(_is_accumulator(graph, v) for v in reads):
+        if not ((is_cheap(eqn) and not eqn.effects) or i in again) or any(graph.port_kind(v) == "acc" for v in reads):
             flow.edge(i, sink, _INFINITE)
         for v in reads:
             maker = graph.maker.get(v)
@@ -95,11 +62,6 @@ def _base(graph: Graph, v: Var, w: set[int]) -> Var:
     while graph.maker.get(v) not in w and (base := graph.view_base(v)) is not None:
         v = base
     return v
-
-
-def _is_accumulator(graph: Graph, v: Var) -> bool:
-    port = graph.trace.inputs.get(v)
-    return port is not None and port.kind == "acc"
 
 
 class _Flow:

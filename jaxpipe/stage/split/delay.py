@@ -12,57 +12,40 @@ whose cotangent is there from the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
-from jaxpipe.stage.split.graph import Part
+from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.split.graph import Graph, Part
+from jaxpipe.stage.split.trace import layer_of
 
 _NEVER = -1
 """Group of what nothing needs yet; any layer comes before it."""
 
 
-def delayed(
-    part: Part,
-    cotangents: Mapping[int, Sequence[Var]],
-    seed: Var | None,
-    layer_of: Callable[[JaxprEqn], int | None],
-    is_fixed: Callable[[Atom], bool],
-    is_view: Callable[[JaxprEqn], bool],
-) -> Part:
-    """``part`` with recomputation moved behind cotangents.
-
-    Args:
-        part: a B or BW.
-        cotangents: by layer, the cotangents of what it returns.
-        seed: the loss's own cotangent, where it is a constant.
-        layer_of: the layer that an equation came from, if known.
-        is_fixed: whether a value depends on parameters and constants only.
-        is_view: whether an equation is cheaper than keeping its result.
-    """
-    late: set[Var] = {v for p, v in zip(part.inputs, part.invars, strict=True) if p.kind == "dy"}
-    late.update([seed] if seed is not None else [])
-    early: set[int] = set()
-    for k, eqn in enumerate(part.eqns):
-        if eqn.effects or any(v in late for v in variables(eqn.invars)):
-            late.update(eqn.outvars)
-        elif not all(is_fixed(v) for v in eqn.outvars):
-            early.add(k)
-    groups = _groups(part, early, layer_of)
+def delayed(part: Part, graph: Graph) -> Part:
+    """``part``, a B or BW cut from ``graph``, with recomputation moved behind cotangents."""
+    cotangents: dict[int, list[Var]] = {}
+    for layer, a in graph.trace.layer_cotangents:
+        cotangents.setdefault(layer, []).extend(variables([a]))
+    groups = _groups(part, {k for k in graph.early(part.eqns) if not all(map(graph.is_fixed, part.eqns[k].outvars))})
     made = {v for eqn in part.eqns for v in eqn.outvars}
     waiting = {
         g: [k for k in sorted(groups) if groups[k] == g]
         for g in {*groups.values()}
         if cotangents.get(g) and made.issuperset(cotangents[g])
     }
-    waiting = {g: ks for g, ks in waiting.items() if not all(is_view(part.eqns[k]) for k in ks)}
+    waiting = {
+        g: ks for g, ks in waiting.items() if not all(map(graph.is_view, (v for k in ks for v in part.eqns[k].outvars)))
+    }
     if not waiting:
         return part
-    eqns = _Reordering(part, waiting, cotangents, is_fixed).run()
+    eqns = _Reordering(part, waiting, cotangents, graph).run()
     return part if eqns is None else replace(part, eqns=tuple(eqns))
 
 
-def _groups(part: Part, early: set[int], layer_of: Callable[[JaxprEqn], int | None]) -> dict[int, int]:
+def _groups(part: Part, early: set[int]) -> dict[int, int]:
     """For each early equation the last layer that needs it; absent where that is not known."""
     unknown = 1 << 30
     need: dict[Var, int] = {}
@@ -91,12 +74,12 @@ class _Reordering:
         part: Part,
         waiting: dict[int, list[int]],
         cotangents: Mapping[int, Sequence[Var]],
-        is_fixed: Callable[[Atom], bool],
+        graph: Graph,
     ) -> None:
         self.part = part
         self.waiting = waiting
         self.cotangents = cotangents
-        self.is_fixed = is_fixed
+        self.graph = graph
         self.group_of = {v: g for g, ks in waiting.items() for k in ks for v in part.eqns[k].outvars}
         self.delayed = {k for ks in waiting.values() for k in ks}
         self.out: list[JaxprEqn] = []
@@ -138,9 +121,8 @@ class _Reordering:
         return True
 
     def _held(self, v: Var) -> bool:
-        return not self.is_fixed(v) or is_key_dtype(dtype_of(v))
+        return not self.graph.is_fixed(v) or is_key_dtype(dtype_of(v))
 
     def _emit(self, eqn: JaxprEqn, names: Mapping[Var, Var]) -> None:
-        invars = [names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-        self.out.append(eqn.replace(invars=invars))
+        self.out.append(eqn.replace(invars=[called(names, a) for a in eqn.invars]))
         self.done.update(eqn.outvars)

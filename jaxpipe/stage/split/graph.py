@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -18,14 +18,13 @@ from jaxpipe._jax_compat import (
     is_key_dtype,
     variables,
 )
+from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.functions import Port
+from jaxpipe.stage.primitives import Kind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
 
 Saveable = Callable[[Var], bool]
 """Whether F may save a value it computed."""
-
-_KEY_PLUMBING = frozenset({"random_wrap", "random_fold_in", "random_split", "random_unwrap", "random_seed"})
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type"})
 
 
 class Level(IntEnum):
@@ -53,29 +52,24 @@ class Part:
         return close_jaxpr([(v, c) for v, c in consts.items() if v in read], self.invars, self.eqns, self.outvars)
 
 
-class Graph:
-    """Dataflow of a trace: who makes a value, and what it depends on. Built once, not changed."""
+class Graph(Dataflow):
+    """Dataflow of a trace, and what each value depends on. Built once, not changed."""
 
     def __init__(self, trace: StageTrace) -> None:
+        super().__init__(trace.eqns)
         self.trace = trace
-        self.eqns = trace.eqns
-        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in variables(eqn.invars):
-                self.readers.setdefault(v, []).append(i)
         self.level: dict[Var, Level] = {v: _port_level(p) for v, p in trace.inputs.items()}
         if trace.seed is not None:
             self.level[trace.seed] = Level.BACKWARD
         self.eqn_level = [self._classify(i, eqn) for i, eqn in enumerate(self.eqns)]
 
     def _classify(self, i: int, eqn: JaxprEqn) -> Level:
-        keys = [v for v in variables(eqn.invars) if is_key(v) or self._is_key_port(v)]
+        keys = [v for v in variables(eqn.invars) if is_key(v) or self.port_kind(v) == "key"]
         level = max(
-            (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if not self._is_key_port(v)),
+            (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if self.port_kind(v) != "key"),
             default=Level.FIXED,
         )
-        plumbing = eqn.primitive.name in _KEY_PLUMBING or all(is_key(v) for v in eqn.outvars)
+        plumbing = kind(eqn) is Kind.KEY or all(is_key(v) for v in eqn.outvars)
         if keys and not plumbing:
             level = max(level, Level.FORWARD)
         if i in self.trace.recomputed and level is Level.FORWARD:
@@ -84,28 +78,36 @@ class Graph:
             self.level[v] = level
         return level
 
-    def _is_key_port(self, v: Var) -> bool:
+    def port_kind(self, v: Var) -> str:
+        """The kind of the port through which a value enters the stage; "" for others."""
         port = self.trace.inputs.get(v)
-        return port is not None and port.kind == "key"
+        return "" if port is None else port.kind
 
     def of(self, atom: Atom) -> Level:
         return Level.FIXED if isinstance(atom, Literal) else self.level.get(atom, Level.FIXED)
 
-    def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
-        """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
-        found: set[int] = set()
-        stack = list(variables(roots))
-        while stack:
-            i = self.maker.get(stack.pop())
-            if i is not None and i not in found and among(i):
-                found.add(i)
-                stack.extend(variables(self.eqns[i].invars))
+    def early(self, eqns: Sequence[JaxprEqn]) -> set[int]:
+        """Positions of those among backward equations, in the order of a program, that depend on no cotangent."""
+        late = {v for v, p in self.trace.inputs.items() if p.kind == "dy"} | {self.trace.seed}
+        found = set()
+        for k, eqn in enumerate(eqns):
+            if eqn.effects or any(v in late for v in variables(eqn.invars)):
+                late.update(eqn.outvars)
+            else:
+                found.add(k)
         return found
+
+    def is_fixed(self, v: Var) -> bool:
+        return self.of(v) is Level.FIXED
+
+    def is_view(self, v: Var) -> bool:
+        """Whether a value is cheaper to make again than to keep."""
+        return self.view_base(v) is not None
 
     def view_base(self, v: Var) -> Var | None:
         """The operand of which ``v`` is a view that takes no fewer bytes, if it is one."""
         i = self.maker.get(v)
-        if i is None or self.eqns[i].primitive.name not in _VIEWS:
+        if i is None or not row(self.eqns[i]).view:
             return None
         operands = list(variables(self.eqns[i].invars))
         if len(operands) != 1 or aval_bytes(operands[0].aval) > aval_bytes(v.aval):

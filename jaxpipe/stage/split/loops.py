@@ -37,7 +37,9 @@ from jaxpipe._jax_compat import (
     variables,
     with_outer_names,
 )
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.primitives import has_body
 
 Operand = tuple[Var, Atom]
 """A variable of a loop body and what the loop feeds it."""
@@ -129,7 +131,7 @@ def hoist_fixed(
         return isinstance(a, Literal) or (fixed[a] if a in fixed else is_fixed(a))
 
     for i, eqn in enumerate(eqns):
-        eqn = eqn.replace(invars=[_called(names, a) for a in eqn.invars])
+        eqn = eqn.replace(invars=[called(names, a) for a in eqn.invars])
         loop = Loop.of(eqn)
         made: list[JaxprEqn] = [eqn]
         renamed: dict[Var, Atom] = {}
@@ -189,17 +191,17 @@ def handed_on(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[Atom]:
             ends = [a for a, _ in (*loop.carry_outs, *loop.ys)]
             inner = handed_on(loop.parts.body.eqns, ends)
             renamed = _handed_through(loop, {a: b for a, b in zip(ends, inner, strict=True) if isinstance(a, Var)})
-        names.update((v, _called(names, a)) for v, a in renamed.items())
-    return [_called(names, a) for a in results]
+        names.update((v, called(names, a)) for v, a in renamed.items())
+    return [called(names, a) for a in results]
 
 
 def _handed_through(loop: Loop, names: Mapping[Var, Atom]) -> dict[Var, Atom]:
     """Results of a loop that are its operands: slices stacked again in their order, carries that no iteration changes.
     ``names``: what body values are, where that is known."""
     xs: dict[Atom, Atom] = dict(loop.xs)
-    found = {v: xs[b] for a, v in loop.ys if isinstance(b := _called(names, a), Var) and b in xs}
+    found = {v: xs[b] for a, v in loop.ys if isinstance(b := called(names, a), Var) and b in xs}
     ends = zip(loop.carry_outs, loop.carries, strict=True)
-    return found | {v: start for (a, v), (k, start) in ends if _called(names, a) is k}
+    return found | {v: start for (a, v), (k, start) in ends if called(names, a) is k}
 
 
 def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
@@ -257,14 +259,14 @@ def divide(
     stacked = {v: fresh_var(v.aval) for v in crossing}  # replaced by what the first loop calls it
     ys_b = [(a, v) for a, v in loop.ys if for_b(v)]
     first, names = loop.loop_over(eqns_b, carries_b, [*ys_b, *stacked.items()])
-    feed = [(v, _called(names, s)) for v, s in stacked.items()]
+    feed = [(v, called(names, s)) for v, s in stacked.items()]
     second, more = loop.loop_over(eqns_w | redo, carries_w, ys_w, feed)
     return first + second, {**names, **more}
 
 
 def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]) -> bool:
     """Whether a loop or branch computes something for W's results that it would not compute for B's."""
-    if not any(True for _ in sub_jaxprs(eqn)) or not any(for_w(v) for v in eqn.outvars):
+    if not has_body(eqn) or not any(for_w(v) for v in eqn.outvars):
         return False
     loop = Loop.of(eqn)
     if loop is None:
@@ -310,7 +312,7 @@ def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
 
 def _mixed(eqn: JaxprEqn, loop: Loop, eqns_w: set[int]) -> bool:
     """Whether a loop inside the body has results for both halves."""
-    if not any(True for _ in sub_jaxprs(eqn)):
+    if not has_body(eqn):
         return False
     read = {v for i in eqns_w for v in variables(loop.parts.body.eqns[i].invars)}
     return any(v in read for v in eqn.outvars)
@@ -340,9 +342,5 @@ def _splice(
     flat = flatten(traced.jaxpr, traced.consts)
     assert not flat.consts, "a loop body closes over nothing"
     names: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
-    eqns = [with_outer_names(e, outer, [_called(names, a) for a in e.invars], e.outvars) for e in flat.eqns]
-    return eqns, {v: _called(names, a) for v, a in zip(results, flat.outvars, strict=True) if isinstance(v, Var)}
-
-
-def _called(names: Mapping[Var, Atom], atom: Atom) -> Atom:
-    return names.get(atom, atom) if isinstance(atom, Var) else atom
+    eqns = [with_outer_names(e, outer, [called(names, a) for a in e.invars], e.outvars) for e in flat.eqns]
+    return eqns, {v: called(names, a) for v, a in zip(results, flat.outvars, strict=True) if isinstance(v, Var)}

@@ -41,52 +41,31 @@ output 2, GeLU's input 8), and what attention keeps: 2 per score, none with ``ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, sub_jaxprs, variables
+from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
+from jaxpipe.stage.primitives import Kind, has_body, is_cheap, is_product, kind, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
-from jaxpipe.stage.weave.units import EXCHANGES
 
 __all__ = ["ATTENTION_SCORES", "POLICIES", "policy"]
 
 ATTENTION_SCORES = "attn_scores"
 """The name by which a layer marks its attention scores."""
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
-_EXPENSIVE = frozenset(
-    {"gather", "scatter", "scatter-add", "sort", "top_k", "fft", "pallas_call", "custom_call", "ffi_call"}
-)
-_MOVES = frozenset(
-    {
-        "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "convert_element_type", "slice", "rev", "neg",
-        "optimization_barrier", "reduce_precision",
-    }
-)  # fmt: skip
+_UNWORKED = frozenset({Kind.CAST, Kind.MOVE, Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
 """What works on no number: a value between two products that only goes through these is no attention score."""
-
-_EXPENSIVE_PREFIXES = ("cum", "psum", "all_", "reduce_scatter", "ppermute", "scatter")
-
-
-def _none(graph: Graph) -> Saveable:
-    return lambda v: True
-
-
-def _full(graph: Graph) -> Saveable:
-    keep = frozenset(variables(graph.trace.layer_inputs))
-    return keep.__contains__
 
 
 def _dots(graph: Graph) -> Saveable:
     keep = frozenset(variables(graph.trace.layer_inputs))
 
     def saveable(v: Var) -> bool:
-        name = _made_by(graph, v)
-        return v in keep or name in _PRODUCTS or name in EXCHANGES or _is_narrowed_product(graph, v)
+        return v in keep or _made_by(graph, v) in (Kind.PRODUCT, Kind.EXCHANGE) or _is_narrowed_product(graph, v)
 
     return saveable
 
@@ -95,67 +74,60 @@ def _cheap(graph: Graph) -> Saveable:
     keep = frozenset(variables(graph.trace.layer_inputs))
 
     def saveable(v: Var) -> bool:
-        eqn = graph.eqns[graph.maker[v]]
-        name = eqn.primitive.name
-        costly = name in _PRODUCTS or name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
-        return v in keep or costly or any(True for _ in sub_jaxprs(eqn)) or _is_narrowed_product(graph, v)
+        return v in keep or not is_cheap(graph.eqns[graph.maker[v]]) or _is_narrowed_product(graph, v)
 
     return saveable
 
 
-def _attention(graph: Graph) -> Saveable:
-    region = _score_region(graph)
-    return lambda v: v not in region
-
-
 def _fused(graph: Graph) -> Saveable:
-    keep = set(variables(graph.trace.layer_inputs))
-    keep.update(a for name, a in graph.trace.named if name == ATTENTION_SCORES and isinstance(a, Var))
+    keep = {*variables(graph.trace.layer_inputs), *_marked(graph)}
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
-        if level is Level.FORWARD and eqn.primitive.name in _PRODUCTS:
+        if level is Level.FORWARD and is_product(eqn):
             keep.update(eqn.outvars)
             for operand in variables(eqn.invars):
                 seen: Var | None = operand
                 while seen is not None and seen not in keep:
                     keep.add(seen)
                     seen = graph.view_base(seen)
-    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) in EXCHANGES
-
-
-def _flash(graph: Graph) -> Saveable:
-    fused, attention = _fused(graph), _attention(graph)
-    return lambda v: fused(v) and attention(v)
-
-
-def _gather(graph: Graph) -> Saveable:
-    return lambda v: _made_by(graph, v) != "all_gather"
+    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is Kind.EXCHANGE
 
 
 def _score_region(graph: Graph) -> frozenset[Var]:
     """Values of the size of attention scores, marked or found; with marked ones, all that is made from them before the next
     products."""
-    marked = [a for name, a in graph.trace.named if name == ATTENTION_SCORES and isinstance(a, Var)]
-    region: set[Var] = set()
-    stack = list(marked)
-    while stack:
-        v = stack.pop()
-        if v in region or graph.of(v) is not Level.FORWARD:
-            continue
-        region.add(v)
+    marked = _marked(graph)
+
+    def onwards(v: Var) -> Iterator[Var]:
         for i in graph.readers.get(v, ()):
-            if graph.eqn_level[i] is Level.FORWARD and graph.eqns[i].primitive.name not in _PRODUCTS:
-                stack.extend(graph.eqns[i].outvars)
+            if graph.eqn_level[i] is Level.FORWARD and not is_product(graph.eqns[i]):
+                yield from graph.eqns[i].outvars
+
+    region = _spread((v for v in marked if graph.of(v) is Level.FORWARD), onwards)
     sizes = {math.prod(shape_of(v)) for v in marked}
-    stack = list(marked)
+
+    def back(v: Var) -> Iterator[Var]:
+        maker = graph.maker.get(v)
+        if maker is not None and not is_product(graph.eqns[maker]):
+            operands = variables(graph.eqns[maker].invars)
+            yield from (u for u in operands if math.prod(shape_of(u)) in sizes and u not in region)
+
+    return frozenset(region | _spread(marked, back) | _found_scores(graph))
+
+
+def _marked(graph: Graph) -> list[Var]:
+    return list(variables(a for name, a in graph.trace.named if name == ATTENTION_SCORES))
+
+
+def _spread(start: Iterable[Var], near: Callable[[Var], Iterable[Var]]) -> set[Var]:
+    """``start`` and all that can be reached from there."""
+    found: set[Var] = set()
+    stack = list(start)
     while stack:
         v = stack.pop()
-        region.add(v)
-        maker = graph.maker.get(v)
-        if maker is not None and graph.eqns[maker].primitive.name not in _PRODUCTS:
-            stack.extend(
-                u for u in variables(graph.eqns[maker].invars) if math.prod(shape_of(u)) in sizes and u not in region
-            )
-    return frozenset(region | _found_scores(graph))
+        if v not in found:
+            found.add(v)
+            stack.extend(near(v))
+    return found
 
 
 def _found_scores(graph: Graph) -> set[Var]:
@@ -185,8 +157,7 @@ def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
         used = used or any(_is_of_activations(graph, eqn) for eqn in readers)
         makers = [graph.eqns[graph.maker[v]]] if v in graph.maker else []
         for eqn in (*readers, *makers):
-            name = eqn.primitive.name
-            if name not in _PRODUCTS and name not in EXCHANGES and not any(True for _ in sub_jaxprs(eqn)):
+            if kind(eqn) not in (Kind.PRODUCT, Kind.EXCHANGE) and not has_body(eqn):
                 worked = worked or _works(eqn)
                 stack.extend(variables([*eqn.invars, *eqn.outvars]))
     return region, used and worked
@@ -194,19 +165,14 @@ def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
 
 def _works(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than move or scale its operand."""
-    if eqn.primitive.name in ("mul", "div"):
+    if eqn.primitive.name in ("mul", "div", "neg"):
         return sum(math.prod(shape_of(a)) > 1 for a in eqn.invars) > 1
-    return eqn.primitive.name not in _MOVES
+    return kind(eqn) not in _UNWORKED
 
 
 def _is_of_activations(graph: Graph, eqn: JaxprEqn) -> bool:
     """Whether the equation multiplies two values that depend on the microbatch."""
-    return eqn.primitive.name in _PRODUCTS and all(graph.of(a) is Level.FORWARD for a in eqn.invars[:2])
-
-
-def _mlp(graph: Graph) -> Saveable:
-    hidden = _hidden_values(graph)
-    return lambda v: v not in hidden
+    return is_product(eqn) and all(graph.of(a) is Level.FORWARD for a in eqn.invars[:2])
 
 
 def _hidden_values(graph: Graph) -> frozenset[Var]:
@@ -240,7 +206,7 @@ def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var] | None
                 continue
             if _is_projection(graph, eqn):
                 projected = True
-            elif eqn.primitive.name in _PRODUCTS or eqn.effects or any(True for _ in sub_jaxprs(eqn)):
+            elif is_product(eqn) or eqn.effects or has_body(eqn):
                 return None
             else:
                 stack.extend(eqn.outvars)
@@ -249,7 +215,7 @@ def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var] | None
 
 def _is_projection(graph: Graph, eqn: JaxprEqn) -> bool:
     """Whether the equation multiplies with parameters, or functions of them."""
-    return eqn.primitive.name in _PRODUCTS and any(graph.of(a) is Level.FIXED for a in eqn.invars)
+    return is_product(eqn) and any(graph.of(a) is Level.FIXED for a in eqn.invars)
 
 
 def _is_narrowed_product(graph: Graph, v: Var) -> bool:
@@ -261,27 +227,31 @@ def _is_narrowed_product(graph: Graph, v: Var) -> bool:
     return (
         isinstance(wide, Var)
         and wide in graph.maker
-        and _made_by(graph, wide) in _PRODUCTS
+        and _made_by(graph, wide) is Kind.PRODUCT
         and graph.readers[wide] == [i]
         and aval_bytes(v.aval) < aval_bytes(wide.aval)
     )
 
 
-def _made_by(graph: Graph, v: Var) -> str:
-    return str(graph.eqns[graph.maker[v]].primitive.name)
+def _made_by(graph: Graph, v: Var) -> Kind:
+    return kind(graph.eqns[graph.maker[v]])
+
+
+def _all_but(again: frozenset[Var]) -> Saveable:
+    return lambda v: v not in again
 
 
 _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
     {
-        "none": _none,
+        "none": lambda graph: lambda v: True,
         "cheap": _cheap,
         "dots": _dots,
-        "attention": _attention,
-        "mlp": _mlp,
-        "full": _full,
+        "attention": lambda graph: _all_but(_score_region(graph)),
+        "mlp": lambda graph: _all_but(_hidden_values(graph)),
+        "full": lambda graph: frozenset(variables(graph.trace.layer_inputs)).__contains__,
         "fused": _fused,
-        "flash": _flash,
-        "gather": _gather,
+        "flash": lambda graph: Policy(("fused", "attention"))(graph),
+        "gather": lambda graph: lambda v: row(graph.eqns[graph.maker[v]]).exchange != "all-gather",
     }
 )
 assert _RULES.keys() == POLICIES.keys()

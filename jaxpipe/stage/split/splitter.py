@@ -20,27 +20,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, source_line, variables
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.split.crossing import cheapest_moves
 from jaxpipe.stage.split.delay import delayed
 from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
-from jaxpipe.stage.split.trace import StageTrace, layer_of
-
-
-class RecomputePolicy(Protocol):
-    """What F may save in a graph, and what each part of the policy alone would let it save."""
-
-    def __call__(self, graph: Graph) -> Saveable: ...
-
-    def alone(self, graph: Graph) -> Mapping[str, Saveable]: ...
+from jaxpipe.stage.split.recompute import Policy
+from jaxpipe.stage.split.trace import StageTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class Split:
     notes: tuple[str, ...] = ()
 
 
-def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
+def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     """F, B, W and BW of a traced stage. By default F may save anything."""
     graph = Graph(_divide_loops(trace))
     trace = graph.trace
@@ -74,7 +67,8 @@ def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
     b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
     w = backward - b
     free = _free_for_w(graph, again)
-    b |= cheapest_moves(graph, w, free, _recomputation(graph, backward))
+    order = sorted(backward)
+    b |= cheapest_moves(graph, w, free, {order[k] for k in graph.early([graph.eqns[i] for i in order])})
     w = backward - b
     crossing, redo = _crossing(graph, b, w, [a for _, a in acc], free)
 
@@ -89,11 +83,11 @@ def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
         "F": builder.part(
             [*ys, *saved_ports, *token], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns
         ),
-        "B": _delay(
-            graph, builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful))
+        "B": delayed(
+            builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful)), graph
         ),
         "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
-        "BW": _delay(graph, builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful))),
+        "BW": delayed(builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)), graph),
     }
     return Split(parts, (*_notes(graph, b, roots, acc), *idle))
 
@@ -111,7 +105,7 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
     recomputed: set[int] = set()
     names: dict[Var, Atom] = {}
     for i, eqn in enumerate(graph.eqns):
-        eqn = eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        eqn = eqn.replace(invars=[called(names, a) for a in eqn.invars])
         loop = Loop.of(eqn) if i in b else None
         halves = divide(loop, for_b.__contains__, (used - for_b).__contains__) if loop is not None else None
         if halves is not None:
@@ -123,19 +117,16 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
     if not names:
         return trace
 
-    def called(a: Atom) -> Atom:
-        return names.get(a, a) if isinstance(a, Var) else a
-
     return _divide_loops(
         dataclasses.replace(
             trace,
             eqns=tuple(eqns),
             recomputed=frozenset(recomputed),
-            outputs=tuple((p, called(a)) for p, a in trace.outputs),
-            roots=tuple(called(a) for a in trace.roots),
-            layer_inputs=tuple(called(a) for a in trace.layer_inputs),
-            layer_cotangents=tuple((layer, called(a)) for layer, a in trace.layer_cotangents),
-            named=tuple((name, called(a)) for name, a in trace.named),
+            outputs=tuple((p, called(names, a)) for p, a in trace.outputs),
+            roots=tuple(called(names, a) for a in trace.roots),
+            layer_inputs=tuple(called(names, a) for a in trace.layer_inputs),
+            layer_cotangents=tuple((layer, called(names, a)) for layer, a in trace.layer_cotangents),
+            named=tuple((name, called(names, a)) for name, a in trace.named),
         )
     )
 
@@ -164,7 +155,7 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
     return sorted(saved, key=order.__getitem__), again
 
 
-def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: RecomputePolicy) -> tuple[str, ...]:
+def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
     """Remarks on parts of a policy under which F saves all that it would save without."""
     everything, _ = _save(graph, backward, targets, lambda v: True)
     if not everything:
@@ -178,44 +169,13 @@ def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], polic
     )
 
 
-def _delay(graph: Graph, part: Part) -> Part:
-    """A backward part whose recomputation waits for the cotangents of its layer."""
-    cotangents: dict[int, list[Var]] = {}
-    for layer, a in graph.trace.layer_cotangents:
-        cotangents.setdefault(layer, []).extend(variables([a]))
-    return delayed(
-        part,
-        cotangents,
-        graph.trace.seed,
-        layer_of,
-        lambda a: graph.of(a) is Level.FIXED,
-        lambda eqn: all(graph.view_base(v) is not None for v in eqn.outvars),
-    )
-
-
-def _recomputation(graph: Graph, backward: set[int]) -> set[int]:
-    """Backward equations that depend on no cotangent: those of F that run again, and those of a ``jax.checkpoint``."""
-    late = {v for v, p in graph.trace.inputs.items() if p.kind == "dy"}
-    late.update([graph.trace.seed] if graph.trace.seed is not None else [])
-    found = set()
-    for i in sorted(backward):
-        eqn = graph.eqns[i]
-        if eqn.effects or any(v in late for v in variables(eqn.invars)):
-            late.update(eqn.outvars)
-        else:
-            found.add(i)
-    return found
-
-
 def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
     """Whether W has a value at no cost in memory: fixed values, batch arrays, keys, accumulators."""
     kinds = {"param", "data", "key", "acc"}
 
     def free(v: Var) -> bool:
-        port = graph.trace.inputs.get(v)
-        if port is not None:
-            return port.kind in kinds
-        return graph.of(v) is Level.FIXED or v is graph.trace.seed
+        kind = graph.port_kind(v)
+        return kind in kinds if kind else graph.of(v) is Level.FIXED or v is graph.trace.seed
 
     return free
 
@@ -234,7 +194,6 @@ def _crossing(
             continue
         seen.add(v)
         i = graph.maker.get(v)
-        port = graph.trace.inputs.get(v)
         if i in b:
             base = graph.view_base(v)
             if base is None:
@@ -243,7 +202,7 @@ def _crossing(
                 assert i is not None
                 redo.add(i)
                 stack.append(base)
-        elif port is not None and port.kind == "dy":
+        elif graph.port_kind(v) == "dy":
             crossing[v] = None
     order = {v: k for k, v in enumerate([*graph.trace.inputs, *graph.maker])}
     return sorted(crossing, key=order.__getitem__), redo

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ from jaxpipe.stage.functions import Metrics, Port
 from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.leaves import array_leaves, fill, is_array, is_inexact
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, given_to
+from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
@@ -58,6 +60,7 @@ KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 _PREFIX = "jaxpipe"
 _SOURCE = f"{_PREFIX}.dy"
+_SEED = "seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,19 @@ class TraceSpec:
     layout: ParamLayout
     x: Any
     data: Mapping[str, jax.ShapeDtypeStruct]
-    is_last: bool
+    links: StageLinks
     acc_dtype: Any
     tp: TensorParallel = ONE_SHARD
 
     @property
     def uses_key(self) -> bool:
         return any(layer.uses_key for layer in self.layers)
+
+    @property
+    def x_learns(self) -> list[bool]:
+        """By array leaf of ``x``, whether it has a cotangent."""
+        entries = zip(self.links.entries(self.x), self.links.x_learns, strict=True)
+        return [is_inexact(v) and learns for entry, learns in entries for v in array_leaves(entry)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,8 @@ class StageTrace:
     returns. ``named``: values marked with ``checkpoint_name`` by the layers. ``offset``: the variable for the
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
     leaves, leaves being per-shard ``ShapeDtypeStruct`` or static. ``y_varies``: by array leaf of it, whether it differs between
-    ``tp`` shards. ``metrics``: what the loss layer reports besides the loss."""
+    ``tp`` shards. ``metrics``: what the loss layer reports besides the loss. ``dy_of``: by ``dy`` port, the leaf of ``y`` whose
+    cotangent it is a part of."""
 
     eqns: tuple[JaxprEqn, ...]
     recomputed: frozenset[int]
@@ -103,6 +113,7 @@ class StageTrace:
     y: Any
     y_varies: tuple[bool, ...] = ()
     metrics: Metrics = field(default_factory=dict)
+    dy_of: tuple[int, ...] = ()
 
     def key(self) -> Hashable:
         """Equal for traces of the same program with the same ports, constants compared by value."""
@@ -133,6 +144,7 @@ class StageTrace:
             leaving,
             self.y_varies,
             value_key(self.metrics),
+            self.dy_of,
         )
 
 
@@ -158,23 +170,17 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     ) -> tuple[Any, ...]:
         leaves = spec.layout.unpack_leaves(_varying_params(spec, buffers))
         theta, theta_of = _partition(leaves, [spec.layout.trains(slot) for slot in spec.layout.slots])
-        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x], [is_inexact(leaf) for leaf in x])
+        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x], spec.x_learns)
 
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
-            out = _run_layers(spec, mesh, params, fill(spec.x, x_of(floats)), data, key, offset, train=True)
-            if spec.is_last:
-                (loss, *others), made["metrics"] = _loss(spec, out)
-                made["float_y"] = [True, *[False] * len(others)]
-                return [loss], [jax.lax.stop_gradient(v) for v in others]
-            ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
-            made.update(_leaving(out, ys))
-            made["float_y"] = [is_inexact(v) for v in ys]
-            return [v for v in ys if is_inexact(v)], [v for v in ys if not is_inexact(v)]
+            made.update(_run(spec, mesh, params, fill(spec.x, x_of(floats)), data, key, offset, train=True))
+            learning, rest = made["learning"], made["rest"]
+            return [made["values"][p] for p in learning], [jax.lax.stop_gradient(made["values"][p]) for p in rest]
 
         ys, pullback, aux = jax.vjp(forward, theta, floats, has_aux=True)
-        dy = [checkpoint_name(_zeros(v), f"{_SOURCE}/{i}") for i, v in enumerate(ys)]
-        dtheta, dx = pullback(dy)
+        dtheta, dx = pullback(_cotangents(spec, dict(zip(made["learning"], ys, strict=True)), made, data))
+        made.pop("values")
         grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
         return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
 
@@ -194,19 +200,15 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
-        out = _run_layers(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False)
-        if spec.is_last:
-            sums, made["metrics"] = _loss(spec, out)
-            return sums
-        ys = [vary(jnp.asarray(leaf), (DP,)) for leaf in array_leaves(out)]
-        made.update(_leaving(out, ys))
-        return ys
+        made.update(_run(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False))
+        values = made.pop("values")
+        made["ports"] = sorted(values)
+        return [values[p] for p in made["ports"]]
 
     closed, offset_at = _trace(spec, mesh, forward, [])
     flat = flatten(closed.jaxpr, closed.consts)
     _refuse_ordered_effects(spec, flat)
-    kind = "loss" if spec.is_last else "y"
-    outputs = tuple((Port(kind, i), a) for i, a in enumerate(flat.outvars))  # type: ignore[arg-type]
+    outputs = tuple(zip(made["ports"], flat.outvars, strict=True))
     return StageTrace(
         flat.eqns,
         frozenset(),
@@ -219,9 +221,10 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         (),
         None,
         None,
-        made.get("y"),
-        made.get("y_varies", ()),
-        made.get("metrics", {}),
+        made["y"],
+        made["y_varies"],
+        made["metrics"],
+        made["dy_of"],
     )
 
 
@@ -229,12 +232,6 @@ def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
     """Parameter buffers cast to varying where the gradients of the shards are to stay apart."""
     kinds = spec.layout.kinds
     return [vary(b, (DP, TP) if kind == "partial" else (DP,)) for b, kind in zip(buffers, kinds, strict=True)]
-
-
-def _leaving(out: Any, ys: Sequence[Any]) -> dict[str, Any]:
-    """What is known of the values that leave a stage."""
-    y = fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys])
-    return {"y": y, "y_varies": tuple(TP in varying_axes(v) for v in ys)}
 
 
 def param_axes(layout: ParamLayout, index: int) -> tuple[str, ...]:
@@ -330,7 +327,7 @@ def _zeros(like: Any) -> Any:
     return vary(jnp.zeros(like.shape, like.dtype), sorted(varying_axes(like)))
 
 
-def _run_layers(
+def _run(
     spec: TraceSpec,
     mesh: AnyMesh,
     params: Mapping[str, Params],
@@ -340,19 +337,101 @@ def _run_layers(
     offset: Any,
     *,
     train: bool,
-) -> Any:
+) -> dict[str, Any]:
+    """Run the layers. Returns the ``values`` that leave by port; which of these ports are ``learning`` (have a cotangent), and
+    the ``rest``; ``y`` as in :class:`StageTrace`, and what else it has by these names."""
+    links = spec.links
+    results = _run_layers(spec, mesh, params, links.entries(x), data, key, offset, train=train)
+    values: dict[Port, Any] = {}
+    learning: list[Port] = []
+    out = links.leave(results, x)
+    learns = [yes for entry, yes in zip(links.exits(out), links.y_learns, strict=False) for _ in array_leaves(entry)]
+    for i, leaf in enumerate(array_leaves(out)):
+        values[Port("y", i)] = vary(jnp.asarray(leaf), (DP,))
+        learning += [Port("y", i)] if is_inexact(values[Port("y", i)]) and i < len(learns) and learns[i] else []
+    ys = list(values.values())
+    metrics: dict[str, tuple[int, int]] = {}
+    more = 2 * len(links.losses)
+    for h, position in enumerate(links.losses):
+        sums, named = _loss(spec.layers[position].name, results[position])
+        at = [2 * h, 2 * h + 1, *range(more, more + len(sums) - 2)]
+        more += len(sums) - 2
+        values |= {Port("loss", n): v for n, v in zip(at, sums, strict=True)}
+        learning.append(Port("loss", 2 * h))
+        metrics |= {name: (at[total], at[weight]) for name, (total, weight) in named.items()}
+    return {
+        "values": values,
+        "learning": learning,
+        "rest": [p for p in values if p not in learning],
+        "y": fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys]) if links.leaving else None,
+        "y_varies": tuple(TP in varying_axes(v) for v in ys),
+        "metrics": metrics,
+        "dy_of": _dy_of(links, out),
+    }
+
+
+def _dy_of(links: StageLinks, y: Any) -> tuple[int, ...]:
+    """By ``dy`` port, the leaf of ``y`` whose cotangent it is: for each stage that reads, in order, the leaves of what it
+    takes."""
+    ends = list(accumulate((len(array_leaves(entry)) for entry in links.exits(y)), initial=0))
+    return tuple(leaf for _, taken in links.readers for n in taken for leaf in range(ends[n], ends[n + 1]))
+
+
+def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], made: Mapping[str, Any], data: Sequence[Any]) -> list[Any]:
+    """The cotangent of each of ``ys``: of what leaves, those of all who read it, summed in their order; of a loss, one times
+    the factor that the batch gives for it where the model has several."""
+    arrays = dict(zip(spec.data, data, strict=True))
+    found: list[Any] = []
+    seed: Any = None
+    for port, v in ys.items():
+        if port.kind == "y":
+            parts = [k for k, leaf in enumerate(made["dy_of"]) if leaf == port.index]
+            found.append(sum_in_order([checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]))
+            continue
+        if seed is None:
+            seed = checkpoint_name(_zeros(v), f"{_SOURCE}/{_SEED}")
+        layer = spec.layers[spec.links.losses[port.index // 2]]
+        factor = arrays.get(loss_factor(layer))
+        cotangent = seed.astype(v.dtype)
+        found.append(cotangent if factor is None else cotangent * vary(factor[0], (DP,)).astype(v.dtype))
+    return found
+
+
+def sum_in_order(parts: Sequence[Any]) -> Any:
+    """The sum of one or more arrays, from the first on."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _run_layers(
+    spec: TraceSpec,
+    mesh: AnyMesh,
+    params: Mapping[str, Params],
+    entries: Sequence[Any],
+    data: Sequence[Any],
+    key: Any,
+    offset: Any,
+    *,
+    train: bool,
+) -> list[Any]:
+    """What each layer returns."""
     arrays = dict(zip(spec.data, data, strict=True))
     if train and spec.uses_key and mesh.shape[DP] > 1:
         shard = jax.random.wrap_key_data(key, impl="threefry2x32")
         key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
-    for i, layer in enumerate(spec.layers):
+    results: list[Any] = []
+    for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
+        x = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
         with jax.named_scope(f"layer{i}"):
-            x = calling(layer, dict(params[layer.name]), x, context, f" (stage {spec.stage})")
-        if train and i + 1 < len(spec.layers):
-            x = fill(x, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(x))])
-    return x
+            y = calling(layer, dict(params[layer.name]), x, context, f" (stage {spec.stage})")
+        if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
+            y = fill(y, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(y))])
+        results.append(y)
+    return results
 
 
 def _mark(value: Any, layer: int, leaf: int) -> Any:
@@ -369,13 +448,12 @@ def _mark(value: Any, layer: int, leaf: int) -> Any:
     return marked(value)
 
 
-def _loss(spec: TraceSpec, out: Any) -> tuple[list[Any], Metrics]:
-    """What the loss layer returned, as a list of float scalars in the order of ``loss`` ports; which of them are metrics."""
-    layer = spec.layers[-1].name
+def _loss(layer: str, out: Any) -> tuple[list[Any], Metrics]:
+    """What a loss layer returned, as a list of float scalars in the order of ``loss`` ports; which of them are metrics."""
     if not (isinstance(out, tuple) and len(out) in (2, 3) and (len(out) == 2 or isinstance(out[2], Mapping))):
         raise StageError(
-            f"the last layer {layer!r} returns {_described(out)}; want (loss_sum, weight_sum), two float scalars, and "
-            "optionally a dict of metrics"
+            f"the loss layer {layer!r} (no layer takes it) returns {_described(out)}; want (loss_sum, weight_sum), two float "
+            "scalars, and optionally a dict of metrics"
         )
     named = {"loss_sum": out[0], "weight_sum": out[1]}
     metrics: dict[str, tuple[int, int]] = {}
@@ -383,12 +461,12 @@ def _loss(spec: TraceSpec, out: Any) -> tuple[list[Any], Metrics]:
         pair = value if isinstance(value, tuple) else (value,)
         if not isinstance(name, str) or len(pair) > 2:
             raise StageError(
-                f"the last layer {layer!r} returns the metric {name!r} as {_described(value)}; want a scalar sum, or a pair "
+                f"the loss layer {layer!r} returns the metric {name!r} as {_described(value)}; want a scalar sum, or a pair "
                 "(sum, weight), by a string"
             )
         if name in ("loss", "weight"):
             raise StageError(
-                f"the last layer {layer!r} returns a metric {name!r}, which is what evaluations call their own"
+                f"the loss layer {layer!r} returns a metric {name!r}, which is what evaluations call their own"
             )
         metrics[name] = (len(named), len(named) + 1 if len(pair) == 2 else 1)
         named |= dict(zip((f"metric {name!r}", f"the weight of metric {name!r}"), pair, strict=False))
@@ -409,11 +487,11 @@ def _scalar(layer: str, what: str, value: Any) -> Any:
     value = jnp.asarray(value)
     if value.shape != ():
         raise StageError(
-            f"{what} of the last layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
+            f"{what} of the loss layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
         )
     if TP in varying_axes(value):
         raise StageError(
-            f"{what} of the last layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
+            f"{what} of the loss layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
         )
     return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), (DP,))
 
@@ -456,36 +534,34 @@ def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offs
     eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)
     outvars = [renamed.get(a, a) if isinstance(a, Var) else a for a in flat.outvars]
     names = [(name, renamed.get(a, a) if isinstance(a, Var) else a) for name, a in flat.names]
-    float_y = made.get("float_y", [True, False])
-    float_x = [is_inexact(v) for v in array_leaves(spec.x)]
-    y_at = [i for i, f in enumerate(float_y) if f] + [i for i, f in enumerate(float_y) if not f]
-    kind = "loss" if spec.is_last else "y"
-    ports = [Port(kind, i) for i in y_at]  # type: ignore[arg-type]
-    ports += [Port("dx", i) for i, f in enumerate(float_x) if f]
+    ports = [*made["learning"], *made["rest"]]
+    ports += [Port("dx", i) for i, learns in enumerate(spec.x_learns) if learns]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
-    seeds = {int(name.split("/")[1]): v for name, v in names if name.startswith(_SOURCE)}
     seed = None
-    for i, v in seeds.items():
-        assert isinstance(v, Var)
-        if spec.is_last:
-            seed = v
-        else:
-            inputs[v] = Port("dy", y_at[i])
+    for name, v in names:
+        if name.startswith(_SOURCE):
+            assert isinstance(v, Var)
+            which = name.split("/")[1]
+            if which == _SEED:
+                seed = v
+            else:
+                inputs[v] = Port("dy", int(which))
     return StageTrace(
         tuple(eqns),
         recomputed,
         flat.consts,
         inputs,
         tuple(zip(ports, outvars, strict=True)),
-        () if any(float_x) else _first_cotangents(_layer_cotangents(names), _first_trained(spec)),
+        () if any(spec.x_learns) else _first_cotangents(_layer_cotangents(names), _first_trained(spec)),
         tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
         _layer_cotangents(names),
         tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
         flat.invars[offset_at],
         seed,
-        made.get("y"),
-        made.get("y_varies", ()),
-        made.get("metrics", {}),
+        made["y"],
+        made["y_varies"],
+        made["metrics"],
+        made["dy_of"],
     )
 
 
@@ -493,15 +569,21 @@ def _layer_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[tuple[int, Ato
     return tuple((int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/"))
 
 
-def _first_trained(spec: TraceSpec) -> int:
-    """Position in the stage of the first layer with a parameter that is trained (or tied); past the last where none is."""
-    trained = {slot.layer for slot in spec.layout.slots if spec.layout.trains(slot)} | {
-        a for a, _ in spec.layout.aliases
-    }
-    return next((i for i, layer in enumerate(spec.layers) if layer.name in trained), len(spec.layers))
+def _first_trained(spec: TraceSpec) -> list[int]:
+    """Positions in the stage of the layers with a parameter that is trained (or tied) behind which there is none."""
+    slots = {slot.layer for slot in spec.layout.slots if spec.layout.trains(slot)}
+    trained = slots | {a for a, _ in spec.layout.aliases}
+    behind: list[bool] = []
+    found = []
+    for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
+        earlier = any(behind[k] for k in takes if k >= 0)
+        if layer.name in trained and not earlier:
+            found.append(i)
+        behind.append(earlier or layer.name in trained)
+    return found
 
 
-def _first_cotangents(marks: Sequence[tuple[int, Atom]], start: int) -> tuple[Atom, ...]:
-    """The cotangents of what the first layer from ``start`` on returns."""
-    first = min((layer for layer, _ in marks if layer >= start), default=None)
-    return tuple(a for layer, a in marks if layer == first and not isinstance(a, Literal))
+def _first_cotangents(marks: Sequence[tuple[int, Atom]], starts: Sequence[int]) -> tuple[Atom, ...]:
+    """The cotangents of what the first layers from each of ``starts`` on return."""
+    first = {min((layer for layer, _ in marks if layer >= start), default=None) for start in starts}
+    return tuple(a for layer, a in marks if layer in first and not isinstance(a, Literal))

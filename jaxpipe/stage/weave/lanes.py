@@ -194,32 +194,14 @@ class _Lanes:
         return max(ready, key=lambda n: self.nodes[n].seconds)
 
 
-def _longest(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    """The most work and collectives still after it."""
-    return (-lanes.after[n],)
-
-
-def _soonest(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    """The least work before the next collective can start."""
-    return (lanes.to_collective[n], -lanes.after[n])
-
-
-def _stay(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    """The part that ran last, to the end of its unit: whole units take turns, as the paper draws them."""
-    return (float(lanes.nodes[n].part != lanes.last_part), -lanes.after[n])
-
-
-def _change(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    """Another part than the one that ran last."""
-    return (float(lanes.nodes[n].part == lanes.last_part), -lanes.after[n])
-
-
-def _first_part(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    return (float(lanes.nodes[n].part), -lanes.after[n])
-
-
-def _last_part(n: int, lanes: _Lanes) -> tuple[float, ...]:
-    return (-float(lanes.nodes[n].part), -lanes.after[n])
-
-
-_RULES: tuple[Rule, ...] = (_stay, _longest, _soonest, _change, _first_part, _last_part)
+_RULES: tuple[Rule, ...] = (
+    lambda n, lanes: (
+        float(lanes.nodes[n].part != lanes.last_part),
+        -lanes.after[n],
+    ),  # whole units take turns, as drawn
+    lambda n, lanes: (-lanes.after[n],),  # the most work and collectives still after it
+    lambda n, lanes: (lanes.to_collective[n], -lanes.after[n]),  # the least work before the next collective can start
+    lambda n, lanes: (float(lanes.nodes[n].part == lanes.last_part), -lanes.after[n]),  # another part than the last
+    lambda n, lanes: (float(lanes.nodes[n].part), -lanes.after[n]),
+    lambda n, lanes: (-float(lanes.nodes[n].part), -lanes.after[n]),
+)

@@ -21,25 +21,17 @@ kernel launches, and that a collective slows the products beside it (`stp.txt` t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
+from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import TP
+from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.flops import eqn_flops
-
-ALL_REDUCE = frozenset({"psum", "psum_invariant", "all_reduce"})
-COLLECTIVES = ALL_REDUCE | {"reduce_scatter", "all_gather", "all_gather_invariant", "all_to_all"}
-"""Primitives that move activations between shards; a maximum (``pmax``) only ever moves statistics."""
-
-EXCHANGES = COLLECTIVES | {"pmax"}
-"""Primitives that need other shards."""
+from jaxpipe.stage.primitives import Kind, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
 """A collective that moves less than this share of the largest one's bytes is not cut at."""
 
-_PRODUCTS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"}
-)
 _ATTENTION_KERNELS = ("dot_product_attention", "flash")
 
 
@@ -62,7 +54,7 @@ class UnitCosts:
 
     def collective_s(self, primitive: str, whole_bytes: int, shards: int) -> float:
         """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather."""
-        passes = 2 if primitive in ALL_REDUCE else 1
+        passes = 2 if row_of(primitive).exchange == "all-reduce" else 1
         return self.link_latency_s + passes * whole_bytes * (shards - 1) / shards / self.link_bytes_per_s
 
 
@@ -89,6 +81,10 @@ class Collective:
     primitive: str
     whole_bytes: int
 
+    @property
+    def eqns(self) -> tuple[int, ...]:
+        return (self.eqn,)
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -101,6 +97,11 @@ class Unit:
     filler: bool = False
 
     @property
+    def works(self) -> tuple[Chunk | Collective, ...]:
+        """What it does, in order."""
+        return (*self.chunks, self.collective) if self.collective is not None else self.chunks
+
+    @property
     def eqns(self) -> tuple[int, ...]:
         return tuple(i for chunk in self.chunks for i in chunk.eqns)
 
@@ -108,52 +109,31 @@ class Unit:
     def flops(self) -> int:
         return sum(chunk.flops for chunk in self.chunks)
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(chunk.bytes_read for chunk in self.chunks)
-
-    @property
-    def bytes_written(self) -> int:
-        return sum(chunk.bytes_written for chunk in self.chunks)
-
     def __str__(self) -> str:
         end = f" -> {self.collective.primitive} {self.collective.whole_bytes / 1e6:.3g} MB" if self.collective else ""
         return f"{self.name}: {len(self.eqns)} equations, {self.flops / 1e9:.3g} GFLOP{end}"
 
 
-class PartGraph:
-    """Dataflow of one jaxpr: who makes and who reads each value, and what each collective needs. Built once, not changed.
+class PartGraph(Dataflow):
+    """Dataflow of one jaxpr, and what each collective needs. Built once, not changed.
 
     ``closed``: flat (no calls left in it, see :mod:`jaxpipe.stage.inline`). ``least_bytes``: collectives that move less are
     ordinary equations (:func:`cut_threshold`).
     """
 
     def __init__(self, closed: ClosedJaxpr, least_bytes: float = 0) -> None:
+        super().__init__(closed.jaxpr.eqns)
         self.jaxpr = closed.jaxpr
-        self.eqns: Sequence[JaxprEqn] = closed.jaxpr.eqns
-        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.results = set(variables(closed.jaxpr.outvars))
-        self.readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in variables(eqn.invars):
-                self.readers.setdefault(v, []).append(i)
         self.collectives = [c for c in collectives(closed) if c.whole_bytes >= least_bytes]
         self.need = self._needs()
-
-    def inputs(self, i: int) -> Iterable[int]:
-        """The equations whose results equation ``i`` reads."""
-        return (self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker)
 
     def _needs(self) -> list[int | None]:
         """For each equation the first collective (by number) that depends on it, itself included."""
         need: list[int | None] = [None] * len(self.eqns)
         for number, collective in enumerate(self.collectives):
-            stack = [collective.eqn]
-            while stack:
-                i = stack.pop()
-                if need[i] is None:
-                    need[i] = number
-                    stack.extend(self.inputs(i))
+            for i in self.needed(self.eqns[collective.eqn].outvars, lambda i: need[i] is None):
+                need[i] = number
         return need
 
     def chunk(self, eqns: Sequence[int]) -> Chunk:
@@ -176,7 +156,7 @@ def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
     """All collectives over ``tp`` that move activations or statistics in bulk, in program order."""
     found = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        if eqn.primitive.name in COLLECTIVES and TP in _axes(eqn):
+        if row(eqn).exchange and TP in mesh_axes(eqn):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
             found.append(Collective(i, eqn.primitive.name, max(ends)))
     return tuple(found)
@@ -194,31 +174,19 @@ def units_of(graph: PartGraph) -> tuple[Unit, ...]:
     for i in range(len(graph.eqns)):
         if i not in ends:
             members[graph.need[i]].append(i)
-    units: list[Unit] = []
-    for number, collective in enumerate(graph.collectives):
-        chunks = _chunks(graph, members[number])
-        units.append(Unit(_kind(graph, members[number]), chunks, collective))
-    named = [*_named_before_gathers(units)]
-    filler = _chunks(graph, members[None])
+    units = [Unit(_kind(graph, members[k]), _chunks(graph, members[k]), c) for k, c in enumerate(graph.collectives)]
     return (
-        *(u for unit in named for u in _without_head(graph, unit)),
-        *(Unit("filler", (c,), None, filler=True) for c in filler),
+        *(u for unit in _named_before_gathers(units) for u in _without_head(graph, unit)),
+        *(Unit("filler", (c,), None, filler=True) for c in _chunks(graph, members[None])),
     )
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a kernel of its own with much work: a product, convolution, loop, or custom call."""
-    name = eqn.primitive.name
-    if name in _PRODUCTS or any(word in name for word in _ATTENTION_KERNELS) or "custom_call" in name or "ffi" in name:
-        return True
-    return name in ("scan", "while", "cond", "pallas_call") and any(
-        is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns
-    )
-
-
-def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    """Whether an equation is a kernel of its own with much work: a product, convolution or custom call, or a loop
+    with one."""
+    if kind(eqn) is Kind.BODY:
+        return any(is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
+    return kind(eqn) in (Kind.PRODUCT, Kind.CUSTOM)
 
 
 def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
@@ -262,14 +230,7 @@ def _pieces(graph: PartGraph, members: Sequence[int]) -> list[list[int]]:
 
 def _missing(graph: PartGraph, root: int, mine: set[int], placed: set[int]) -> list[int]:
     """``root`` and what it needs of ``mine`` that has no place yet, in program order."""
-    found = {root}
-    stack = [root]
-    while stack:
-        for i in graph.inputs(stack.pop()):
-            if i in mine and i not in placed and i not in found:
-                found.add(i)
-                stack.append(i)
-    return sorted(found)
+    return sorted({root} | graph.needed(graph.eqns[root].invars, lambda i: i in mine and i not in placed))
 
 
 def _kind(graph: PartGraph, members: Sequence[int]) -> str:
@@ -291,14 +252,11 @@ def _is_attention(eqn: JaxprEqn) -> bool:
 
 def _named_before_gathers(units: Sequence[Unit]) -> Iterable[Unit]:
     """Units without products, which end at a gather of sequence shards, get the name of what follows: Pre-Attn, Pre-MLP."""
-    following = ""
-    named = []
+    following, named = "", []
     for unit in reversed(units):
-        if unit.name:
-            following = unit.name
-            named.append(unit)
-        else:
-            named.append(Unit(f"Pre-{following}" if following else "end", unit.chunks, unit.collective))
+        following = unit.name or following
+        before = f"Pre-{following}" if following else "end"
+        named.append(unit if unit.name else replace(unit, name=before))
     return reversed(named)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,8 +32,9 @@ from jaxpipe._jax_compat import (
     fresh_var,
     variables,
 )
+from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
-from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, Unit, UnitCosts, cut_threshold, units_of
+from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
 
 GPU_OVERLAP_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {
@@ -116,46 +117,34 @@ def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8) -> Woven:
     """
     assert parts, "nothing to weave"
     least = cut_threshold(parts)
-    renamed = _Renamed.of(parts)
-    graphs = [PartGraph(part, least) for part in renamed.parts]
+    renamed, consts = _apart(parts)
+    graphs = [PartGraph(part, least) for part in renamed]
     nodes = _nodes(graphs, UnitCosts(), shards)
     order = best_order(nodes)
     eqns, names = _Emission(graphs, nodes).run(order)
-    outvars = [names.get(a, a) if isinstance(a, Var) else a for g in graphs for a in g.jaxpr.outvars]
-    closed = close_jaxpr(renamed.consts, renamed.invars, eqns, outvars)
+    outvars = [called(names, a) for g in graphs for a in g.jaxpr.outvars]
+    closed = close_jaxpr(consts, [v for part in renamed for v in part.jaxpr.invars], eqns, outvars)
     return Woven(closed, _report(nodes, order), order.makespan_s, order.exposed_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Renamed:
-    """The parts on variables of their own, constants bound. ``invars`` of the whole."""
+def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[Var, Any]]]:
+    """The parts on variables of their own, without constants; and the constants, each once."""
+    consts: dict[int, tuple[Var, Any]] = {}
+    made: list[ClosedJaxpr] = []
+    for part in parts:
+        jaxpr = part.jaxpr
+        env: dict[Var, Atom] = {
+            v: fresh_var(v.aval) for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))
+        }
+        for v, c in zip(jaxpr.constvars, part.consts, strict=True):
+            env[v] = consts.setdefault(id(c), (fresh_var(v.aval), c))[0]
 
-    parts: tuple[ClosedJaxpr, ...]
-    invars: tuple[Var, ...]
-    consts: tuple[tuple[Var, Any], ...]
+        def new(atoms: Iterable[Atom], env: Mapping[Var, Atom] = env) -> list[Any]:
+            return [called(env, a) for a in atoms]
 
-    @classmethod
-    def of(cls, parts: Sequence[ClosedJaxpr]) -> _Renamed:
-        invars: list[Var] = []
-        consts: dict[int, tuple[Var, Any]] = {}
-        new: list[ClosedJaxpr] = []
-        for part in parts:
-            env = {v: fresh_var(v.aval) for v in part.jaxpr.invars}
-            invars += env.values()
-            for v, c in zip(part.jaxpr.constvars, part.consts, strict=True):
-                env[v] = consts.setdefault(id(c), (fresh_var(v.aval), c))[0]
-            new.append(_on_new_variables(part, env))
-        return cls(tuple(new), tuple(invars), tuple(consts.values()))
-
-
-def _on_new_variables(part: ClosedJaxpr, env: dict[Var, Var]) -> ClosedJaxpr:
-    eqns = []
-    for eqn in part.jaxpr.eqns:
-        env.update((v, fresh_var(v.aval)) for v in eqn.outvars)
-        invars = [env[a] if isinstance(a, Var) else a for a in eqn.invars]
-        eqns.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
-    outvars = [env[a] if isinstance(a, Var) else a for a in part.jaxpr.outvars]
-    return close_jaxpr([], [env[v] for v in part.jaxpr.invars], eqns, outvars)
+        eqns = [eqn.replace(invars=new(eqn.invars), outvars=new(eqn.outvars)) for eqn in jaxpr.eqns]
+        made.append(close_jaxpr([], new(jaxpr.invars), eqns, new(jaxpr.outvars)))
+    return made, list(consts.values())
 
 
 def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[Node]:
@@ -164,22 +153,17 @@ def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[N
     for p, graph in enumerate(graphs):
         made_by: dict[int, int] = {}
         for unit in units_of(graph):
-            for work in _works(unit):
-                eqns = (work.eqn,) if isinstance(work, Collective) else work.eqns
-                made_by.update((i, len(nodes)) for i in eqns)
+            for work in unit.works:
+                made_by.update((i, len(nodes)) for i in work.eqns)
                 nodes.append(Node(p, unit.name, work, _seconds(work, costs, shards), (), unit.filler))
         nodes[:] = [_with_deps(n, graph, made_by) if n.part == p else n for n in nodes]
     return nodes
 
 
-def _works(unit: Unit) -> Iterable[Chunk | Collective]:
-    return (*unit.chunks, unit.collective) if unit.collective is not None else unit.chunks
-
-
 def _with_deps(node: Node, graph: PartGraph, made_by: Mapping[int, int]) -> Node:
-    eqns = (node.work.eqn,) if isinstance(node.work, Collective) else node.work.eqns
+    eqns = node.work.eqns
     deps = {made_by[j] for i in eqns for j in graph.inputs(i)} - {made_by[eqns[0]]}
-    return Node(node.part, node.unit, node.work, node.seconds, tuple(sorted(deps)), node.filler)
+    return replace(node, deps=tuple(sorted(deps)))
 
 
 def _seconds(work: Chunk | Collective, costs: UnitCosts, shards: int) -> float:
@@ -335,8 +319,7 @@ class _Emission:
         return any(o in reached for o in eqns[root].outvars)
 
     def _eqns(self, node: Node) -> list[JaxprEqn]:
-        numbers = (node.work.eqn,) if isinstance(node.work, Collective) else node.work.eqns
-        return [self.graphs[node.part].eqns[i] for i in numbers]
+        return [self.graphs[node.part].eqns[i] for i in node.work.eqns]
 
     def _outvars(self, node: Node) -> list[Var]:
         return [v for eqn in self._eqns(node) for v in eqn.outvars]
@@ -347,8 +330,7 @@ class _Emission:
 
     def _emit(self, node: Node) -> None:
         for eqn in self._eqns(node):
-            invars: list[Atom] = [self.names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            self.out.append(eqn.replace(invars=invars))
+            self.out.append(eqn.replace(invars=[called(self.names, a) for a in eqn.invars]))
 
 
 def _report(nodes: Sequence[Node], order: Order) -> tuple[CoveredCollective, ...]:

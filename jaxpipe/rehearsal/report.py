@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxpipe.profile import Timing, with_memory
-from jaxpipe.profile.memory import OPS
-from jaxpipe.program.accounting import RankMemory
+from jaxpipe.cost import Timing, cost_profile
+from jaxpipe.cost.memory import RankMemory, compiled_bytes
+from jaxpipe.cost.seconds import filled_seconds
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
-from jaxpipe.stage.compiled.footprint import Footprint, footprint
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.compiled.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,41 +193,24 @@ def costs_from(
     ops, if it was measured nowhere); a copy what ``host`` says. ``link``: between any two ranks; free by default. XLA's
     workspace is in ``temp_bytes`` only if some function of every stage was measured.
     """
-    stages = pipeline.stages
-    base = pipeline.costs
-    if {s for _, s in seconds} >= set(range(len(stages))):
-        base = with_memory(base, stages, footprint)
-    else:
-        source += "; other stages from FLOPs at the measured rate"
-    f_s, b_s, w_s, bw_s = (_filled(op, stages, seconds) for op in OPS)
-    costs = replace(
-        base,
-        f_s=f_s,
-        b_s=b_s,
-        w_s=w_s,
-        bw_s=bw_s,
-        offload_s=(),
-        load_s=(),
+    base, stages = pipeline.costs, pipeline.stages
+    complete = {s for _, s in seconds} >= set(range(len(stages)))
+    workspace, code = compiled_bytes(stages) if complete else ({}, ())
+    costs = cost_profile(
+        stages,
+        filled_seconds(stages, seconds),
+        source=source if complete else source + "; other stages from FLOPs at the measured rate",
+        workspace=workspace,
+        state_bytes=code,
         link=link if link is not None else base.link,
+        links=base.links,
         host=host if host is not None else base.host,
-        source=source,
+        tp_comm_s=base.tp_comm_s,
+        memory_limit_bytes=base.memory_limit_bytes,
+        extra=base.extra,
     )
     return replace(
         costs,
         offload_s=tuple(seconds.get(("O", s), x) for s, x in enumerate(costs.offload_s)),
         load_s=tuple(seconds.get(("L", s), x) for s, x in enumerate(costs.load_s)),
     )
-
-
-def _filled(op: str, stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]) -> tuple[float, ...]:
-    rate = _seconds_per_flop((op,), stages, seconds) or _seconds_per_flop(OPS, stages, seconds)
-    return tuple(seconds.get((op, s), max(1e-6, rate * stage.flops.get(op, 0))) for s, stage in enumerate(stages))
-
-
-def _seconds_per_flop(
-    ops: Sequence[str], stages: Sequence[StageFunctions], seconds: Mapping[tuple[str, int], float]
-) -> float:
-    """Over all measured functions of these ops; 0 if there are none with FLOPs."""
-    known = [(stages[s].flops.get(op, 0), x) for (op, s), x in seconds.items() if op in ops]
-    flops = sum(f for f, _ in known)
-    return sum(x for _, x in known) / flops if flops else 0.0

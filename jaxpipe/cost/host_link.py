@@ -11,8 +11,7 @@ On a CPU "pinned host memory" is the same memory: rates are those of ``memcpy``,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.profile.timing import Timing
+from jaxpipe.cost.seconds import Timing, timed
 from jaxpipe.schedule import HostLink
 
 MIB = 1 << 20
@@ -97,22 +96,29 @@ def measure_host_link(
     if not has_pinned_host(first):
         return None
     sizes = tuple(sizes or (CPU_SIZES if first.platform == "cpu" else SIZES))
-    timed = _Timer(repeats, warm_up)
-    rows = [(n, timed.alone(first, n)) for n in sizes]
-    out, back = ([(n, pair[k].median_s) for n, pair in rows] for k in (0, 1))
+
+    def copies(*moves: tuple[jax.Array, jax.sharding.Sharding]) -> Timing:
+        """Of all of them, started together."""
+        return timed(lambda: [jax.device_put(array, home) for array, home in moves], repeats, warm_up)
+
+    here, there = _homes(first)
+    alone_s: list[tuple[float, float]] = []
+    for n in sizes:
+        array = _array(n, here)
+        on_host = jax.block_until_ready(jax.device_put(array, there))
+        alone_s.append((copies((array, there)).median_s, copies((on_host, here)).median_s))
     largest = sizes[-1]
-    both_s = timed.both(first, largest).median_s
-    alone_s = [pair for _, pair in rows][-1]
-    pairs = [
-        ((k, k + 1), timed.two_devices(a, b, largest).median_s / alone_s[0].median_s)
-        for k, (a, b) in enumerate(pairwise(devices))
-        if k % 2 == 0 and a != b
-    ]
+    both_s = copies((array, there), (on_host, here)).median_s
+    pairs = []
+    for k, (a, b) in enumerate(pairwise(devices)):
+        if k % 2 == 0 and a != b:
+            two = [(_array(largest, _homes(d)[0]), _homes(d)[1]) for d in (a, b)]
+            pairs.append(((k, k + 1), copies(*two).median_s / alone_s[-1][0]))
     return HostLinkMeasurement(
-        d2h=fit(out),
-        h2d=fit(back),
+        d2h=fit([(n, out_s) for n, (out_s, _) in zip(sizes, alone_s, strict=True)]),
+        h2d=fit([(n, in_s) for n, (_, in_s) in zip(sizes, alone_s, strict=True)]),
         both_bytes_per_s=largest / both_s,
-        both_slowdown=both_s / max(t.median_s for t in alone_s),
+        both_slowdown=both_s / max(alone_s[-1]),
         pairs=tuple(pairs),
         platform=first.platform,
     )
@@ -132,42 +138,6 @@ def fit(points: Sequence[tuple[int, float]]) -> Fit:
     if latency < 0 or slope <= 0:
         latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
     return Fit(float(latency), float(1 / slope), tuple((int(a), float(b)) for a, b in points))
-
-
-class _Timer:
-    """Times copies: a few untimed, then the median of several."""
-
-    def __init__(self, repeats: int, warm_up: int) -> None:
-        self.repeats, self.warm_up = repeats, warm_up
-
-    def alone(self, device: jax.Device, size: int) -> tuple[Timing, Timing]:
-        """Out, and back in."""
-        here, there = _homes(device)
-        array = _array(size, here)
-        out = self._time(lambda: [jax.device_put(array, there)])
-        host = jax.block_until_ready(jax.device_put(array, there))
-        return out, self._time(lambda: [jax.device_put(host, here)])
-
-    def both(self, device: jax.Device, size: int) -> Timing:
-        """Out and in at once."""
-        here, there = _homes(device)
-        array = _array(size, here)
-        host = jax.block_until_ready(jax.device_put(_array(size, here), there))
-        return self._time(lambda: [jax.device_put(array, there), jax.device_put(host, here)])
-
-    def two_devices(self, a: jax.Device, b: jax.Device, size: int) -> Timing:
-        """Out of two devices at once."""
-        pair = [(_array(size, _homes(d)[0]), _homes(d)[1]) for d in (a, b)]
-        return self._time(lambda: [jax.device_put(array, there) for array, there in pair])
-
-    def _time(self, start: Callable[[], Sequence[jax.Array]]) -> Timing:
-        samples = []
-        for n in range(self.warm_up + self.repeats):
-            began = time.perf_counter()
-            jax.block_until_ready(start())
-            if n >= self.warm_up:
-                samples.append(time.perf_counter() - began)
-        return Timing.of(samples)
 
 
 def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Sharding]:

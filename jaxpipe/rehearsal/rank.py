@@ -1,7 +1,7 @@
 """One rank's real program alone on its device (or dp × tp devices): does it fit, and how long does each action take?
 
 A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
-gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.runtime.stand_ins`).
+gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.rehearsal.stand_ins`).
 Kernels, buffers, copies to the host and dispatch are the real ones; waiting for neighbours is what is missing, so the step
 time is the rank's own work. :func:`rehearsed_costs` turns reports of some or all ranks into a cost profile, and the simulator
 turns that into the step time of the whole cluster.
@@ -28,20 +28,19 @@ from typing import Any
 
 import jax
 
+from jaxpipe.cost import Timing, time_function
+from jaxpipe.cost.memory import Kind, RankMemory, account
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.profile import Timing, time_function
-from jaxpipe.profile.memory import OPS
-from jaxpipe.program.accounting import Kind, RankMemory, account
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import holds, issue_order
+from jaxpipe.rehearsal.out_of_memory import Watch, out_of_memory
+from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
+from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.runtime.batches import microbatch_keys
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
-from jaxpipe.runtime.out_of_memory import Watch, out_of_memory
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.rehearsal_report import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
-from jaxpipe.runtime.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.schedule import Event, HostLink, Timeline, simulate
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import AnyFunction, function_of
@@ -209,7 +208,7 @@ class Rehearsal:
             issue_order([self.program], timeline),
             pipe.functions,
             pipe.submeshes,
-            StandIns(self.program, pipe.programs, pipe.stages),
+            StandIns(self.program, pipe.programs),
             all_programs=pipe.programs,
             offload_fallback=pipe.offload.fallback,
             holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
@@ -253,7 +252,7 @@ class Rehearsal:
         its step will say more."""
         found = {}
         for (_, s), stage in sorted(self.functions.items()):
-            for op in OPS:
+            for op in stage.functions:
                 try:
                     found[(op, s)] = time_function(stage.functions[op], repeats)
                 except jax.errors.JaxRuntimeError as error:

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.program.ir import Program, Recv
-from jaxpipe.program.lower import message
 from jaxpipe.runtime.executor import message_numbers
+from jaxpipe.schedule import op_spec
 from jaxpipe.stage.functions import StageFunctions
 
 ACTIVATION, COTANGENT, PARAMETER = 1.0, 1e-2, 0.05
@@ -32,18 +32,16 @@ class StandIns:
     Args:
         program: of the rank that is rehearsed.
         all_programs: of all ranks.
-        stages: the functions of every stage, in order, on the rehearsing device.
     """
 
-    def __init__(self, program: Program, all_programs: Sequence[Program], stages: Sequence[StageFunctions]) -> None:
+    def __init__(self, program: Program, all_programs: Sequence[Program]) -> None:
         numbers = message_numbers(all_programs)
         self._make: dict[int, Callable[[], list[jax.Array]]] = {}
         for instruction in program.instructions:
             if isinstance(instruction, Recv):
-                carried = message(stages, instruction.action)
-                scale = COTANGENT if any(value.kind == "dy" for value, _ in carried) else ACTIVATION
+                scale = COTANGENT if op_spec(instruction.action.op).sends == "pred" else ACTIVATION
                 number = numbers[(instruction.src, program.rank, instruction.action)]
-                self._make[number] = maker(tuple(aval for _, aval in carried), scale)
+                self._make[number] = maker(instruction.avals, scale)
 
     def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
         """Drops the arrays."""
@@ -90,7 +88,7 @@ def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[l
     """Per microbatch, the batch arrays that ``stage`` reads: integers below ``vocab_size``, floats within ±1."""
     read: Mapping[int, jax.ShapeDtypeStruct] = {
         port.index: aval
-        for function in stage.functions.values()
+        for function in (*stage.functions.values(), stage.evaluation)
         for port, aval in zip(function.inputs, function.avals_in, strict=True)
         if port.kind == "data"
     }

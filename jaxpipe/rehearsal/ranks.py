@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jaxpipe.profile import Timing
-from jaxpipe.program.accounting import Kind
+from jaxpipe.cost import Timing
+from jaxpipe.cost.memory import Kind
+from jaxpipe.rehearsal.rank import Rehearsal
+from jaxpipe.rehearsal.report import RankReport, rehearsed_costs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.rehearsal_report import RankReport, rehearsed_costs
-from jaxpipe.runtime.rehearse import Rehearsal
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
@@ -51,7 +51,7 @@ class Rehearsed:
         """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
         ordered = tuple(sorted(reports, key=lambda r: r.rank))
         measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
-        costs = trainer_over(config, pipeline.with_costs(measured)).train_step.costs_with_state()
+        costs = trainer_over(config, pipeline).train_step.with_state(measured)
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 

@@ -1,17 +1,17 @@
 """Seconds and bytes of each stage function → :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
 
-from jaxpipe.profile.analytic import DEFAULT_FLOPS_PER_S, analytic_profile
-from jaxpipe.profile.collectives import time_collectives
-from jaxpipe.profile.host_link import HostLinkMeasurement, measure_host_link
-from jaxpipe.profile.measured import (
+from jaxpipe.cost.host_link import HostLinkMeasurement, measure_host_link
+from jaxpipe.cost.profile import (
+    DEFAULT_FLOPS_PER_S,
     StageMeasurements,
+    analytic_profile,
+    cost_profile,
     measure_stages,
-    measured_layer_costs,
-    time_function,
     with_measured_times,
+    with_missing_ops,
+    with_offloadable_bytes,
 )
-from jaxpipe.profile.memory import with_memory, with_offloadable_bytes
-from jaxpipe.profile.timing import Timing
+from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function
 
 __all__ = [
     "DEFAULT_FLOPS_PER_S",
@@ -19,12 +19,13 @@ __all__ = [
     "StageMeasurements",
     "Timing",
     "analytic_profile",
+    "cost_profile",
     "measure_host_link",
     "measure_stages",
     "measured_layer_costs",
     "time_collectives",
     "time_function",
     "with_measured_times",
-    "with_memory",
+    "with_missing_ops",
     "with_offloadable_bytes",
 ]

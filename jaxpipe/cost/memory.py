@@ -1,0 +1,410 @@
+"""How many bytes each rank holds at every instruction, and of what kind: the predicted peak of a step.
+
+The programs of all ranks are walked in the order in which they are dispatched (:func:`jaxpipe.program.order.issue_order`),
+with the buffers that the runtime allocates: a result that is an argument handed on shares its buffer, an accumulator is
+updated in place, and a message lives on the receiver from the moment it is sent (that is when the in-process transport
+allocates it). XLA's workspace of the function that runs (:mod:`jaxpipe.stage.compiled.footprint`) counts while it runs.
+
+What is counted as what:
+
+==============  ======================================================================================================
+parameters      buffers that stage functions read, all of the rank's stages
+gradients       accumulators, in float32 at least
+masters         copies of the parameters that the update works on, where the compute dtype is a smaller one
+optimizer       optimizer state
+data            batch arrays and PRNG keys of all microbatches: they are placed before a step and stay until its end
+residuals       what F saved for B and W
+w-residuals     what B saved for W
+boundaries      x and dy on the rank that reads them (x stays for the backward pass where that reads it), y and dx until sent
+communication   x and dy that were sent and that the receiver has not taken yet
+losses          loss sums, and a scalar per action that the runtime waits on
+user values     what instructions of one's own write for themselves and for the caller
+temporaries     workspace of the function that runs
+code            compiled functions (0 on backends that do not say)
+==============  ======================================================================================================
+
+Offloaded residuals give their device bytes back at once, or, given a timeline, before the first function or reload that starts
+in it when the copy to the host has ended: that is what the runtime waits for (:func:`jaxpipe.program.order.holds`). A sync of
+that copy, and its own reload, end it too; a reload takes the bytes back when it is issued.
+
+:func:`passing_bytes` and :func:`workspace_bytes` are what a cost profile counts while a function runs, for the bound of the
+simulator (:mod:`jaxpipe.cost.profile`).
+
+Not modelled: the source of a message while the copy is under way, fragmentation, what libraries allocate for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import jax
+
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
+from jaxpipe.schedule import Action, Slot, Timeline
+from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
+from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
+from jaxpipe.wording import aligned, format_bytes
+
+Kind = Literal[
+    "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
+    "losses", "user values", "temporaries", "code",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FootprintOf = Callable[[Any], Footprint]
+"""Memory of a compiled stage function or braid."""
+
+_KIND_OF_PORT: Mapping[str, Kind] = {
+    "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
+    "user": "user values",
+}  # fmt: skip
+_NO_ARRAYS: tuple[Kind, ...] = ("temporaries", "code")
+_KEY_BYTES = 8
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Predicted memory of one device of a rank, in bytes.
+
+    ``peak_bytes``: the most it holds; ``at``: during which instruction; ``by_kind``: what it holds then (sums to the peak).
+    ``peaks``: the most of each kind, at whatever time. ``live_peak_bytes``: the most without temporaries and code, which is
+    what live arrays show. ``host_peak_bytes``: the most in pinned host memory. ``live_bytes``: without temporaries and code,
+    after each dispatched instruction of any rank has its results and nothing is dropped yet, and ``host_bytes``, the same of
+    host memory: empty unless asked for.
+    """
+
+    rank: int
+    peak_bytes: int
+    at: str
+    by_kind: Mapping[Kind, int]
+    peaks: Mapping[Kind, int]
+    live_peak_bytes: int
+    host_peak_bytes: int
+    live_bytes: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    host_bytes: tuple[int, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Predicted memory of every rank. ``notes``: what the numbers leave out, for people."""
+
+    ranks: tuple[RankMemory, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        return tuple(r.peak_bytes for r in self.ranks)
+
+    @property
+    def live_peak_bytes(self) -> tuple[int, ...]:
+        return tuple(r.live_peak_bytes for r in self.ranks)
+
+    @property
+    def host_peak_bytes(self) -> tuple[int, ...]:
+        return tuple(r.host_peak_bytes for r in self.ranks)
+
+    def __str__(self) -> str:
+        """A table: a row a rank, what is held at its peak; kinds that no rank has are left out."""
+        kinds = [k for k in KINDS if any(r.by_kind.get(k) for r in self.ranks)]
+        host = ["host"] if any(self.host_peak_bytes) else []
+        rows = [["rank", "peak", *kinds, *host, "at"]]
+        for r in self.ranks:
+            held = [r.peak_bytes, *(r.by_kind.get(k, 0) for k in kinds), *([r.host_peak_bytes] if host else [])]
+            rows.append([str(r.rank), *(format_bytes(n, binary=True) if n else "-" for n in held), r.at])
+        table = aligned(rows, left=(len(rows[0]) - 1,))
+        return "\n".join(["predicted peak memory of a device", *table, *(f"({n})" for n in self.notes)])
+
+
+def account(
+    programs: Sequence[Program],
+    order: Sequence[tuple[int, int]],
+    functions: Mapping[tuple[int, int], StageFunctions],
+    *,
+    num_microbatches: int,
+    resident: Mapping[int, Mapping[Kind, int]] | None = None,
+    timeline: Timeline | None = None,
+    footprint_of: FootprintOf | None = footprint,
+    align: int = 1,
+    curves: bool = False,
+    braids: Braids = MappingProxyType({}),
+) -> MemoryReport:
+    """The predicted memory of the ranks of ``programs``.
+
+    Args:
+        programs: of all ranks that this process dispatches.
+        order: as :func:`~jaxpipe.program.order.issue_order` gives it for ``programs``.
+        functions: by (rank, stage), every stage that lives on a rank, whether its program runs it or not.
+        num_microbatches: whose batch arrays are placed before the step.
+        resident: by rank, bytes that stay through the step beside what ``functions`` say: masters, optimizer state.
+        timeline: when copies to the host end; without it they take no time.
+        footprint_of: memory of compiled functions; None leaves temporaries and code out (and compiles nothing).
+        align: granularity of the device's allocator in bytes (256 on GPUs); 1 counts bytes as arrays do.
+        curves: keep what is held after each instruction (``live_bytes``, ``host_bytes``).
+        braids: those that ``programs`` run as one function.
+    """
+
+    def called(program: Program, run: Run) -> AnyFunction:
+        return function_of(program.rank, run.parts, functions, braids)
+
+    ranks = []
+    for p in programs:
+        placed = _placed(p.rank, functions, num_microbatches, align, (resident or {}).get(p.rank, {}))
+        if footprint_of is not None:
+            used = {id(f.jitted): f for i in p.instructions if isinstance(i, Run) for f in [called(p, i)]}
+            placed["code"] = placed.get("code", 0) + sum(footprint_of(f).code_bytes for f in used.values())
+        ranks.append(_Rank(p, placed, align, timeline))
+    by_rank = {r.program.rank: r for r in ranks}
+    messages: dict[tuple[int, int, Action], list[int]] = {}
+    notes: dict[str, None] = {}
+    for k, at in order:
+        rank, program = ranks[k], programs[k]
+        instruction = program.instructions[at]
+        if isinstance(instruction, Free):  # the executor folds it into what it stands behind
+            continue
+        rank.copies_ended(instruction)
+        workspace = 0
+        match instruction:
+            case Run():
+                function = called(program, instruction)
+                rank.results(instruction, function)
+                found = footprint_of(function) if footprint_of is not None else None
+                if found is not None and found.note:
+                    notes[found.note] = None
+                else:
+                    workspace = workspace_bytes(function, found)
+                rank.add("temporaries", workspace)
+            case Send(action, dst, slots):
+                if (receiver := by_rank.get(dst)) is not None:
+                    n = sum(b.bytes for slot in slots if (b := rank.slots[slot]) is not None)
+                    messages.setdefault((program.rank, dst, action), []).append(n)
+                    receiver.add("communication", n)
+                    receiver.look(f"{action} arriving")
+            case Recv(action, src, slots):
+                if sent := messages.get((src, program.rank, action)):
+                    rank.add("communication", -sent.pop(0))
+                for slot, n in zip(slots, program.written_bytes[at], strict=True):
+                    rank.fill(slot, n, "boundaries")
+            case Offload():
+                rank.offload(instruction)
+            case Reload(_, host, device):
+                for from_slot, to_slot in zip(host, device, strict=True):
+                    source = rank.slots[from_slot]
+                    assert source is not None, f"{instruction} reads an empty slot"
+                    rank.fill(to_slot, source.bytes, source.kind)
+            case Sync():
+                pass
+        rank.look(f"{instruction.action}")
+        rank.add("temporaries", -workspace)
+        for other in ranks if curves else ():
+            other.curve.append(other.live)
+            other.host_curve.append(other.host)
+        rank.drop(instruction, at)
+    return MemoryReport(tuple(r.memory() for r in ranks), tuple(notes))
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """A device or host allocation and how many slots show it."""
+
+    bytes: int
+    kind: Kind
+    slots: int = 1
+
+
+class _Rank:
+    """What one rank holds, slot by slot and by kind, and its peak so far."""
+
+    def __init__(self, program: Program, placed: Mapping[Kind, int], align: int, timeline: Timeline | None) -> None:
+        self.program, self.align = program, align
+        self.bytes: dict[Kind, int] = {kind: placed.get(kind, 0) for kind in KINDS}
+        self.peaks, self.by_kind = dict(self.bytes), dict(self.bytes)
+        self.peak, self.at, self.live_peak, self.host, self.host_peak = -1, "", 0, 0, 0
+        self.curve: list[int] = []
+        self.host_curve: list[int] = []
+        self.slots: dict[int, _Buffer | None] = {slot: None for _, slot in program.bound}
+        for (value, slot), n in zip(program.bound, program.bound_bytes, strict=True):
+            if value.kind == "state":
+                self.fill(slot, n, "user values")
+        events = [e for e in timeline.events if e.rank == program.rank and e.lane != "send"] if timeline else []
+        self.times: dict[Slot, tuple[float, float]] = {
+            a: (e.start_s, e.end_s) for e in events for a in (e.action, *e.action.actions)
+        }
+        self.leaving: list[tuple[Action, list[_Buffer]]] = []
+        self.look("before the first instruction")
+
+    @property
+    def live(self) -> int:
+        return sum(n for kind, n in self.bytes.items() if kind not in _NO_ARRAYS)
+
+    def add(self, kind: Kind, n: int) -> None:
+        self.bytes[kind] += n
+        self.peaks[kind] = max(self.peaks[kind], self.bytes[kind])
+
+    def look(self, at: str) -> None:
+        total = sum(self.bytes.values())
+        if total > self.peak:
+            self.peak, self.at, self.by_kind = total, at, dict(self.bytes)
+        self.live_peak = max(self.live_peak, self.live)
+        self.host_peak = max(self.host_peak, self.host)
+
+    def memory(self) -> RankMemory:
+        by_kind, peaks = ({k: n for k, n in of.items() if n} for of in (self.by_kind, self.peaks))
+        return RankMemory(
+            self.program.rank, self.peak, self.at, by_kind, peaks, self.live_peak, self.host_peak, tuple(self.curve),
+            tuple(self.host_curve),
+        )  # fmt: skip
+
+    def fill(self, slot: int, n: int, kind: Kind) -> None:
+        self.slots[slot] = buffer = _Buffer(-(-n // self.align) * self.align, kind)
+        self.add(kind, buffer.bytes)
+
+    def release(self, buffer: _Buffer | None) -> None:
+        if buffer is not None:
+            buffer.slots -= 1
+            self.add(buffer.kind, 0 if buffer.slots else -buffer.bytes)
+
+    def results(self, run: Run, function: AnyFunction) -> None:
+        for n, (slot, port, aval) in enumerate(zip(run.outputs, function.outputs, function.avals_out, strict=True)):
+            if n in function.forwarded:
+                self.slots[slot] = shared = self.slots[run.inputs[function.forwarded[n]]]
+                if shared is not None:
+                    shared.slots += 1
+                    self.add(shared.kind, -shared.bytes)
+                    shared.kind = _KIND_OF_PORT[port.kind]
+                    self.add(shared.kind, shared.bytes)
+            elif slot < 0:
+                self.add("losses", device_bytes(aval, self.align))
+            elif port.kind not in IN_PLACE:
+                self.fill(slot, device_bytes(aval), _KIND_OF_PORT[port.kind])
+
+    def offload(self, offload: Offload) -> None:
+        for device, host in zip(offload.device, offload.host, strict=True):
+            source = self.slots[device]
+            assert source is not None, "residuals are made by the program"
+            self.slots[host] = _Buffer(source.bytes, source.kind)
+            self.host += source.bytes
+
+    def drop(self, instruction: Instruction, at: int) -> None:
+        """What the instruction itself empties (device slots of an offload, host slots of a reload), and the frees behind it."""
+        match instruction:
+            case Offload(action, device, _):
+                gone = [b for slot in device if (b := self.slots.pop(slot)) is not None]
+                if action in self.times:
+                    self.leaving.append((action, gone))
+                else:
+                    for buffer in gone:
+                        self.release(buffer)
+            case Reload(_, host, _):
+                self.host -= sum(b.bytes for slot in host if (b := self.slots.pop(slot)) is not None)
+        for later in self.program.instructions[at + 1 :]:
+            if not isinstance(later, Free):
+                break
+            for slot in later.slots:
+                self.release(self.slots.pop(slot))
+
+    def copies_ended(self, instruction: Instruction) -> None:
+        """Gives back what has reached the host by the time this instruction starts."""
+        if not self.leaving or isinstance(instruction, Free):
+            return
+        never = float("-inf"), 0.0
+        now, _ = self.times.get(instruction.action, never) if isinstance(instruction, Run | Reload) else never
+        waited = instruction.action if isinstance(instruction, Sync | Reload) else None
+        kept = []
+        for left, buffers in self.leaving:
+            mine = waited is not None and (left.stage, left.microbatch) == (waited.stage, waited.microbatch)
+            if mine or self.times[left][1] <= now:
+                for buffer in buffers:
+                    self.release(buffer)
+            else:
+                kept.append((left, buffers))
+        self.leaving = kept
+
+
+def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:
+    """What is there only while the function runs: XLA's temporaries, and what it does not write in place though it might."""
+    if found is None:
+        return 0
+    donated = total_device_bytes([function.avals_in[k] for k in function.donated])
+    return found.temp_bytes + max(0, donated - found.alias_bytes)
+
+
+def compiled_bytes(
+    stages: Sequence[StageFunctions], ops: Collection[str] | None = None
+) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """Workspace by op, an entry a stage, and compiled code by stage. Compiles these ops (all), unless they are already."""
+    ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
+
+    def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
+        functions = [s.functions.get(op) for s in stages]
+        return tuple(0 if f is None else count(f, footprint(f)) for f in functions)
+
+    code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
+    return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))
+
+
+def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
+    """Bytes of the boundaries that a function reads or makes and that are no residual, gone when it has run and sent: x where
+    no backward pass reads it, y, dy and dx."""
+    kept = {p for op in ("B", "W") if op in stage.functions for p in stage.functions[op].inputs if p.kind == "x"}
+    shared = {
+        k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"
+    }  # a dy that is handed to W counts as a cotangent
+    read = [
+        aval
+        for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True))
+        if (port.kind == "dy" and k not in shared) or (port.kind == "x" and port not in kept)
+    ]
+    made = [
+        aval
+        for n, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
+        if port.kind in ("y", "dx") and n not in function.forwarded
+    ]
+    return total_device_bytes([*read, *made])
+
+
+def batch_bytes(stage: StageFunctions, num_microbatches: int, num_tokens: int | None = None) -> int:
+    """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
+    and keys, losses, and a scalar per call (``num_tokens``; if not known: of F, B and W of every microbatch)."""
+    data = total_device_bytes(_data_avals(stage)) + (_KEY_BYTES if stage.uses_key else 0)
+    forward = stage.functions["F"]
+    losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]
+    tokens = 3 * num_microbatches if num_tokens is None else num_tokens
+    return num_microbatches * (data + total_device_bytes(losses)) + tokens * _TOKEN_BYTES
+
+
+def calls_of(programs: Sequence[Program], stage: int) -> int:
+    """The most calls that one program makes for ``stage``; a braid is a call for the stage of its first action."""
+    return max(sum(isinstance(i, Run) and i.parts[0][1] == stage for i in p.instructions) for p in programs)
+
+
+def _placed(
+    rank: int,
+    functions: Mapping[tuple[int, int], StageFunctions],
+    num_microbatches: int,
+    align: int,
+    resident: Mapping[Kind, int],
+) -> dict[Kind, int]:
+    """What is on a rank before a step begins and stays until its end."""
+    here = [f for (r, _), f in functions.items() if r == rank]
+    data = sum(total_device_bytes(_data_avals(f), align) for f in here)
+    keys = -(-_KEY_BYTES // align) * align if any(f.uses_key for f in here) else 0
+    own: dict[Kind, int] = {
+        "parameters": sum(total_device_bytes(f.param_avals, align) for f in here),
+        "gradients": sum(total_device_bytes(f.acc_avals, align) for f in here),
+        "data": num_microbatches * (data + keys),
+    }
+    return {kind: own.get(kind, 0) + resident.get(kind, 0) for kind in KINDS}
+
+
+def _data_avals(stage: StageFunctions) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the batch arrays that a stage reads, one microbatch."""
+    known = {
+        port.index: aval
+        for f in (*stage.functions.values(), stage.evaluation)
+        for port, aval in zip(f.inputs, f.avals_in, strict=True)
+        if port.kind == "data"
+    }
+    return list(known.values())

@@ -1,0 +1,212 @@
+"""The one maker of cost profiles of stages: seconds by op, bytes by shape, links.
+
+Whoever knows seconds (FLOP counts, a measurement, a rehearsal, the roofline of a machine that is not here) hands them to
+:func:`cost_profile`; every byte comes from the stages (:mod:`jaxpipe.cost.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxpipe.cost.host_link import HostLinkMeasurement
+from jaxpipe.cost.memory import compiled_bytes, passing_bytes
+from jaxpipe.cost.seconds import Seconds, Timing, flop_seconds, ops_of, time_collectives, time_function
+from jaxpipe.schedule import CostProfile, HostLink, Link, op_spec
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS
+from jaxpipe.schedule.lanes import slot_lanes
+from jaxpipe.stage.compiled.footprint import Footprint, footprint, total_device_bytes
+from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.weave.units import UnitCosts, collectives
+
+DEFAULT_FLOPS_PER_S = 1e11
+
+
+def cost_profile(
+    stages: Sequence[StageFunctions],
+    seconds: Seconds,
+    *,
+    source: str,
+    workspace: Seconds | None = None,
+    state_bytes: Sequence[float] = (),
+    extra: Sequence[tuple[str, tuple[float, ...]]] = (),
+    **others: Any,
+) -> CostProfile:
+    """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
+
+    ``temp_bytes`` of an op: ``workspace`` (bytes by op, an entry a stage; 0 without) and what the runtime holds while the op
+    runs beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
+    ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code).
+    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
+    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of the profile (links, ``tp_comm_s``: of the
+    tensor-parallel collectives of F, which ``seconds`` leave out).
+    """
+    fields: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
+    more = dict(extra)
+    for op, row in seconds.items():
+        name = op_spec(op).cost
+        (fields if name in PER_STAGE_FIELDS else more).setdefault(name, tuple(row))
+    kinds = {id(s): s for s in stages}  # stages may be many, and few of them different
+    passing = {at: {op: passing_bytes(s, f) for op, f in s.functions.items()} for at, s in kinds.items()}
+    acc = {at: total_device_bytes(s.acc_avals) for at, s in kinds.items()}
+    exchanges = {at: len(collectives(s.functions["F"].jaxpr)) for at, s in kinds.items()}
+    none, own = (0.0,) * len(stages), [id(s) for s in stages]
+
+    def temp(op: str) -> tuple[float, ...]:
+        inside = (workspace or {}).get(op, none)
+        return tuple(float(passing[at].get(op, 0) + n) for at, n in zip(own, inside, strict=True))
+
+    return CostProfile(
+        **fields,
+        extra=tuple(more.items()),
+        temp_bytes=tuple((op, temp(op)) for op in ops_of(stages)),
+        optimizer_bytes=tuple(float(acc[at] + n) for at, n in zip(own, state_bytes or none, strict=True)),
+        boundary_buffers=True,
+        tp_collectives=tuple(max(1, exchanges[at]) for at in own),
+        source=source,
+        **others,
+    )
+
+
+_BYTES = (
+    "residual_bytes", "w_residual_bytes", "cotangent_bytes", "offloadable_bytes", "boundary_bytes", "param_bytes"
+)  # fmt: skip
+"""Of a profile and of stage functions."""
+
+
+def exchange_s(stage: StageFunctions, op: str, rates: UnitCosts) -> float:
+    """Seconds of the tensor-parallel collectives of one function, as rings."""
+    shards = stage.layout.shards
+    found = collectives(stage.functions[op].jaxpr) if shards > 1 else ()
+    return sum(rates.collective_s(c.primitive, c.whole_bytes, shards) for c in found)
+
+
+def analytic_profile(
+    stages: Sequence[StageFunctions], *, flops_per_s: float = DEFAULT_FLOPS_PER_S, link: Link | None = None
+) -> CostProfile:
+    """Costs from shapes alone: seconds = FLOPs / ``flops_per_s``, no workspace. Needs no device, and tells enough to choose an
+    order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate, latencies left out."""
+    rates = replace(UnitCosts(), link_latency_s=0.0)
+    slowed = rates.flops_per_s / flops_per_s
+    return cost_profile(
+        stages,
+        flop_seconds(stages, flops_per_s),
+        source=f"analytic, {flops_per_s:.3g} FLOP/s",
+        link=link if link is not None else Link(),
+        tp_comm_s=tuple(slowed * exchange_s(s, "F", rates) for s in stages),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeasurements:
+    """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
+    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any."""
+
+    stages: tuple[StageFunctions, ...]
+    timings: Mapping[tuple[str, int], Timing]
+    footprints: Mapping[tuple[str, int], Footprint]
+    host: HostLinkMeasurement | None = None
+    collectives: Mapping[int, Timing] = field(default_factory=dict)
+
+    def costs(self, link: Link | None = None) -> CostProfile:
+        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
+
+        F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
+        """
+        stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
+        medians = {at: timing.median_s for at, timing in self.timings.items()}
+        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
+        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
+        if any(comm):
+            for op in ("F", "B"):
+                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
+        apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
+        seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
+        return cost_profile(
+            self.stages,
+            seconds,
+            source=f"measured, median of {min(t.count for t in self.timings.values())}",
+            workspace=workspace,
+            state_bytes=code,
+            link=link if link is not None else Link(),
+            host=self.host.host_link() if self.host is not None else HostLink(),
+            tp_comm_s=comm,
+        )
+
+
+def measure_stages(
+    stages: Sequence[StageFunctions],
+    *,
+    repeats: int = 5,
+    warm_up: int = 1,
+    memory: bool = True,
+    fused: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> StageMeasurements:
+    """Run every function of every stage alone.
+
+    Args:
+        stages: in order.
+        fused: ops that do the work of several too (BW), which schedules of B and W never run.
+        repeats: timed samples per function.
+        warm_up: calls before them, beside the first, which compiles.
+        memory: also ask XLA for each function's workspace.
+        progress: called with a line per function.
+    """
+    tell = progress if progress is not None else lambda text: None
+    timings, footprints, exchanged = {}, {}, {}
+    for s, stage in enumerate(stages):
+        for op, function in stage.functions.items():
+            if op_spec(op).parts and not fused:
+                continue
+            timings[(op, s)] = time_function(function, repeats, warm_up)
+            if memory:
+                footprints[(op, s)] = footprint(function)
+            tell(f"stage {s} {op}: {timings[(op, s)]}")
+        alone = time_collectives(stage.functions["F"], repeats, warm_up)
+        if alone is not None:
+            exchanged[s] = alone
+            tell(f"stage {s} collectives of F: {alone}")
+    return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
+
+
+def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
+    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run of these actions alone: what
+    ``costs`` say that one waits for tensor-parallel collectives is taken off."""
+
+    def compute_s(op: str, stage: int, now_s: float) -> float:
+        measured = seconds.get((op, stage))
+        return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
+
+    made = replace(costs, source="measured in the run")
+    for op in dict.fromkeys(op for op, _ in seconds):
+        spec = op_spec(op)
+        if spec.lane == "compute" and spec.cost:
+            row = tuple(compute_s(op, s, x) for s, x in enumerate(costs.values(spec.cost)))
+            made = made.with_values(spec.cost, row)
+    return made
+
+
+def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> CostProfile:
+    """``costs`` with those of ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
+    :func:`analytic_profile` has them."""
+    known = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
+    missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in known}
+    seconds = flop_seconds(stages, DEFAULT_FLOPS_PER_S) if missing else {}
+    for name, op in missing.items():
+        costs = costs.with_values(name, seconds[op])
+    return costs
+
+
+def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:
+    """``costs`` of stages that offload other bytes: seconds of O and L in proportion, or as the host link says where nothing
+    was offloaded before."""
+    linked = replace(costs, offloadable_bytes=offloadable_bytes, offload_s=(), load_s=())
+
+    def scaled(name: str) -> tuple[float, ...]:
+        rows = zip(getattr(costs, name), getattr(linked, name), offloadable_bytes, costs.offloadable_bytes, strict=True)
+        return tuple(seconds * (new / old) if old else link_s for seconds, link_s, new, old in rows)
+
+    return replace(linked, offload_s=scaled("offload_s"), load_s=scaled("load_s"))

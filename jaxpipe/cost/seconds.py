@@ -1,0 +1,167 @@
+"""Seconds of stage functions: counted (FLOPs over a rate), or measured, each compiled function alone on its own device.
+
+*Timing.* A sample is ``calls`` calls back to back, the last one's results awaited, divided by ``calls``: a GPU runs what it is
+given in order, so while one call runs the next is being dispatched, and neither the latency of dispatch nor that of waking
+up counts more than once a sample. The CPU backend gets one call a sample (its dispatch shares cores with the computation, and
+a function's time is what a pipeline step sees). The median of several samples counts, after calls that warm up; quartiles tell
+the spread.
+
+What a function takes without its tensor-parallel collectives is its own time less theirs, as long as nothing in it hides them,
+which holds for F and B (`stp.txt` section 4.3).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.stage.compiled.compile import build_all
+from jaxpipe.stage.compiled.exchange import collectives_alone
+from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.params import compute_avals
+
+Seconds = Mapping[str, Sequence[float]]
+"""By op, an entry a stage."""
+LEAST_S = 1e-6
+"""Of any function: one without matmuls takes time, too."""
+_SAMPLE_S = 0.05
+"""What a sample should take on an accelerator: long against the microseconds that its ends are uncertain by."""
+_MOST_CALLS = 30
+"""Of one sample: below the 32 computations that a device lets be in flight before dispatch blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: the median of ``count`` samples, and the first and third quartile (``low_s``, ``high_s``)."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Of at least one sample, in seconds."""
+        assert samples, "a timing needs a sample"
+        low, median, high = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        return cls(median, low, high, len(samples))
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles ÷ the median: how far to trust it. 0 where nothing took any time."""
+        return (self.high_s - self.low_s) / self.median_s if self.median_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        """``12.34 ms ±3%`` (half the distance of the quartiles)."""
+        half = f"{50 * self.spread:.0f}%" if math.isfinite(self.spread) else "?"
+        return f"{self.median_s * 1e3:.3f} ms ±{half}"
+
+
+def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
+    """FLOPs ÷ ``flops_per_s``."""
+    return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
+
+
+def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
+    """The ops that any of ``stages`` has a function for."""
+    return tuple(dict.fromkeys(op for s in stages for op in s.functions))
+
+
+def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
+    """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
+    is known nowhere)."""
+
+    every = ops_of(stages)
+
+    def seconds_per_flop(*ops: str) -> float:
+        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if op in ops]
+        flops = sum(f for f, _ in found)
+        return sum(x for _, x in found) / flops if flops else 0.0
+
+    rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
+    return {
+        op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
+        for op, rate in rates.items()
+    }
+
+
+def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
+    """Of ``run()`` until its results are there, after ``warm_up`` untimed calls."""
+    samples = []
+    for n in range(warm_up + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        if n >= warm_up:
+            samples.append(time.perf_counter() - start)
+    return Timing.of(samples)
+
+
+def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
+    """Seconds of one call on arrays of ones. Accumulators go round and round, as in a run.
+
+    ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
+    """
+    inputs = [_ones(aval) for aval in function.avals_in]
+    updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
+
+    def sample(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            results = function.call(*inputs)
+            for i, o in updated:
+                inputs[i] = results[o]
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / count
+
+    sample(1)  # compiles
+    warm = [sample(1) for _ in range(warm_up)]
+    if calls is None and _on_cpu(function):
+        calls = 1
+    elif calls is None:
+        once = min(warm) if warm else sample(1)
+        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
+    return Timing.of([sample(calls) for _ in range(repeats)])
+
+
+def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:
+    """Seconds of all collectives over ``tp`` of one call of ``function``; None if it has none."""
+    made = collectives_alone(function)
+    return None if made is None else timed(lambda: made[0](*made[1]), repeats, 1 + warm_up)
+
+
+def _on_cpu(function: StageFunction) -> bool:
+    sharding = (*function.avals_in, *function.avals_out)[0].sharding
+    assert sharding is not None, "stage functions know their devices"
+    return all(d.platform == "cpu" for d in sharding.device_set)
+
+
+def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    made: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
+    return made
+
+
+def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
+    """Seconds of forward and backward of each layer alone on the first device (F and BW of a stage of its own, in float32),
+    median of ``repeats``. Layers of the same functions and shapes are timed once."""
+    mesh, layers = pipeline_submeshes(1, devices=jax.devices()[:1])[0], [[layer] for layer in model.layers]
+    avals, batch = compute_avals(model.layers, jnp.dtype(jnp.float32)), model.batch_spec(microbatch_size)
+    seen: dict[Hashable, float] = {}
+    costs = []
+    for (layer,), stage in zip(layers, build_all(layers, avals, batch, [mesh] * len(layers)), strict=True):
+        functions = [stage.functions[op] for op in ("F", "BW") if op in stage.functions]
+        same = (layer.code, *(f.avals_in for f in functions))
+        if same not in seen:
+            seen[same] = sum(time_function(f, repeats).median_s for f in functions)
+        costs.append(seen[same])
+    return tuple(costs)

@@ -1,0 +1,463 @@
+"""What is compiled once: a model cut into stages, split, each stage on the devices of its rank.
+
+An :class:`Assembly` knows where stages are (the placement) and nothing of their order; a
+:class:`~jaxpipe.runtime.pipeline.Pipeline` is an assembly with one. Each stage lives on one rank, or on one per flow of a
+bidirectional placement (replicas: the first is the primary, which owns the update). It places parameters, by layer name, and
+evaluates: that needs no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.cost import analytic_profile
+from jaxpipe.errors import CheckpointError, ProgramError, StageError
+from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
+from jaxpipe.runtime.batches import (
+    Batch,
+    Instance,
+    check_microbatch,
+    check_placed,
+    checked_batch,
+    joined_shards,
+    place_data,
+)
+from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
+from jaxpipe.schedule import CostProfile, Placement, Schedule
+from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
+from jaxpipe.stage.compiled.offloadable import with_offload
+from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
+from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions
+from jaxpipe.stage.instructions import with_instructions
+from jaxpipe.stage.leaves import array_leaves, fill
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, taken_by
+from jaxpipe.stage.model.links import loss_factor
+from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
+from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
+from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
+from jaxpipe.stage.split.policies import STANDARD
+
+Buffers = list[jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter leaf used by two stages: ``copy_path`` in ``copy_stage``'s parameters repeats ``owner_path`` in
+    ``owner_stage``'s. Paths begin with the layer name."""
+
+    owner_stage: int
+    owner_path: Path
+    copy_stage: int
+    copy_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Positions among the ``loss`` ports of all stages, in order: ``heads``, of each loss its sum and weight; ``metrics``, by
+    name the same of each metric, and of several losses of each by its layer's name."""
+
+    heads: tuple[tuple[int, int], ...]
+    metrics: Metrics
+
+    def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """Loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), of the sums by position."""
+        return combined([(sums[a], sums[b]) for a, b in self.heads])
+
+
+@dataclass(frozen=True, repr=False)
+class Assembly:
+    """See the module. Make with :meth:`of`; the fields are read-only.
+
+    ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
+    where to; ``braid``: whether braided slots run as one function. Every rank has ``dp`` × ``tp.size`` devices: a microbatch is
+    split over ``dp``, and the layers divide their work over ``tp``.
+    """
+
+    model: Model
+    placement: Placement
+    boundaries: Cut
+    submeshes: tuple[jax.sharding.Mesh, ...]
+    functions: Mapping[Instance, StageFunctions]
+    microbatch_size: int
+    compute_dtype: Any
+    master_dtype: Any
+    offload: OffloadOptions
+    dp: int
+    tp: TensorParallel
+    braid: bool
+    cache: BuildCache
+
+    @staticmethod
+    def of(
+        model: Model,
+        placement: Placement,
+        *,
+        microbatch_size: int,
+        boundaries: Sequence[tuple[int, int]] | StagePlan | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        compute_dtype: Any = jnp.float32,
+        recompute: str | Sequence[str] = "none",
+        offload: OffloadOptions = OFFLOAD_ALL,
+        dp: int = 1,
+        tp: TensorParallel | int = ONE_SHARD,
+        braid: bool = True,
+    ) -> Assembly:
+        """Trace and split the stages; each function is compiled when it first runs.
+
+        Args:
+            model: layers in order, the loss last.
+            placement: of stages on ranks, with the edges that follow from the cut (several flows of a chain are allowed).
+            microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
+            boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
+                None for stages balanced by FLOPs.
+            devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
+            compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
+            recompute: policy by name (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
+            offload: how much of a stage's residuals O and L move, and what the host has for them.
+            dp: shards of a microbatch on each rank.
+            tp: tensor-parallel shards of each rank, and how they divide the layers' work (an int: without options).
+            braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
+
+        Raises:
+            StageError, ProgramError, ConfigError: what is wrong, and what would work.
+        """
+        check_microbatch(microbatch_size, dp)
+        boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
+        tp = TensorParallel(tp) if isinstance(tp, int) else tp
+        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
+        layers = [model.layers[a:b] for a, b in boundaries]
+        instances = _instances(placement)
+        compute = jnp.dtype(compute_dtype)
+        master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
+        functions: dict[Instance, StageFunctions] = {}
+        cache = BuildCache()
+        for flow in range(max(len(r) for r in instances.values())):
+            ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
+            built = build_all(
+                layers,
+                param_avals=compute_avals(model.layers, compute, master),
+                data_avals=model.batch_spec(microbatch_size),
+                meshes=[submeshes[r] for r in ranks],
+                recompute=recompute,
+                acc_dtype=master,
+                tp=tp,
+                cache=cache,
+            )
+            chosen = [with_offload(f, offload.fraction) for f in built]
+            functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
+        return Assembly(
+            model,
+            placement,
+            boundaries,
+            submeshes,
+            functions,
+            microbatch_size,
+            compute,
+            master,
+            offload,
+            dp,
+            tp,
+            braid,
+            cache,
+        )
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def instances(self) -> Mapping[int, tuple[int, ...]]:
+        """By stage, the ranks that run it, the primary first."""
+        return _instances(self.placement)
+
+    @cached_property
+    def tied(self) -> tuple[Tie, ...]:
+        home = {name: f.stage for f in self.stages for name in f.layout.layers}
+        return tuple(
+            Tie(home[owner], (owner, *owner_path), f.stage, (layer, *path))
+            for f in self.stages
+            for (layer, path), (owner, owner_path) in f.layout.shared.items()
+        )
+
+    def with_ops(self, schedule: Schedule) -> Assembly:
+        """With the functions of ``schedule``'s instructions that are not F, B, W or BW and that a function is registered for
+        (:mod:`jaxpipe.stage.instructions`).
+
+        Raises:
+            StageError: one can't be built.
+        """
+        used: dict[int, dict[str, None]] = {}
+        for rank in range(schedule.num_ranks):
+            for action in schedule.actions(rank):
+                used.setdefault(action.stage, {})[action.op] = None
+        functions = {
+            (r, s): with_instructions(f, used.get(s, ()), self.submeshes[r]) for (r, s), f in self.functions.items()
+        }
+        same = all(f is self.functions[at] for at, f in functions.items())
+        return self if same else replace(self, functions=functions)
+
+    @cached_property
+    def flop_costs(self) -> CostProfile:
+        """What is known of the costs before anything runs."""
+        return analytic_profile(self.stages)
+
+    @cached_property
+    def stages(self) -> tuple[StageFunctions, ...]:
+        """Per stage, the functions on its primary rank."""
+        return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
+
+    @property
+    def all_instances(self) -> tuple[Instance, ...]:
+        return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
+
+    def primary(self, stage: int) -> Instance:
+        """(rank, stage) of the instance that owns the update."""
+        return self.instances[stage][0], stage
+
+    def layout(self, stage: int) -> ParamLayout:
+        return self.functions[self.primary(stage)].layout
+
+    def layers(self, stage: int) -> tuple[Layer, ...]:
+        a, b = self.boundaries[stage]
+        return self.model.layers[a:b]
+
+    def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
+        """What each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
+        stages = range(len(self.boundaries))
+        return compare_policies(
+            [self.layers(s) for s in stages],
+            compute_avals(self.model.layers, self.compute_dtype, self.master_dtype),
+            self.model.batch_spec(self.microbatch_size),
+            [self.submeshes[self.primary(s)[0]] for s in stages],
+            policies,
+            self.master_dtype,
+            self.tp,
+        )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth knowing of the stages: policies that recompute nothing, loops that are not divided between B and W."""
+        return remarks(self.stages)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def place(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
+        """Parameters by layer name → buffers on every rank that needs them, in the dtypes that are computed with.
+
+        Raises:
+            CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
+        """
+        placed = {}
+        for rank, stage in self.all_instances:
+            buffers = self.packed(stage, params)
+            placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
+        return placed
+
+    def packed(self, stage: int, params: Mapping[str, Params], dtype: Any = None) -> Buffers:
+        """The buffers of a stage's parameters, out of the whole model's by layer name, floats in ``dtype`` or as they are
+        computed with.
+
+        Raises:
+            CheckpointError: as :meth:`place`.
+        """
+        layout = self.layout(stage)
+        try:
+            return layout.pack(layout.cast(stage_params(self.layers(stage), params), dtype))
+        except StageError as error:
+            raise CheckpointError(f"these parameters do not fit the model: {error}") from None
+
+    def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
+        """Where each parameter buffer of one (rank, stage) lives; reduced gradients live there too."""
+        return [_home(a) for a in self.functions[instance].param_avals]
+
+    def zeros(self, instance: Instance) -> Buffers:
+        """Gradient accumulators of one (rank, stage)."""
+        return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[instance].acc_avals]
+
+    def placed_data(
+        self, params: Mapping[Instance, Buffers], batch: Batch, microbatches: int
+    ) -> dict[Instance, list[list[jax.Array]]]:
+        """What each (rank, stage) reads of ``batch``, by microbatch, on its devices.
+
+        Raises:
+            ProgramError: the batch does not fit, or ``params`` are not buffers by (rank, stage).
+        """
+        check_placed(params, self.functions)
+        batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
+        return place_data(batch, self.functions, self.submeshes)
+
+    def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
+        """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
+        acc = {at: list(buffers) for at, buffers in given.items()}
+        for s, ranks in self.instances.items():
+            for other in ranks[1:]:
+                there = jax.device_put(list(acc[(other, s)]), [a.sharding for a in acc[(ranks[0], s)]])
+                acc[(ranks[0], s)] = [a + b for a, b in zip(acc[(ranks[0], s)], there, strict=True)]
+                acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
+        return acc
+
+    def copy_to_replicas(self, buffers: dict[Instance, Buffers]) -> None:
+        """Copy a stage's trained parameters from its primary to its replicas, in place."""
+        for s, ranks in self.instances.items():
+            for other in ranks[1:]:
+                n, homes = self.layout(s).num_trained, self.param_homes((other, s))
+                new = jax.device_put(buffers[(ranks[0], s)][:n], homes[:n])
+                buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
+        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout. Of several
+        losses, as :func:`~jaxpipe.stage.model.reference.combined`."""
+        sums = self.evaluate_sums(params, batch)
+        loss_sum, weight = self.eval_reported.loss(sums)
+        return float(loss_sum), float(weight)
+
+    def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
+        """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
+        found = self._forward(params, batch, [f.evaluation for f in self.stages])
+        losses = [[made[at] for at in sorted(made) if at[1].kind == "loss"] for made in found]
+        return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
+
+    @cached_property
+    def reported(self) -> Reported:
+        """Where what a step reports stands among the ``loss`` ports of all stages."""
+        return self._reported(False)
+
+    @cached_property
+    def eval_reported(self) -> Reported:
+        """As :attr:`reported`, of an evaluation."""
+        return self._reported(True)
+
+    def _reported(self, evaluation: bool) -> Reported:
+        heads: list[tuple[int, int]] = []
+        named: dict[str, tuple[int, int]] = {}
+        first = 0
+        several = len(self.model.losses) > 1
+        for s, f in enumerate(self.stages):
+            own = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
+            names = [self.layers(s)[k].name for k in f.links.losses]
+            found = {n: at for n, at in zip(names, own, strict=True) if several and n != "loss"}
+            metrics = f.eval_metrics if evaluation else f.metrics
+            found |= {name: (first + a, first + b) for name, (a, b) in metrics.items()}
+            if twice := found.keys() & named.keys():
+                raise StageError(f"two losses report a metric {min(twice)!r}; give one another name")
+            named |= found
+            heads += own
+            first += sum(p.kind == "loss" for p in (f.evaluation if evaluation else f.functions["F"]).outputs)
+        return Reported(tuple(heads), named)
+
+    def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
+        """What the layer before the loss returns for ``batch`` (leading axis: microbatches; what only the loss reads may be
+        left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
+
+        Raises:
+            ProgramError: the batch lacks what a layer before the loss reads; the output's shape does not tell how it is divided
+                over tensor-parallel shards.
+        """
+        reads = read_by(self.model, taken_by(self.model.layers)[-1])
+        if missing := [name for name in reads if name not in batch]:
+            raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
+        function, tree, whole = self._output
+        count = len(next(iter(batch.values())))
+        unread = {
+            n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
+        }
+        functions = [*(f.evaluation for f in self.stages[:-1]), function]
+        runs = self._forward(params, {**unread, **batch}, functions)
+        made = zip(*([run[(len(functions) - 1, port)] for port in function.outputs] for run in runs), strict=True)
+        leaves = [
+            np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
+            for parts, a in zip(made, whole, strict=True)
+        ]
+        return fill(tree, leaves)
+
+    @cached_property
+    def _output(self) -> tuple[StageFunction, Any, Sequence[jax.ShapeDtypeStruct]]:
+        """The last stage's function without the loss, what it returns as a pytree, and the whole shapes of its arrays."""
+        last = len(self.boundaries) - 1
+        spec = self.model.batch_spec(self.microbatch_size)
+        params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
+        whole = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
+        mesh = self.submeshes[self.primary(last)[0]]
+        return *build_output(self.layers(last), self.stages[last], mesh, spec, self.tp), whole
+
+    def _forward(
+        self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
+    ) -> Iterator[Mapping[tuple[int, Port], jax.Array]]:
+        """What ``functions``, one a stage, return for each microbatch, by stage and port."""
+        count = len(next(iter(batch.values())))
+        data = self.placed_data(params, batch, count)
+        for i in range(count):
+            made: dict[tuple[int, Port], jax.Array] = {}
+            for s, function in enumerate(functions):
+                at = self.primary(s)
+                f = self.functions[at]
+                entering = [made[(t, Port("y", leaf))] for t, leaf in f.x_from]
+                x = jax.device_put(entering, [_home(a) for a in f.x_avals]) if entering else []
+                given = {"param": params[at], "x": x, "data": data[at][i] if at in data else ()}
+                results = function.call(*(given[port.kind][port.index] for port in function.inputs))
+                made |= {(s, port): result for port, result in zip(function.outputs, results, strict=True)}
+            yield made
+
+    def _with_factors(self, batch: Batch) -> Batch:
+        """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in
+        all microbatches over its own (0 without weight)."""
+        if len(self.model.losses) == 1:
+            return batch
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            totals = [float(w) for w in self._weights({name: np.asarray(x) for name, x in batch.items()})]
+        shape = (len(next(iter(batch.values()))), self.microbatch_size)
+        factors = [totals[0] / w if w > 0 else 0.0 for w in totals]
+        layers = [self.model.layers[k] for k in self.model.losses]
+        return {
+            **batch,
+            **{loss_factor(x): np.full(shape, f, self.master_dtype) for x, f in zip(layers, factors, strict=True)},
+        }
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The weight of each loss in a batch, by the batch alone."""
+        params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
+        one = weights_of(self.model, params, self.model.batch_spec(self.microbatch_size))
+        return jax.jit(lambda batch: [jnp.sum(w) for w in jax.vmap(one)(batch)])
+
+
+def _cut(
+    model: Model, placement: Placement, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
+) -> Cut:
+    """First and one-past-last layer of each stage.
+
+    Raises:
+        ProgramError: there are more or fewer than the placement has stages.
+        StageError: they are no cut of this model.
+    """
+    stages = placement.num_stages
+    if given is None:
+        return cut(model.layers, stages, analytic_layer_costs(model, device_batch), placement.edges)
+    if isinstance(given, StagePlan):
+        planned = [name for stage in given.stages for name in stage.layers]
+        if planned != [layer.name for layer in model.layers]:
+            raise StageError(f"the stage plan is of another model ({given.model}): its layers are {', '.join(planned)}")
+        given = given.cut
+    if len(given) != stages:
+        raise ProgramError(f"the placement has {stages} stages, the cut has {len(given)}: cut the model into {stages}")
+    return checked_cut(model.layers, given)
+
+
+def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    sharding: jax.sharding.Sharding | None = aval.sharding
+    assert sharding is not None
+    return sharding
+
+
+def _instances(placement: Placement) -> dict[int, tuple[int, ...]]:
+    flows = range(placement.num_flows)
+    return {
+        s: tuple(dict.fromkeys(r for i in flows for r in placement.ranks(s, i))) for s in range(placement.num_stages)
+    }

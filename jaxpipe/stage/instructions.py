@@ -1,0 +1,237 @@
+"""Instructions of one's own: functions that a schedule runs on a stage's arrays, beside F, B and W.
+
+An op is data for the schedule (``register_op``): its lane, what it waits for, its cost, its colour. Registered here under the
+same name, it runs: ``build(stage, mesh)`` makes its function of a stage, on the devices of the rank. Such a function reads
+ports that its stage has, values that ops before it wrote, and values sent from other stages; it writes named values,
+accumulators, and a token. FlexPipe binds functions to user-defined instructions likewise (``flexpipe.txt`` section 4.2).
+
+A value that nothing reads comes back from the step (``StepOutputs.user``); one that is read is dropped after its last reader.
+Worked example: ``GUIDE.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._jax_compat import Var, eval_jaxpr
+from jaxpipe.errors import JaxpipeError, StageError, gist
+from jaxpipe.mesh import AnyMesh, replicated
+from jaxpipe.stage.compiled.compile import forwarding
+from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.functions import IN_PLACE, SHARED, Port, PortKind, StageFunction, StageFunctions
+from jaxpipe.wording import closest
+
+Build = Callable[[StageFunctions, AnyMesh], StageFunction]
+"""Makes the function of an op for one stage on the devices of one rank."""
+Avals = jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]
+
+_NAMED = ("user", "state")
+_BUILDS: dict[str, Build] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """A value called ``name`` that an op of another ``stage`` writes, of ``aval``'s shape and dtype, to be read: it lies as it
+    did there, which ``aval``'s sharding says if it is not the same on every device."""
+
+    name: str
+    stage: int
+    aval: jax.ShapeDtypeStruct
+
+
+def register_instruction(op: str, build: Build) -> Build:
+    """Let the op called ``op`` run what ``build`` makes; idempotent for the same function.
+
+    Raises:
+        StageError: it runs something else already.
+    """
+    if _BUILDS.setdefault(op, build) is not build:
+        raise StageError(f"instruction {op!r} is already registered with another function; choose another name")
+    return build
+
+
+def with_instructions(stage: StageFunctions, ops: Iterable[str], mesh: AnyMesh) -> StageFunctions:
+    """``stage`` with the functions of those of ``ops`` that are registered and that it lacks, built in this order.
+
+    Raises:
+        StageError: one can't be built, or is not what was asked for.
+    """
+    for op in ops:
+        if op in stage.functions or op not in _BUILDS:
+            continue
+        where = f"instruction {op!r} of stage {stage.stage}"
+        try:
+            made = _BUILDS[op](stage, mesh)
+        except JaxpipeError:
+            raise
+        except Exception as error:
+            raise StageError(f"{where}: building it failed: {gist(error)}") from error
+        if not isinstance(made, StageFunction) or made.op != op:
+            got = f"the function of op {made.op!r}" if isinstance(made, StageFunction) else f"a {type(made).__name__}"
+            raise StageError(f"{where}: build returned {got}; want what stage_function({op!r}, …) makes")
+        functions = {**stage.functions, op: made}
+        stage = replace(stage, functions=functions, flops={**stage.flops, op: jaxpr_flops(made.jaxpr)})
+    return stage
+
+
+def stage_function(
+    op: str,
+    stage: StageFunctions,
+    mesh: AnyMesh,
+    call: Callable[..., Any],
+    *,
+    reads: Sequence[str | From],
+    writes: Sequence[str] = (),
+    state: Mapping[str, Avals] = MappingProxyType({}),
+) -> StageFunction:
+    """The function of ``op`` out of a plain function of arrays, jitted.
+
+    Args:
+        call: takes an argument for each entry of ``reads`` and returns a result for each of ``writes`` (one: itself; several: a
+            tuple). It is traced once. Arrays are whole: split over the devices of the rank as the stage has them.
+        reads: a kind of port (``"param"``, ``"x"``, ``"y"``, ``"res"``, ``"dy"``, ``"dx"``, ``"acc"``, …): a list of all such
+            arrays of the stage, by index; a name in ``state``; the name of a value that an op of this stage wrote for the same
+            microbatch; or :class:`From` another stage.
+        writes: names of values, each one array, the same on all devices of the rank unless it is one that was read; ``"acc"``
+            or a name in ``state``, which ``reads`` must have too: it is updated in place.
+        state: by name, shapes and dtypes of one array or a list, zeros before each step, which all microbatches of the stage
+            share in the order of the row.
+
+    Raises:
+        StageError: it reads what the stage has not, or writes what it may not or in another shape.
+    """
+    return _Instruction(op, stage, mesh, dict(state)).function(call, reads, writes)
+
+
+class _Instruction:
+    def __init__(self, op: str, stage: StageFunctions, mesh: AnyMesh, state: Mapping[str, Avals]) -> None:
+        self.op, self.stage, self.mesh, self.state = op, stage, mesh, state
+        self.known: dict[Port, jax.ShapeDtypeStruct] = {}
+        for kind, avals in (
+            ("param", stage.param_avals),
+            ("acc", stage.acc_avals),
+            ("x", stage.x_avals),
+            ("y", stage.y_avals),
+        ):
+            self.known.update({Port(kind, k): aval for k, aval in enumerate(avals)})  # type: ignore[arg-type]
+        for f in stage.functions.values():
+            self.known.update(zip(f.inputs, f.avals_in, strict=True))
+            self.known.update(zip(f.outputs, f.avals_out, strict=True))
+
+    def function(self, call: Callable[..., Any], reads: Sequence[str | From], writes: Sequence[str]) -> StageFunction:
+        given = [self._read(entry) for entry in reads]
+        inputs, avals_in = [p for _, ports, _ in given for p in ports], [a for _, _, avals in given for a in avals]
+        if len(set(inputs)) < len(inputs):
+            raise self._error("reads the same thing twice")
+        made = {name: self._written(name, reads) for name in writes}
+        if len(made) < len(writes):
+            raise self._error("writes the same thing twice")
+        returned: list[list[Any]] = []
+
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            left = iter(arrays)
+            arguments = [[next(left) for _ in ports] if many else next(left) for many, ports, _ in given]
+            results = call(*arguments)
+            results = (results,) if len(writes) == 1 else tuple(results or ())
+            returned[:] = [list(x) if isinstance(x, list | tuple) else [x] for x in results]
+            return (*(jnp.asarray(x) for leaves in returned for x in leaves), jnp.zeros((), jnp.float32))
+
+        closed = jax.make_jaxpr(run)(*avals_in)
+        self._check(made, [len(leaves) for leaves in returned], closed.out_avals)
+        outputs = [p for name in writes for p in made[name]] + [Port("token")]
+        at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
+        donated = tuple(k for k, p in enumerate(inputs) if p.kind in IN_PLACE and p in outputs)
+        forwarded = {
+            k: at[a]
+            for k, a in enumerate(closed.jaxpr.outvars)
+            if isinstance(a, Var) and a in at and not {inputs[at[a]].kind, outputs[k].kind} & set(SHARED)
+        }
+        rest = [k for k in range(len(outputs)) if k not in forwarded]
+        avals_out = [
+            avals_in[forwarded[k]] if k in forwarded else self._home(port, aval)
+            for k, (port, aval) in enumerate(zip(outputs, closed.out_avals, strict=True))
+        ]
+
+        def replay(*arrays: Any) -> tuple[Any, ...]:
+            results = eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+            chosen = [(results[k], closed.jaxpr.outvars[k]) for k in rest]
+            return tuple(jnp.copy(x) if isinstance(v, Var) and v in at else jnp.asarray(x) for x, v in chosen)
+
+        replay.__name__ = replay.__qualname__ = f"{self.op}_stage{self.stage.stage}"
+        homes = tuple(avals_out[k].sharding for k in rest)
+        jitted = jax.jit(replay, donate_argnums=donated, out_shardings=homes)
+        return StageFunction(
+            self.op,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(avals_in),
+            tuple(avals_out),
+            donated,
+            closed,
+            forwarding(jitted, forwarded, len(outputs)) if forwarded else jitted,
+            jitted,
+            forwarded,
+            per_shard=False,
+        )
+
+    def _read(self, entry: str | From) -> tuple[bool, Sequence[Port], Sequence[jax.ShapeDtypeStruct]]:
+        """Whether the argument is a list, its ports and what they hold."""
+        if isinstance(entry, From):
+            return False, [Port("user", 0, entry.name, entry.stage)], [self._placed(entry.aval)]
+        if entry in self.state:
+            avals = self.state[entry]
+            if isinstance(avals, jax.ShapeDtypeStruct):
+                return False, [Port("state", 0, entry)], [self._placed(avals)]
+            return True, [Port("state", k, entry) for k in range(len(avals))], [self._placed(a) for a in avals]
+        own = Port("user", 0, entry)
+        if own in self.known:
+            return False, [own], [self.known[own]]
+        ports = sorted(p for p in self.known if p.kind == entry and not p.name)
+        if not ports:
+            have = dict.fromkeys(p.name or p.kind for p in self.known if p.kind not in ("token", "state"))
+            near = closest(entry, have, f"; it has {', '.join(have)}")
+            raise self._error(f"reads {entry!r}, which the stage has not{near}")
+        return True, ports, [self.known[p] for p in ports]
+
+    def _written(self, name: str, reads: Sequence[str | From]) -> Sequence[Port]:
+        if name == "acc" or name in self.state:
+            if name not in reads:
+                raise self._error(f"writes {name!r} without reading it; an accumulator is updated")
+            return self._read(name)[1]
+        if name in get_args(PortKind):
+            raise self._error(f"writes {name!r}; an instruction writes values that it names, state and 'acc'")
+        return [Port("user", 0, name)]
+
+    def _check(self, made: Mapping[str, Sequence[Port]], counts: Sequence[int], avals: Sequence[Any]) -> None:
+        """What is returned against what is written, and against what that replaces."""
+        if len(counts) != len(made):
+            raise self._error(f"returns {len(counts)} results for {len(made)}: {', '.join(made)}")
+        left = iter(avals)
+        for (name, ports), count in zip(made.items(), counts, strict=True):
+            if count != len(ports):
+                raise self._error(f"returns {count} arrays for {name!r}; want {len(ports)}")
+            for port in ports:
+                got, want = next(left), self._home(port, None) if port.kind in IN_PLACE else None
+                if want is not None and (got.shape, got.dtype) != (want.shape, want.dtype):
+                    shapes = (f"{x.dtype}{list(x.shape)}" for x in (got, want))
+                    raise self._error(f"writes {port} as {' where it is '.join(shapes)}")
+
+    def _home(self, port: Port, aval: Any) -> jax.ShapeDtypeStruct:
+        if port.kind == "acc":
+            return self.known[port]
+        if port.kind == "state":
+            return self._read(port.name)[2][port.index]
+        return self._placed(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+
+    def _placed(self, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        home = aval.sharding if aval.sharding is not None else replicated(self.mesh)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
+
+    def _error(self, what: str) -> StageError:
+        return StageError(f"instruction {self.op!r} of stage {self.stage.stage} {what}")

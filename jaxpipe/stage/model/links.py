@@ -1,0 +1,144 @@
+"""Who takes whose results once a model is cut: inside each stage, and from stage to stage.
+
+What enters a stage is what its layers take of earlier stages' layers, each result once, in the order of the model's layers, and
+so in ascending order of the stages that make them. What leaves is what later stages take, in the same order. A stage of a chain
+gets one result and hands on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxpipe.errors import StageError
+from jaxpipe.stage.model.layer import Layer, Params, taken_by
+from jaxpipe.stage.model.params import is_trained
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """How the layers of one stage get their inputs, and what becomes of their results.
+
+    ``takes``: per layer, where each result comes from: the position of a layer of the stage, or ``~k`` for the k-th result that
+    enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
+    positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``losses``: positions
+    of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
+    whether something trained stands
+    """
+
+    takes: tuple[tuple[int, ...], ...]
+    before: tuple[tuple[int, int], ...]
+    leaving: tuple[int, ...]
+    readers: tuple[tuple[int, tuple[int, ...]], ...]
+    losses: tuple[int, ...]
+    x_learns: tuple[bool, ...]
+    y_learns: tuple[bool, ...]
+    loss_learns: tuple[bool, ...]
+
+    @property
+    def without_loss(self) -> StageLinks:
+        """Of the layers but the last, what the last takes leaving."""
+        return replace(
+            self, takes=self.takes[:-1], leaving=self.takes[-1], readers=(), losses=(), y_learns=(), loss_learns=()
+        )
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for stages that are linked the same, whatever the numbers of their neighbours."""
+        readers = tuple(taken for _, taken in self.readers)
+        return (
+            self.takes,
+            len(self.before),
+            self.leaving,
+            readers,
+            self.losses,
+            self.x_learns,
+            self.y_learns,
+            self.loss_learns,
+        )
+
+    def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
+        """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none."""
+        entries = [leaving[t][k] for t, k in self.before]
+        return entries[0] if len(entries) == 1 else tuple(entries) or None
+
+    def exits(self, y: Any) -> tuple[Any, ...]:
+        """What leaves, result by result."""
+        return (y,) if len(self.leaving) == 1 else y or ()
+
+    def leave(self, results: Sequence[Any], x: Any) -> Any:
+        """What leaves, of what each layer returns and what enters."""
+        found = tuple(results[k] if k >= 0 else self.entries(x)[~k] for k in self.leaving)
+        return found[0] if len(found) == 1 else found or None
+
+    def entries(self, x: Any) -> tuple[Any, ...]:
+        """What enters, result by result."""
+        return (x,) if len(self.before) == 1 else x or ()
+
+
+def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) -> tuple[StageLinks, ...]:
+    """The links of a model's stages, all of them in order. ``params``: shapes by layer, as
+    :func:`~jaxpipe.stage.model.params.compute_avals` gives them; they tell what is trained.
+
+    Raises:
+        StageError: a stage has no layers.
+    """
+    if not all(stages):
+        raise StageError(f"stage {list(map(bool, stages)).index(False)} has no layers; cut the model into fewer stages")
+    layers = [layer for stage in stages for layer in stage]
+    home = [s for s, stage in enumerate(stages) for _ in stage]
+    start = [home.index(s) for s in range(len(stages))]
+    taken = taken_by(layers)
+    learns: list[bool] = []
+    for layer, sources in zip(layers, taken, strict=True):
+        learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
+    takers: list[list[int]] = [[] for _ in layers]
+    for i, sources in enumerate(taken):
+        for k in sources:
+            takers[k].append(i)
+    entering = [sorted({k for i in _of(home, s) for k in taken[i] if home[k] < s}) for s in range(len(stages))]
+    leaving = [[k for k in _of(home, s) if any(home[i] > s for i in takers[k])] for s in range(len(stages))]
+
+    def links(s: int) -> StageLinks:
+        mine, inside, out = _of(home, s), entering[s], leaving[s]
+        readers = sorted({home[i] for k in out for i in takers[k]} - {s})
+        return StageLinks(
+            tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
+            tuple((home[k], leaving[home[k]].index(k)) for k in inside),
+            tuple(k - start[s] for k in out),
+            tuple((t, tuple(n for n, k in enumerate(out) if k in entering[t])) for t in readers),
+            tuple(i - start[s] for i in mine if not takers[i]),
+            tuple(learns[k] for k in inside),
+            tuple(learns[k] for k in out),
+            tuple(learns[i] for i in mine if not takers[i]),
+        )
+
+    return tuple(map(links, range(len(stages))))
+
+
+def loss_factor(layer: Layer) -> str:
+    """The name of the batch array that holds what a loss's gradient is multiplied by, where a model has several losses: the
+    first one's weight in the step over its own. The runtime makes it."""
+    return f"factor of {layer.name}"
+
+
+def stage_edges(links: Sequence[StageLinks]) -> tuple[tuple[int, int], ...]:
+    """(from, to) of the stages that take results of each other."""
+    return tuple(sorted({(t, s) for s, link in enumerate(links) for t, _ in link.before}))
+
+
+def _of(home: Sequence[int], stage: int) -> list[int]:
+    return [i for i, s in enumerate(home) if s == stage]
+
+
+def _has_trained(layer: Layer, params: Mapping[str, Any]) -> bool:
+    leaves = jax.tree.leaves(params.get(layer.name, {}))
+    for owner, path in layer.tied.values():
+        leaf: Any = params.get(owner, {})
+        for part in path:
+            leaf = leaf.get(part, {}) if isinstance(leaf, Mapping) else {}
+        leaves += jax.tree.leaves(leaf)
+    return any(hasattr(leaf, "dtype") and is_trained(leaf) for leaf in leaves)

@@ -1,0 +1,136 @@
+"""Pairs of a picture and a text, made on the fly and offline: words drawn with a font of matplotlib's, caption = the word.
+
+The words are those of the sources of Python's standard library, of 3 to 8 lower-case letters: about 6,000. They are the same
+on machines with the same Python and matplotlib. Held-out words are in no train pair.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.errors import DataError
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+_WORD = re.compile(r"(?<![A-Za-z_.])[a-z]{3,8}(?![A-Za-z_(.])")
+_END = ord("\n")
+IMAGE = 0
+"""The token id of a position that stands for a part of the picture; no text has it."""
+
+
+def pairs(
+    *, seq_len: int = 8, height: int = 12, width: int = 48, font: str = "DejaVuSansMono", copies: int = 1,
+    held_out: int = 256, seed: int = 0,
+) -> tuple[Arrays, Arrays]:  # fmt: skip
+    """For ``models.clip``, pairs to train on and held-out ones: ``images`` [n, height, width] uint8 (0: paper), ``tokens``
+    [n, seq_len] int32 (bytes of the word, then zeros), ``weights`` [n] float32 ones. ``copies``: pictures of each train word,
+    shifted at random. Words that are longer than ``seq_len``, or too wide, are left out.
+
+    Raises:
+        DataError: too few words are left, or there is no such font.
+    """
+
+    def captioned(chosen: Sequence[str]) -> np.ndarray[Any, Any]:
+        return np.array([[*word.encode(), *[0] * (seq_len - len(word))] for word in chosen], dtype=np.int32)
+
+    def arrays(chosen: Sequence[str], images: np.ndarray[Any, Any]) -> Arrays:
+        return {"images": images, "tokens": captioned(chosen), "weights": np.ones(len(chosen), np.float32)}
+
+    train, held = _divided(_words(seq_len), held_out, seed)
+    return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
+
+
+def transcripts(
+    *, seq_len: int = 16, height: int = 12, width: int = 48, patch: int = 6, font: str = "DejaVuSansMono", copies: int = 1,
+    held_out: int = 256, seed: int = 0,
+) -> tuple[Arrays, Arrays]:  # fmt: skip
+    """For ``models.vlm``, pictures to transcribe: ``images`` [n, height, width, 1] uint8; ``tokens`` [n, seq_len] int32: as
+    many 0 (:data:`IMAGE`) as the picture has squares of 2 × 2 patches, the word, a line's end, zeros; ``targets`` [n, seq_len]:
+    the tokens shifted by one; ``weights`` [n, seq_len] float32: 1 where the target is of the word or its end.
+
+    Raises:
+        DataError: as :func:`pairs`; or the picture does not divide into squares, or leaves no room for a word.
+    """
+    square = 2 * patch
+    if height % square or width % square:
+        raise DataError(f"a picture of {height} × {width} does not divide into squares of 2 × 2 patches of {patch}")
+    slots = height // square * (width // square)
+    room = seq_len - slots
+    if room < 3:
+        raise DataError(
+            f"data.seq_len={seq_len} leaves {room} positions beside the {slots} of a picture; use {slots + 8}"
+        )
+
+    def arrays(chosen: Sequence[str], images: np.ndarray[Any, Any]) -> Arrays:
+        whole = np.zeros((len(chosen), seq_len + 1), np.int32)
+        weights = np.zeros((len(chosen), seq_len), np.float32)
+        for row, word in enumerate(chosen):
+            whole[row, slots : slots + len(word) + 1] = [*word.encode(), _END]
+            weights[row, slots - 1 : slots + len(word)] = 1
+        return {"images": images[..., None], "tokens": whole[:, :-1], "targets": whole[:, 1:], "weights": weights}
+
+    train, held = _divided(_words(room), held_out, seed)
+    return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
+
+
+def _words(longest: int) -> list[str]:
+    """The words of the standard library's sources, the most widespread first."""
+    count: dict[str, int] = {}
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for word in set(_WORD.findall(path.read_text(encoding="utf-8", errors="replace"))):
+            count[word] = count.get(word, 0) + 1
+    return [w for w in sorted(count, key=lambda w: (-count[w], w)) if len(w) <= longest]
+
+
+def _divided(words: Sequence[str], held_out: int, seed: int) -> tuple[list[str], list[str]]:
+    if not 0 < held_out <= len(words) // 2:
+        raise DataError(f"data.options.held_out={held_out} of {len(words)} words; use 1 to {len(words) // 2}")
+    order = np.random.default_rng(seed).permutation(len(words))
+    return [words[i] for i in order[held_out:]], [words[i] for i in order[:held_out]]
+
+
+def _drawn_and(
+    arrays: Any, train: Sequence[str], held: Sequence[str], shape: tuple[int, int], font: str, seed: int
+) -> tuple[Arrays, Arrays]:
+    made = []
+    for part, words in enumerate((train, held)):
+        images = _drawn(words, shape, font, np.random.default_rng([seed, part]))
+        fits = images.any(axis=(1, 2))
+        if not fits.any():
+            raise DataError(f"no word fits into {shape[0]} × {shape[1]} pixels; use larger pictures")
+        made.append(arrays([w for w, fit in zip(words, fits, strict=True) if fit], images[fits]))
+    return made[0], made[1]
+
+
+def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Pictures of ``words``, their baseline 3 pixels above the lower edge; the first copy of a word starts at the left edge,
+    others up to 3 pixels further right. Empty where a word does not fit."""
+    import matplotlib
+    from matplotlib.ft2font import FT2Font
+
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("DejaVu*.ttf")))
+        raise DataError(f"data.options.font={font!r} is no font of matplotlib's; use one such as {known}")
+    face = FT2Font(str(path))
+    face.set_size(10, 72)
+    height, width = shape
+    images = np.zeros((len(words), height, width), np.uint8)
+    seen: set[str] = set()
+    for image, word in zip(images, words, strict=True):
+        face.set_text(word, 0.0)
+        face.draw_glyphs_to_bitmap(antialiased=True)
+        ink = np.asarray(face.get_image())[1:-1]  # without the border above and below
+        left = int(rng.integers(0, 4)) if word in seen else 0
+        seen.add(word)
+        bottom = height - 3 + -(-face.get_descent() // 64)
+        top, right = bottom - ink.shape[0], left + ink.shape[1]
+        if top >= 0 and bottom <= height and right <= width:
+            image[top:bottom, left:right] = ink
+    return images

@@ -1,0 +1,182 @@
+"""CLIP uncut: its loss by hand, what a group is, padding, shards, evaluation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import Action, Schedule, explicit
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.evaluate import Trained, generate, held_out_score
+from jaxpipe.train.tokenizers import ByteTokenizer
+from models.clip import CLIP
+from models.words import pairs
+from tests.sharded import QUICK
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 16, "seq_len": 4, "image_height": 4, "image_width": 8, "patch": 2, "image_size": 8, "image_layers": 1,
+    "image_heads": 2, "text_size": 12, "text_layers": 1, "text_heads": 2, "embed_size": 6, "dtype": "float64",
+}  # fmt: skip
+
+
+@functools.cache
+def tiny() -> Model:
+    return CLIP(**SMALL)
+
+
+def random_params(model: Model) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: init_params(model, 0))
+    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.5, a.shape), a.dtype), shapes)
+
+
+def random_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "images": rng.integers(0, 256, (n, 4, 8)).astype(np.uint8),
+        "tokens": rng.integers(0, 16, (n, 4)).astype(np.int32),
+        "weights": np.ones(n, np.float32),
+    }
+
+
+@functools.cache
+def _computed() -> Any:
+    """Loss and weight of tiny pairs, metrics, gradients, and what the loss takes: one program a batch size."""
+
+    def run(params: Any, batch: Mapping[str, Any]) -> Any:
+        (loss, weight), grads = jax.value_and_grad(lambda p: apply_model(tiny(), p, batch), has_aux=True)(params)
+        return loss, weight, grads, metrics_of(tiny(), params, batch)["retrieval"], model_output(tiny(), params, batch)
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_loss_is_the_mean_of_two_cross_entropies() -> None:
+    params = random_params(tiny())
+    loss, weight, _, found, (image, text) = jax.device_get(_computed()(params, random_batch(6)))
+    np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-9)
+    scores = np.exp(float(params["loss"]["log_scale"])) * image @ text.T
+    by_hand = 0.0
+    for i in range(6):
+        for row in (scores[i], scores[:, i]):
+            by_hand += (np.log(np.exp(row).sum()) - scores[i, i]) / 2
+    np.testing.assert_allclose([loss, weight], [by_hand, 6], rtol=1e-9)
+    assert found[0] == sum(scores[i].argmax() == i for i in range(6)) and found[1] == 6
+
+
+@pytest.mark.usefixtures("x64")
+def test_groups_of_pairs_are_other_losses_and_the_temperature_learns() -> None:
+    params, batch = random_params(tiny()), random_batch(6)
+    together = _computed()(params, batch)[2]
+    halves = [_computed()(params, {k: v[i : i + 3] for k, v in batch.items()})[2] for i in (0, 3)]
+    apart = jax.tree.map(jnp.add, *halves)
+    for tree in (together, apart):
+        assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(tree))
+    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), together, apart)
+    assert all(jax.tree.leaves(differ))
+    hot = params | {"loss": {"log_scale": jnp.float64(9).astype(params["loss"]["log_scale"].dtype)}}
+    assert float(_computed()(hot, batch)[2]["loss"]["log_scale"]) == 0  # at its bound
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_pair_of_weight_zero_is_nobodys_negative() -> None:
+    params, batch = random_params(tiny()), random_batch(3)
+    padded = {k: np.concatenate([v, np.zeros((3, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
+    want, got = (_computed()(params, b)[:4] for b in (batch, padded))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, want)
+
+
+@pytest.mark.usefixtures("x64")
+def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model() -> None:
+    model, params, m = tiny(), random_params(tiny()), 2
+    rows = tuple(tuple(Action(op, s, i) for op in ("F", "BW") for i in range(m)) for s in range(3))
+    schedule = Schedule("two towers", explicit(3, [0, 1, 2], [(0, 2), (1, 2)]), m, rows)
+    text, loss = ([layer.name for layer in model.layers].index(name) for name in ("text_embed", "loss"))
+    pipe = Pipeline.build(
+        model,
+        schedule,
+        microbatch_size=3,
+        boundaries=[(0, text), (text, loss), (loss, len(model.layers))],
+        compute_dtype=jnp.float64,
+    )
+    flat = random_batch(6)
+    batch = {name: array.reshape(m, 3, *array.shape[1:]) for name, array in flat.items()}
+    got, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    parts = [_computed()(params, {name: array[i] for name, array in batch.items()}) for i in range(m)]
+    np.testing.assert_allclose(np.asarray(got), sum(float(part[0]) for part in parts) / 6, rtol=1e-10)
+    want = jax.tree.map(lambda a, b: (a + b) / 6, *(part[2] for part in parts))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10, atol=1e-10),
+        {name: dict(grads[name]) for name in params},
+        want,
+    )
+
+
+def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:
+    model = CLIP(**{**SMALL, "dtype": "float32"})
+    trained = Trained(TrainConfig(), model, init_params(model, 0), ByteTokenizer(), 3)
+    batch = random_batch(6)
+    padded = {k: np.concatenate([v, np.zeros((2, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
+    whole, more = (held_out_score(trained, [b], None) for b in (batch, padded))
+    assert whole.bits_per_byte is None and set(whole.metrics) == {"retrieval"}
+    np.testing.assert_allclose(whole.nats_per_token, more.nats_per_token, rtol=1e-5)
+    assert whole.metrics == more.metrics
+
+
+def test_it_makes_no_text() -> None:
+    model = CLIP(**{**SMALL, "dtype": "float32"})
+    trained = Trained(TrainConfig(), model, init_params(model, 0), ByteTokenizer(), 3)
+    with pytest.raises(StageError) as caught:
+        generate(trained, "a", 3)
+    assert str(caught.value).startswith("generate: clip is no language model: ") and "\n" not in str(caught.value)
+
+
+def test_bad_sizes_are_one_line() -> None:
+    for given, said in (
+        ({"image_width": 6}, "multiples of 2 · patch = 4"),
+        ({"text_heads": 5}, "use one of"),
+        ({"tower": 2}, "has no option 'tower'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            CLIP(**{**SMALL, **given})
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="use sequence_parallel=false"):
+        tiny().layers[-1].shards(TensorParallel(2, sequence=True))  # type: ignore[misc]
+
+
+@pytest.mark.soak
+def test_held_out_words_are_found_again() -> None:
+    """The settings of ``scripts/clip.toml``: about a minute."""
+    model = CLIP(image_size=64, text_size=64, embed_size=64)
+    train, held = pairs()
+    params = init_params(model, 0)
+    rate = optax.warmup_cosine_decay_schedule(0, 2e-3, 50, 200, 1e-4)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Mapping[str, Any]) -> Any:
+        def mean(p: Any) -> Any:
+            loss, weight = apply_model(model, p, batch)
+            return loss / weight
+
+        updates, state = tx.update(jax.grad(mean)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for _ in range(200):
+        rows = rng.integers(0, len(train["images"]), 128)
+        params, state = step(params, state, {name: array[rows] for name, array in train.items()})
+    total, weight = jax.jit(functools.partial(metrics_of, model))(params, held)["retrieval"]
+    assert total / weight > 0.9

@@ -7,9 +7,8 @@ their products times a learned factor (at most 100, from 14.3), the mean of two 
 each picture, and the other way round. Differs: both towers have GPT-2's blocks without the causal mask and end in the
 mean over their positions.
 
-The negatives of a pair are the other pairs that the loss layer is given with it: those of its microbatch, on its dp replica, or
-of several consecutive microbatches where the loss runs once for them. So that is part of what is computed: other groups are
-another loss.
+The negatives of a pair are the other pairs that the loss layer is given with it: those of ``group`` consecutive microbatches,
+on its dp replica. So that is part of what is computed: other groups are another loss.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ _NO_PAIR = -1e30
 @dataclass(frozen=True, slots=True)
 class CLIPConfig:
     """Options of :func:`CLIP`. ``vocab_size`` and ``seq_len`` are the text's; token 0 is padding. Pictures are
-    ``image_height`` × ``image_width`` in one channel. ``dtype``: what parameters are created in."""
+    ``image_height`` × ``image_width`` in one channel. ``group``: microbatches of one loss. ``dtype``: what parameters are
+    created in."""
 
     vocab_size: int = 256
     seq_len: int = 8
@@ -55,10 +55,11 @@ class CLIPConfig:
     embed_size: int = 128
     mlp_ratio: int = 4
     norm_eps: float = 1e-5
+    group: int = 1
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch)
+        check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch, group=self.group)
         num_patches("CLIP", (self.image_height, self.image_width, 1), self.patch)
         self.tower("image"), self.tower("text")  # raises what a tower can't have
 
@@ -101,6 +102,7 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
             takes=("image_head", "text_head"),
             kind="clip.loss",
             shards=_whole,
+            span=config.group,
         ),
     ]
 

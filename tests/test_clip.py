@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,10 +13,25 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.errors import ConfigError, ProgramError, ScheduleError, StageError
 from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Action, Schedule, explicit
+from jaxpipe.schedule import (
+    Action,
+    CostProfile,
+    Placement,
+    Schedule,
+    Traversal,
+    check_schedule,
+    circular,
+    explicit,
+    one_to_one,
+    towers,
+    traverse,
+    with_span,
+)
+from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
 from jaxpipe.train.config import TrainConfig
@@ -122,6 +138,116 @@ def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model() ->
         {name: dict(grads[name]) for name in params},
         want,
     )
+
+
+def tower_placement(group: int) -> Placement:
+    """The picture tower in four stages on two ranks, the text tower in two on two, the loss on the second."""
+    return with_span(towers({"image": circular(2, 2), "text": one_to_one(2)}, join=("image",)), {6: group})
+
+
+def one_f_one_b(placement: Placement, m: int) -> Schedule:
+    rules = {range(r, r + 1): Traversal("backward", in_flight_per_stage=m) for r in range(4)}
+    return traverse(placement, m, rules)
+
+
+def mixed(placement: Placement, m: int) -> Schedule:
+    """Interleaved on one tower, and gradients separated on both."""
+    costs = CostProfile.uniform(placement.num_stages)
+    rules = {
+        range(2): Traversal("interleaved", forward="breadth:2", backward="depth:2"),
+        range(2, 4): Traversal("backward", in_flight_per_stage=m),
+    }
+    return separate_gradients(traverse(placement, m, rules, costs), costs)
+
+
+@functools.cache
+def grouped(group: int, dp: int, order: Any, m: int = 4) -> tuple[Pipeline, Any, Any]:
+    """A pipeline, a batch of it, and its parameters."""
+    model = CLIP(**{**SMALL, "image_layers": 2, "group": group})
+    schedule = order(tower_placement(group), m)
+    check_schedule(schedule)
+    pipe = Pipeline.build(model, schedule, microbatch_size=2 * dp, compute_dtype=jnp.float64, dp=dp)
+    batch = {name: x.reshape(m, 2 * dp, *x.shape[1:]) for name, x in random_batch(m * 2 * dp).items()}
+    return pipe, batch, random_params(model)
+
+
+def unsplit(pipe: Pipeline, batch: Mapping[str, Any], params: Any) -> tuple[float, Any]:
+    """Mean loss and gradients of the whole model, each dp shard with groups of its own."""
+    group, dp = pipe.model.span, pipe.dp
+    rows = {name: x.reshape(-1, group, dp, 2, *x.shape[2:]) for name, x in batch.items()}
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def mean(params: Any) -> Any:
+        def loss(p: Any) -> Any:
+            parts = [
+                apply_model(pipe.model, p, {n: x[j, :, r].reshape(-1, *x.shape[4:]) for n, x in rows.items()})
+                for j in range(len(rows["weights"]))
+                for r in range(dp)
+            ]
+            return sum(part[0] for part in parts) / sum(part[1] for part in parts)
+
+        return jax.value_and_grad(loss)(params)
+
+    return mean(params)  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("group", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.soak)])
+def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(group: int, dp: int) -> None:
+    pipe, batch, params = grouped(group, dp, one_f_one_b)
+    got = pipe.loss_and_grads(placed := pipe.place(params), batch)
+    loss, grads = unsplit(pipe, batch, params)
+    np.testing.assert_allclose(np.asarray(got[0]), loss, rtol=1e-10)
+    assert float(grads["loss"]["log_scale"]) != 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10, atol=1e-10),
+        {name: dict(got[1][name]) for name in params},
+        grads,
+    )
+    total, weight = pipe.evaluate(placed, batch)
+    np.testing.assert_allclose(total / weight, loss, rtol=1e-10)
+    images, texts = pipe.predict(placed, batch)
+    assert images.shape == texts.shape == (8 * dp, 6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_groups_of_one_and_of_all_are_other_losses() -> None:
+    one, every = (unsplit(*grouped(group, 1, one_f_one_b))[1] for group in (1, 4))
+    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), one, every)
+    assert all(jax.tree.leaves(differ))
+
+
+@pytest.mark.usefixtures("x64")
+def test_orders_of_towers_have_the_same_bits_and_the_predicted_memory() -> None:
+    first, batch, params = grouped(2, 1, one_f_one_b)
+    separate = separate_gradients(first.schedule, CostProfile.uniform(7))
+    results = []
+    for schedule in (separate, mixed(first.placement, 4)):
+        pipe = first.with_schedule(schedule)
+        placed = pipe.place(params)
+        results.append(pipe.loss_and_grads(placed, batch))
+        measured = measured_peaks(pipe, placed, batch, None)
+        for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+            assert told.live_bytes == got.live_bytes
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
+
+
+def test_the_span_is_the_models() -> None:
+    model = CLIP(**{**SMALL, "dtype": "float32", "image_layers": 2, "group": 2})
+    build = functools.partial(Pipeline.build, microbatch_size=2)
+    with pytest.raises(
+        ProgramError, match=r"has span 1 for stage 6, whose layers have span 2 .* use with_span"
+    ) as caught:
+        build(model, one_f_one_b(tower_placement(1), 4))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ScheduleError, match="stage 6 runs once per 2 microbatches, and 3 is no multiple"):
+        build(model, one_f_one_b(tower_placement(2), 3))
+    with pytest.raises(StageError, match="loss has span 0"):
+        replace(model, layers=(*model.layers[:-1], replace(model.layers[-1], span=0)))
+    with pytest.raises(StageError, match="image_head has span 2; only a model's one loss"):
+        replace(model, layers=tuple(replace(x, span=2) if x.name == "image_head" else x for x in model.layers))
+    with pytest.raises(ConfigError, match="group"):
+        CLIP(**{**SMALL, "group": 0})
 
 
 def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:

@@ -40,8 +40,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-import jax
-
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.schedule import Action, Slot, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
@@ -368,11 +366,12 @@ def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
 def batch_bytes(stage: StageFunctions, num_microbatches: int, num_tokens: int | None = None) -> int:
     """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
     and keys, losses, and a scalar per call (``num_tokens``; if not known: of F, B and W of every microbatch)."""
-    data = total_device_bytes(_data_avals(stage)) + (_KEY_BYTES if stage.uses_key else 0)
+    data = total_device_bytes(list(stage.data_avals.values())) + (_KEY_BYTES if stage.uses_key else 0)
     forward = stage.functions["F"]
     losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]
     tokens = 3 * num_microbatches if num_tokens is None else num_tokens
-    return num_microbatches * (data + total_device_bytes(losses)) + tokens * _TOKEN_BYTES
+    calls = num_microbatches // stage.links.span
+    return num_microbatches * data + calls * total_device_bytes(losses) + tokens * _TOKEN_BYTES
 
 
 def calls_of(programs: Sequence[Program], stage: int) -> int:
@@ -389,7 +388,7 @@ def _placed(
 ) -> dict[Kind, int]:
     """What is on a rank before a step begins and stays until its end."""
     here = [f for (r, _), f in functions.items() if r == rank]
-    data = sum(total_device_bytes(_data_avals(f), align) for f in here)
+    data = sum(total_device_bytes(list(f.data_avals.values()), align) for f in here)
     keys = -(-_KEY_BYTES // align) * align if any(f.uses_key for f in here) else 0
     own: dict[Kind, int] = {
         "parameters": sum(total_device_bytes(f.param_avals, align) for f in here),
@@ -397,14 +396,3 @@ def _placed(
         "data": num_microbatches * (data + keys),
     }
     return {kind: own.get(kind, 0) + resident.get(kind, 0) for kind in KINDS}
-
-
-def _data_avals(stage: StageFunctions) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of the batch arrays that a stage reads, one microbatch."""
-    known = {
-        port.index: aval
-        for f in (*stage.functions.values(), stage.evaluation)
-        for port, aval in zip(f.inputs, f.avals_in, strict=True)
-        if port.kind == "data"
-    }
-    return list(known.values())

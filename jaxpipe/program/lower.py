@@ -106,10 +106,12 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"stage {s} is spread over ranks {', '.join(map(str, group))}; the runtime runs one rank a stage: use a "
                     "placement without shared stages"
                 )
-    if placement.has_spans:
-        raise ProgramError(
-            f"spans are {' '.join(map(str, placement.span))}; the runtime runs each stage once per microbatch"
-        )
+    for s, (span, stage) in enumerate(zip(placement.span, stages, strict=True)):
+        if span != stage.links.span:
+            raise ProgramError(
+                f"schedule {schedule.name!r} has span {span} for stage {s}, whose layers have span {stage.links.span} "
+                f"(Layer.span, part of what is computed); use with_span(placement, {{{s}: {stage.links.span}}})"
+            )
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
             if op_spec(action.op).is_sync:
@@ -178,12 +180,15 @@ class _RankLowering:
         """One call. ``reads``, ``makes``: which of the slot's actions each input and output port belongs to."""
         actions = slot.actions
         inputs = [
-            _read(self.stages[actions[k].stage], port, actions[k].microbatch)
+            _value(self.stages[actions[k].stage], port, actions[k].microbatch)
             for port, k in zip(function.inputs, reads, strict=True)
         ]
         for k, action in enumerate(actions):
             self._receive(action, [v for v, part in zip(inputs, reads, strict=True) if part == k])
-        outputs = [_made(port, actions[k]) for port, k in zip(function.outputs, makes, strict=True)]
+        outputs = [
+            None if port.kind == "token" else _value(self.stages[actions[k].stage], port, actions[k].microbatch)
+            for port, k in zip(function.outputs, makes, strict=True)
+        ]
         for value, aval in zip(inputs, function.avals_in, strict=True):
             self.value_bytes[value] = device_bytes(aval)
         for out, aval in zip(outputs, function.avals_out, strict=True):
@@ -229,28 +234,24 @@ class _RankLowering:
             self.present.update(residuals)
 
 
-def _read(stage: StageFunctions, port: Port, microbatch: int) -> Value:
-    """The value an input port reads."""
-    s, kind = stage.stage, port.kind
+def _value(stage: StageFunctions, port: Port, number: int) -> Value:
+    """The value that a port of a stage's action reads or writes. What crosses stages, batch arrays and keys (of a group: the
+    first one's) are of a microbatch, all else of the action's number."""
+    s, kind, first = stage.stage, port.kind, number * stage.links.span
     if kind == "x":
-        producer, leaf = stage.x_from[port.index]
-        return Value("y", producer, microbatch, leaf)
+        member, at = divmod(port.index, len(stage.x_from))
+        producer, leaf = stage.x_from[at]
+        return Value("y", producer, first + member, leaf)
     if kind == "dy":
         reader, leaf = stage.dy_from[port.index]
-        return Value("dx", reader, microbatch, leaf)
+        return Value("dx", reader, first, leaf)
     if kind == "key":
-        return Value("key", -1, microbatch, port.index)
+        return Value("key", -1, first, port.index)
+    if stage.links.span > 1 and (kind == "dx" or kind == "data"):
+        member, at = divmod(port.index, len(stage.x_from if kind == "dx" else stage.data_names))
+        return Value(kind, s, first + member, at)
     assert kind != "token", f"stage {s} reads a token"
-    return Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else microbatch, port.index, port.name)
-
-
-def _made(port: Port, action: Action) -> Value | None:
-    """The value an output port writes."""
-    kind = port.kind
-    if kind == "token":
-        return None
-    assert kind != "x" and kind != "dy", f"{action} writes {port}"
-    return Value(kind, action.stage, -1 if kind in SHARED else action.microbatch, port.index, port.name)
+    return Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else number, port.index, port.name)
 
 
 class _Traffic:
@@ -262,6 +263,7 @@ class _Traffic:
     def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
         self.makers: dict[Value, tuple[int, Action]] = {}
         self.readers: dict[Value, set[int]] = {}
+        self._stages = stages
         self._made: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         for stage in stages:
@@ -281,10 +283,14 @@ class _Traffic:
                             f"{value} has two writers: {other} and {action}; give them names of their own"
                         )
                 for port, aval in reads.get(at, ()):
-                    value = _read(stages[action.stage], port, action.microbatch)
+                    value = _value(stages[action.stage], port, action.microbatch)
                     self.readers.setdefault(value, set()).add(rank)
                     if port.kind == "user":
                         asked[value] = action, aval
+                        if stages[value.stage].links.span != stages[action.stage].links.span:
+                            raise ProgramError(
+                                f"{action} reads {value}, of a stage that runs for another number of microbatches"
+                            )
         for value, (action, aval) in asked.items():
             if value in self.makers:
                 made = self.message(self.makers[value][1], None)[value]
@@ -296,9 +302,7 @@ class _Traffic:
 
     def _values(self, action: Action) -> Iterator[Value]:
         for port, _ in self._made.get((action.op, action.stage), ()):
-            value = _made(port, action)
-            assert value is not None, "a token travels nowhere"
-            yield value
+            yield _value(self._stages[action.stage], port, action.microbatch)
 
     def destinations(self, action: Action) -> set[int]:
         """The ranks that read of what an action made."""

@@ -7,7 +7,7 @@ the device by one compiled function a kind, so that neither the host link nor th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -86,12 +86,7 @@ def _largest(dtype: Any) -> int:
 
 def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[list[jax.Array]]:
     """Per microbatch, the batch arrays that ``stage`` reads: integers below ``vocab_size``, floats within ±1."""
-    read: Mapping[int, jax.ShapeDtypeStruct] = {
-        port.index: aval
-        for function in (*stage.functions.values(), stage.evaluation)
-        for port, aval in zip(function.inputs, function.avals_in, strict=True)
-        if port.kind == "data"
-    }
+    read = stage.data_avals
     if not read:
         return []
     unread = next(iter(read.values()))  # an array that no function reads is never bound: any will do

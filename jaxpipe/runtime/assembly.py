@@ -320,8 +320,8 @@ class Assembly:
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
         """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
-        found = self._forward(params, batch, [f.evaluation for f in self.stages])
-        losses = [[made[at] for at in sorted(made) if at[1].kind == "loss"] for made in found]
+        found = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
+        losses = [[made[at] for at in sorted(made) if at[2].kind == "loss"] for made in found]
         return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
 
     @cached_property
@@ -369,8 +369,8 @@ class Assembly:
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
         functions = [*(f.evaluation for f in self.stages[:-1]), function]
-        runs = self._forward(params, {**unread, **batch}, functions)
-        made = zip(*([run[(len(functions) - 1, port)] for port in function.outputs] for run in runs), strict=True)
+        runs = self._forward(params, {**unread, **batch}, functions, 1)
+        made = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
             for parts, a in zip(made, whole, strict=True)
@@ -388,21 +388,32 @@ class Assembly:
         return *build_output(self.layers(last), self.stages[last], mesh, spec, self.tp), whole
 
     def _forward(
-        self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction]
-    ) -> Iterator[Mapping[tuple[int, Port], jax.Array]]:
-        """What ``functions``, one a stage, return for each microbatch, by stage and port."""
+        self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int
+    ) -> Iterator[Mapping[tuple[int, int, Port], jax.Array]]:
+        """What ``functions``, one a stage, return for each ``span`` microbatches (those that the last takes at once), by stage,
+        the microbatch's number among these, and port.
+
+        Raises:
+            ProgramError: the microbatches are no multiple of ``span``.
+        """
         count = len(next(iter(batch.values())))
+        if count % span:
+            raise ProgramError(f"the loss takes {span} microbatches at once; {count} are no multiple of that")
         data = self.placed_data(params, batch, count)
-        for i in range(count):
-            made: dict[tuple[int, Port], jax.Array] = {}
+        for start in range(0, count, span):
+            made: dict[tuple[int, int, Port], jax.Array] = {}
             for s, function in enumerate(functions):
                 at = self.primary(s)
                 f = self.functions[at]
-                entering = [made[(t, Port("y", leaf))] for t, leaf in f.x_from]
-                x = jax.device_put(entering, [_home(a) for a in f.x_avals]) if entering else []
-                given = {"param": params[at], "x": x, "data": data[at][i] if at in data else ()}
-                results = function.call(*(given[port.kind][port.index] for port in function.inputs))
-                made |= {(s, port): result for port, result in zip(function.outputs, results, strict=True)}
+                wide = min(f.links.span, span)
+                for first in range(0, span, wide):
+                    members = range(first, first + wide)
+                    entering = [made[(t, k, Port("y", leaf))] for k in members for t, leaf in f.x_from]
+                    x = jax.device_put(entering, [_home(a) for a in f.x_avals[: len(entering)]]) if entering else []
+                    read = [array for k in members for array in data[at][start + k]] if at in data else []
+                    given = {"param": params[at], "x": x, "data": read}
+                    results = function.call(*(given[port.kind][port.index] for port in function.inputs))
+                    made |= {(s, first, port): result for port, result in zip(function.outputs, results, strict=True)}
             yield made
 
     def _with_factors(self, batch: Batch) -> Batch:

@@ -104,8 +104,9 @@ class StageFunctions:
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
     does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that makes it and the
     ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there. ``data_names``: batch
-    arrays it reads, in port order. ``links``: to its neighbours.
-    Bytes are per device and microbatch: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
+    arrays it reads, in port order. ``links``: to its neighbours. A stage that takes several microbatches at once
+    (``links.span``) has ``x``, ``dx`` and ``data`` ports for each of them in turn; ``x_from`` and ``data_names`` are of one.
+    Bytes are per device and call: ``residual_bytes`` is held from F to B (``res`` ports, and ``x`` where the backward
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
     ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
@@ -140,6 +141,16 @@ class StageFunctions:
     eval_metrics: Metrics = field(default_factory=dict)
     x_from: tuple[tuple[int, int], ...] = ()
     dy_from: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def data_avals(self) -> Mapping[int, jax.ShapeDtypeStruct]:
+        """Of a microbatch, the batch arrays that some function reads, by position in ``data_names``."""
+        return {
+            port.index % len(self.data_names): aval
+            for f in (*self.functions.values(), self.evaluation)
+            for port, aval in zip(f.inputs, f.avals_in, strict=True)
+            if port.kind == "data"
+        }
 
     def __post_init__(self) -> None:
         made = {p for f in self.functions.values() for p in f.outputs}

@@ -181,9 +181,10 @@ def build_output(
     static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
     data = {name: data_avals[name] for name in last.data_names if name in data_avals}
     links = last.links.without_loss
-    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, last.x, data, links, jnp.float32, tp)
+    x = last.links.members(last.x)[0]
+    spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, x, data, links, jnp.float32, tp)
     trace = trace_eval(spec, mesh)
-    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(last.x)), trace.y_varies, ())
+    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(x)), trace.y_varies, ())
     part = _eval_part(trace)
     closed = part.close({v: _portable(c) for v, c in trace.consts.items()})
     return _function("Y", part, closed, homes, f"Y_stage{last.stage}", None, BuildCache()), trace.y

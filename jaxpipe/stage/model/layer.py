@@ -60,6 +60,9 @@ class Layer:
     float32 where the others are computed with in a narrower dtype; None: none does. Neither is asked about tied leaves: those
     are as their owner's.
 
+    ``span``: of a loss, of how many consecutive microbatches it gets the rows at once, one after another: other numbers are
+    another loss where rows count for each other. With several dp shards each has groups of its own rows.
+
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
     """
@@ -76,12 +79,13 @@ class Layer:
     float32: Callable[[Path], bool] | None = None
     takes: tuple[str, ...] | None = None
     frozen: bool = False
+    span: int = 1
 
     @property
     def code(self) -> Hashable:
         """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects."""
         functions = (function_key(self.init), function_key(self.apply))
-        rules = (self.trainable, self.float32, self.frozen)
+        rules = (self.trainable, self.float32, self.frozen, self.span)
         return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules
 
     def trains(self, path: Path) -> bool:
@@ -125,6 +129,11 @@ class Model:
         names = [layer.name for layer in self.layers]
         shown = names if len(names) <= 6 else [*names[:2], "…", *names[-2:]]
         return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
+
+    @property
+    def span(self) -> int:
+        """How many consecutive microbatches its loss takes at once (:attr:`Layer.span`)."""
+        return self.layers[-1].span
 
     @property
     def losses(self) -> tuple[int, ...]:
@@ -226,7 +235,15 @@ def _model_problems(model: Model) -> list[str]:
             elif owner_path in by_name[owner].tied:
                 true_owner, true_path = by_name[owner].tied[owner_path]
                 problems.append(f"{tie}, itself tied; name its owner {true_owner}/{'/'.join(true_path)} instead")
-    return problems
+    return problems or list(_span_problems(model))
+
+
+def _span_problems(model: Model) -> Iterator[str]:
+    for i, layer in enumerate(model.layers):
+        if type(layer.span) is not int or layer.span < 1:
+            yield f"layer {layer.name} has span {layer.span!r}; want a whole number of at least 1"
+        elif layer.span > 1 and model.losses != (i,):
+            yield f"layer {layer.name} has span {layer.span}; only a model's one loss can take several microbatches at once"
 
 
 def _taking_problems(layer: Layer, earlier: Sequence[str], known: Mapping[str, Layer]) -> Iterator[str]:

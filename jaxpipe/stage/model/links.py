@@ -26,7 +26,8 @@ class StageLinks:
     enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
     positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``losses``: positions
     of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
-    whether something trained stands behind it.
+    whether something trained stands behind it. ``span``: how many consecutive microbatches the stage takes at once; then all
+    that enters does so once for each of them, and nothing leaves.
     """
 
     takes: tuple[tuple[int, ...], ...]
@@ -37,12 +38,20 @@ class StageLinks:
     x_learns: tuple[bool, ...]
     y_learns: tuple[bool, ...]
     loss_learns: tuple[bool, ...]
+    span: int = 1
 
     @property
     def without_loss(self) -> StageLinks:
-        """Of the layers but the last, what the last takes leaving."""
+        """Of the layers but the last, what the last takes leaving, for one microbatch."""
         return replace(
-            self, takes=self.takes[:-1], leaving=self.takes[-1], readers=(), losses=(), y_learns=(), loss_learns=()
+            self,
+            takes=self.takes[:-1],
+            leaving=self.takes[-1],
+            readers=(),
+            losses=(),
+            y_learns=(),
+            loss_learns=(),
+            span=1,
         )
 
     def without(self, dropped: Collection[int]) -> StageLinks:
@@ -72,12 +81,19 @@ class StageLinks:
             self.x_learns,
             self.y_learns,
             self.loss_learns,
+            self.span,
         )
 
     def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
-        """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none."""
+        """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none. A
+        tuple of that where it enters for several microbatches."""
         entries = [leaving[t][k] for t, k in self.before]
-        return entries[0] if len(entries) == 1 else tuple(entries) or None
+        one = entries[0] if len(entries) == 1 else tuple(entries) or None
+        return one if self.span == 1 else (one,) * self.span
+
+    def members(self, x: Any) -> tuple[Any, ...]:
+        """What enters, microbatch by microbatch."""
+        return (x,) if self.span == 1 else x
 
     def exits(self, y: Any) -> tuple[Any, ...]:
         """What leaves, result by result."""
@@ -89,7 +105,7 @@ class StageLinks:
         return found[0] if len(found) == 1 else found or None
 
     def entries(self, x: Any) -> tuple[Any, ...]:
-        """What enters, result by result."""
+        """What enters for one microbatch, or for all as one, result by result."""
         return (x,) if len(self.before) == 1 else x or ()
 
 
@@ -98,7 +114,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     :func:`~jaxpipe.stage.model.params.compute_avals` gives them; they tell what is trained.
 
     Raises:
-        StageError: a stage has no layers.
+        StageError: a stage has no layers, or one that takes several microbatches at once hands something on.
     """
     if not all(stages):
         raise StageError(f"stage {list(map(bool, stages)).index(False)} has no layers; cut the model into fewer stages")
@@ -119,6 +135,12 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     def links(s: int) -> StageLinks:
         mine, inside, out = _of(home, s), entering[s], leaving[s]
         readers = sorted({home[i] for k in out for i in takers[k]} - {s})
+        span = max(layer.span for layer in stages[s])
+        if span > 1 and out:
+            raise StageError(
+                f"stage {s} has the loss, which takes {span} microbatches at once, and hands on the result of "
+                f"{layers[out[0]].name!r}, which is of one; cut between them"
+            )
         return StageLinks(
             tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
             tuple((home[k], leaving[home[k]].index(k)) for k in inside),
@@ -128,6 +150,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
             tuple(learns[k] for k in inside),
             tuple(learns[k] for k in out),
             tuple(learns[i] for i in mine if not takers[i]),
+            span,
         )
 
     return tuple(map(links, range(len(stages))))

@@ -46,8 +46,8 @@ def apply_model(
     key: jax.Array | None = None,
     train: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Forward of the whole model on one microbatch: ``(loss_sum, weight_sum)``, two scalars (of several losses, as
-    :func:`combined`).
+    """Forward of the whole model on one microbatch (the rows of ``model.span`` of them, where its loss takes so many at once):
+    ``(loss_sum, weight_sum)``, two scalars (of several losses, as :func:`combined`).
 
     ``key`` is the microbatch's, typed or raw threefry data (uint32[2]); None will do when no layer draws random numbers, or
     with ``train=False``. Differentiable in ``params``; the gradient of a tied leaf arrives at its owner, summed over its uses.

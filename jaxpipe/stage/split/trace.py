@@ -16,6 +16,9 @@ Tensor parallelism: layers are written per shard. Types make the derivative righ
 meets a shard's own part of a parameter, its cotangent is summed over ``tp``. Parameters whose gradient each shard makes a part
 of (``partial``) are cast to varying over ``tp`` as well, so that the sum waits until the end of the step.
 
+A stage that takes several microbatches at once (``StageLinks.span``) has ``x``, ``dx`` and ``data`` ports for each, those of
+the first before those of the second; their rows are put together inside the function, so that a shard's are its own.
+
 Not modelled here: complex-valued losses, side effects that must stay ordered.
 """
 
@@ -65,7 +68,8 @@ _SEED = "seed"
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read, in port order."""
+    """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read of a microbatch, in port
+    order."""
 
     stage: int
     layers: tuple[Layer, ...]
@@ -84,8 +88,19 @@ class TraceSpec:
     @property
     def x_learns(self) -> list[bool]:
         """By array leaf of ``x``, whether it has a cotangent."""
-        entries = zip(self.links.entries(self.x), self.links.x_learns, strict=True)
-        return [is_inexact(v) and learns for entry, learns in entries for v in array_leaves(entry)]
+        each = [zip(self.links.entries(x), self.links.x_learns, strict=True) for x in self.links.members(self.x)]
+        return [is_inexact(v) and learns for entries in each for entry, learns in entries for v in array_leaves(entry)]
+
+    def whole_x(self, leaves: Sequence[Any]) -> Any:
+        """What enters, of its array leaves, with the rows of all microbatches as one."""
+        first, *others = self.links.members(fill(self.x, leaves))
+        columns = zip(*map(array_leaves, (first, *others)), strict=True)
+        return fill(first, [jnp.concatenate(column) for column in columns]) if others else first
+
+    def whole_data(self, data: Sequence[Any]) -> list[Any]:
+        """Batch arrays in port order, with the rows of all microbatches as one."""
+        n = len(self.data)
+        return [jnp.concatenate(data[i::n]) for i in range(n)] if self.links.span > 1 else list(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +183,13 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     def joint(
         buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]
     ) -> tuple[Any, ...]:
-        leaves = spec.layout.unpack_leaves(_varying_params(spec, buffers))
+        leaves, data = spec.layout.unpack_leaves(_varying_params(spec, buffers)), spec.whole_data(data)
         theta, theta_of = _partition(leaves, [spec.layout.trains(slot) for slot in spec.layout.slots])
         floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x], spec.x_learns)
 
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
-            made.update(_run(spec, mesh, params, fill(spec.x, x_of(floats)), data, key, offset, train=True))
+            made.update(_run(spec, mesh, params, spec.whole_x(x_of(floats)), data, key, offset, train=True))
             learning, rest = made["learning"], made["rest"]
             return [made["values"][p] for p in learning], [jax.lax.stop_gradient(made["values"][p]) for p in rest]
 
@@ -200,7 +215,7 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
-        made.update(_run(spec, mesh, params, fill(spec.x, x), data, key, offset, train=False))
+        made.update(_run(spec, mesh, params, spec.whole_x(x), spec.whole_data(data), key, offset, train=False))
         values = made.pop("values")
         made["ports"] = sorted(values)
         return [values[p] for p in made["ports"]]
@@ -262,7 +277,7 @@ def _trace(
             for i, b in enumerate(layout.buffers)
         ],
         [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in x],
-        list(spec.data.values()),
+        list(spec.data.values()) * spec.links.span,
         KEY_AVAL,
         jax.ShapeDtypeStruct((), jnp.uint32),
         list(acc),
@@ -285,7 +300,7 @@ def _trace(
     typed = spec.tp.size > 1
     mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
     jax.eval_shape(mapped, *args)
-    offset_at = len(spec.layout.buffers) + len(x) + len(spec.data) + 1
+    offset_at = len(spec.layout.buffers) + len(x) + len(args[2]) + 1
     return captured[0], offset_at
 
 
@@ -303,6 +318,8 @@ def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
     for what, v in arrays:
+        if spec.links.span > 1 and not v.shape:
+            raise StageError(f"{what} has no axis 0, on which {spec.links.span} microbatches could be put together")
         if dp > 1 and (not v.shape or v.shape[0] % dp):
             size = v.shape[0] if v.shape else "no axis"
             raise StageError(
@@ -522,7 +539,7 @@ def layer_of(eqn: JaxprEqn) -> int | None:
 def _input_ports(spec: TraceSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, Port]:
     ports: list[Port | None] = [Port("param", i) for i in range(len(spec.layout.buffers))]
     ports += [Port("x", i) for i in range(len(array_leaves(spec.x)))]
-    ports += [Port("data", i) for i in range(len(spec.data))]
+    ports += [Port("data", i) for i in range(len(spec.data) * spec.links.span)]
     ports += [Port("key", 0), None]
     ports += [Port("acc", i) for i in range(len(flat.invars) - offset_at - 1)]
     return {v: p for v, p in zip(flat.invars, ports, strict=True) if p is not None}

@@ -250,11 +250,15 @@ BAD = [
     ("zb", {"ranks": 4, "microbatches": 4, "memory_limit": float("nan")}, "memory limit of nan"),
     ("zb", {"ranks": 4, "microbatches": 4, "objective": "peak"}, "unknown objective 'peak'; there are makespan, span"),
     ("1fb1", {"ranks": 4, "microbatches": 4}, "did you mean '1f1b'"),
-    ("zb", {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(3)}, "costs are for 3 stages; 4 ranks need 4"),
+    (
+        "zb",
+        {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(3)},
+        "for 3 stages, zb on 4 ranks with 1 per rank has 4",
+    ),
     (
         "interleaved-1f1b",
         {"ranks": 4, "microbatches": 4, "costs": CostProfile.uniform(4)},
-        "costs are for 4 stages; 4 ranks need 8, 2 per rank",
+        "the costs are for 4 stages, interleaved-1f1b on 4 ranks with 2 per rank has 8",
     ),
 ]
 
@@ -358,7 +362,10 @@ def test_a_decorated_function_is_a_checked_family(table: None) -> None:
     for call, message in [
         (lambda: mine(0, True), "mine-v: ranks is 0; want .*; mine-v: microbatches is True"),
         (lambda: mine(2, 3, group=1.5), "mine-v: group is 1.5"),  # type: ignore[arg-type]
-        (lambda: mine(2, 3, CostProfile.uniform(2)), "mine-v: the costs are for 2 stages; 2 ranks need 4, 2 per rank"),
+        (
+            lambda: mine(2, 3, CostProfile.uniform(2)),
+            "the costs are for 2 stages, mine-v on 2 ranks with 2 per rank has 4",
+        ),
     ]:
         with pytest.raises(ScheduleError, match=message):
             call()

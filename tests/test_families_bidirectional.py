@@ -97,7 +97,7 @@ def test_valid_within_memory_and_in_order_at_any_size(name: str, p: int, m: int,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_must_fit(name: str) -> None:
-    with pytest.raises(ScheduleError, match=f"{name}: the costs are for 3 stages"):
+    with pytest.raises(ScheduleError, match=f"the costs are for 3 stages, {name} on 4 ranks"):
         generate(name, 4, 4, costs=CostProfile.uniform(3))
 
 

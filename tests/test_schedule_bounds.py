@@ -145,7 +145,7 @@ def test_a_cheaper_user_op_lowers_the_bound() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ScheduleError, match="the costs are for 3 stages and the placement has 2"):
+    with pytest.raises(ScheduleError, match="the costs are for 3 stages, the placement has 2"):
         lower_bound(one_to_one(2), 1, CostProfile.uniform(3))
     with pytest.raises(ScheduleError, match="number of microbatches is 0"):
         span_lower_bound(one_to_one(2), 0, CostProfile.uniform(2))

@@ -324,7 +324,7 @@ def test_replay_refuses_missing_and_senseless_durations(seconds: float | None) -
 
 
 def test_costs_for_another_number_of_stages() -> None:
-    with pytest.raises(ScheduleError, match=r"the costs are for 3 stages and schedule '1f1b' has 2"):
+    with pytest.raises(ScheduleError, match=r"the costs are for 3 stages, schedule '1f1b' has 2"):
         simulate(one_f_one_b_rows(2, 2), CostProfile.uniform(3))
     with pytest.raises(ScheduleError, match="the costs are for 3 stages"):
         replay(one_f_one_b_rows(2, 2), {}, CostProfile.uniform(3))

@@ -276,7 +276,7 @@ def test_microbatches_are_counted(microbatches: Any) -> None:
 
 
 def test_costs_are_for_the_stages() -> None:
-    with pytest.raises(ScheduleError, match="the costs are for 3 stages and the placement has 2"):
+    with pytest.raises(ScheduleError, match="the costs are for 3 stages, the placement has 2"):
         traverse(one_to_one(2), 4, Traversal("forward"), unit(3, 1))
 
 

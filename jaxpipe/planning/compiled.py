@@ -21,7 +21,6 @@ from jaxpipe.mesh import AXES
 from jaxpipe.planning.stages import StageKey, Workbench
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.footprint import compiled_footprint
-from jaxpipe.stage.model.layer import Layer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _MOST_EQUAL = 3
@@ -55,11 +54,11 @@ class Compiler:
         self.notice(f"workspace is estimated from the jaxprs where it was not compiled: {reason}")
 
     def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
-        one, two, more = _shorter(stage.layers)
-        short = self._compiled(bench, replace(stage, layers=one), op)
+        one, more = _shorter(stage, 1)
+        short = self._compiled(bench, one, op)
         if short is None or more == 0:
             return short
-        long = self._compiled(bench, replace(stage, layers=two), op)
+        long = self._compiled(bench, _shorter(stage, 2)[0], op)
         return None if long is None else short + more * max(0.0, long - short)
 
     def _compiled(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
@@ -84,11 +83,11 @@ class Compiler:
         return temp
 
 
-def _shorter(layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], tuple[Layer, ...], int]:
-    """The layers with each long run of the same one cut to one and to two, and how many more the longest run has than one."""
-    runs = [list(group) for _, group in groupby(layers, key=lambda layer: layer.code)]
-    one, two = (
-        tuple(layer for run in runs for layer in (run if len(run) <= _MOST_EQUAL else run[:kept])) for kept in (1, 2)
-    )
-    longest = max(map(len, runs))
-    return one, two, longest - 1 if longest > _MOST_EQUAL else 0
+def _shorter(stage: StageKey, kept: int) -> tuple[StageKey, int]:
+    """The stage with each long run of the same layer cut to ``kept`` of them, and how many fewer the longest run has."""
+    runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
+    dropped = {i for run in runs if len(run) > _MOST_EQUAL for i in run[kept:]}
+    if not dropped or any(len(stage.links.takes[i]) != 1 for i in dropped):
+        return stage, 0
+    layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
+    return replace(stage, layers=layers, links=stage.links.without(dropped)), max(map(len, runs)) - kept

@@ -151,7 +151,7 @@ class CostProfile:
     def require_stages(self, num_stages: int, what: str) -> None:
         """Raises ScheduleError unless these are the costs of so many stages, which ``what`` has."""
         if self.num_stages != num_stages:
-            raise ScheduleError(f"the costs are for {self.num_stages} stages and {what} has {num_stages}")
+            raise ScheduleError(f"the costs are for {self.num_stages} stages, {what} has {num_stages}")
 
     def values(self, name: str) -> Sequence[float]:
         """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.

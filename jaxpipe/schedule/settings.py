@@ -78,7 +78,7 @@ class Task:
             return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
         if not isinstance(self.costs, CostProfile):
             return self.costs(placement)
-        self.costs.require_stages(placement.num_stages, f"this, with {placement.num_chunks} per rank,")
+        self.costs.require_stages(placement.num_stages, f"this with {placement.num_chunks} per rank")
         return self.costs
 
     def may_offload(self, costs: CostProfile) -> bool:

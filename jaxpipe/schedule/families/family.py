@@ -170,7 +170,7 @@ def require_stages(family: Family, ranks: int, chunks: int | None, costs: CostPr
         ScheduleError: they are not; names both numbers.
     """
     stages = family.placement(ranks, family.default_chunks if chunks is None else chunks).num_stages
-    costs.require_stages(stages, f"{family.name} on {ranks} ranks, {stages // ranks} per rank,")
+    costs.require_stages(stages, f"{family.name} on {ranks} ranks with {stages // ranks} per rank")
 
 
 def in_order(name: str, microbatches: int, rows: Sequence[Iterable[str]]) -> Schedule:

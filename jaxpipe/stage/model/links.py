@@ -7,7 +7,7 @@ gets one result and hands on one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class StageLinks:
     enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
     positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``losses``: positions
     of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
-    whether something trained stands
+    whether something trained stands behind it.
     """
 
     takes: tuple[tuple[int, ...], ...]
@@ -43,6 +43,20 @@ class StageLinks:
         """Of the layers but the last, what the last takes leaving."""
         return replace(
             self, takes=self.takes[:-1], leaving=self.takes[-1], readers=(), losses=(), y_learns=(), loss_learns=()
+        )
+
+    def without(self, dropped: Collection[int]) -> StageLinks:
+        """Of the stage without the layers at these positions, each of which takes one result: who took theirs takes that."""
+        kept = [i for i in range(len(self.takes)) if i not in dropped]
+
+        def source(k: int) -> int:
+            while k in dropped:
+                (k,) = self.takes[k]
+            return k if k < 0 else kept.index(k)
+
+        takes = tuple(tuple(map(source, self.takes[i])) for i in kept)
+        return replace(
+            self, takes=takes, leaving=tuple(map(source, self.leaving)), losses=tuple(map(source, self.losses))
         )
 
     @property

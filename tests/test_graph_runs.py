@@ -165,7 +165,10 @@ BAD = {
         lambda: (source("a", "a", 3), source("b", "b", 5), wide("c"), dense("d", takes=("b", "c"))),
         "layer 'd' can't be traced: TypeError: add got incompatible shapes",
     ),
-    "nothing": (lambda: (source("a", "a", 3), source("b", "b", 5)), "the loss layer 'b' (no layer takes it) returns an array"),
+    "nothing": (
+        lambda: (source("a", "a", 3), source("b", "b", 5)),
+        "the loss layer 'b' (no layer takes it) returns an array",
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from jaxpipe.cost.memory import Kind, RankMemory
@@ -28,7 +29,7 @@ from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
-from jaxpipe.train.assemble import build_schedule, final_order
+from jaxpipe.train.assemble import choose, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.sections import PipelineConfig
 
@@ -113,8 +114,7 @@ def predict(
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    schedule = build_schedule(pipe, lambda n: [s.cost for s in bench.plan(config, n).stages], config.traverse)
-    plan = bench.plan(config, schedule.num_stages)
+    schedule, plan = choose(pipe, bench.model, partial(bench.plan, config), config.traverse)
     stages = bench.stages(plan.cut, pipe.recompute, device_batch(config), config.offload.fraction)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
     ops |= {"B", "W"} if pipe.separate_gradients else set()

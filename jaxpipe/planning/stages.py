@@ -26,6 +26,7 @@ from jaxpipe._jax_compat import aval_bytes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target
+from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import StageFunctions
@@ -128,14 +129,15 @@ class Workbench:
     def _master_dtype(self) -> Any:
         return jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32
 
-    def plan(self, config: TrainConfig, num_stages: int) -> StagePlan:
-        """How layers become ``num_stages`` stages: ``pipeline.cut`` where it fits, else by FLOPs."""
+    def plan(self, config: TrainConfig, num_stages: int, edges: Edges | None = None) -> StagePlan:
+        """How layers become ``num_stages`` stages with these edges: ``pipeline.cut`` where it fits, else by FLOPs."""
         cut, size = config.pipeline.cut, device_batch(config)
         if size not in self._layer_costs:
             self._layer_costs[size] = analytic_layer_costs(self.model, size)
         given = cut if isinstance(cut, tuple) and len(cut) + 1 == num_stages else None
         number = num_stages if given is None else None
-        return plan_stages(self.model, number, boundaries=given, costs=self._layer_costs[size], costs_from="analytic")
+        costs = self._layer_costs[size]
+        return plan_stages(self.model, number, boundaries=given, costs=costs, costs_from="analytic", edges=edges)
 
     def stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, offload_fraction: float = 1.0

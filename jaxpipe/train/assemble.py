@@ -16,26 +16,39 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.cost import measured_layer_costs
-from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.errors import ConfigError, ScheduleError, StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule, check_schedule, generate, read_schedule, simulate
+from jaxpipe.schedule import (
+    FAMILIES,
+    CostProfile,
+    Schedule,
+    check_schedule,
+    generate,
+    read_schedule,
+    simulate,
+    traverse,
+)
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
+from jaxpipe.schedule.placement import Edges
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.model.layer import Model, taken_by
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, cut_edges, plan_stages
 from jaxpipe.train.own_schedules import made_by_function, traversed
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
+from jaxpipe.train.towers import towers_of
 
 Progress = Callable[[str], None]
+Planner = Callable[..., StagePlan]
+"""Of a number of stages, and the edges between them (None or left out: whatever follows from the cut)."""
 
 
-def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> Callable[[int], StagePlan]:
-    """A function from the number of stages to the plan, cut as ``pipe.cut`` says. Costs of layers are taken once."""
+def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> Planner:
+    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once."""
     cut = pipe.cut
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
@@ -43,7 +56,7 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
     else:
         costs, source = analytic_layer_costs(model, size), "analytic"
 
-    def plan(num_stages: int) -> StagePlan:
+    def plan(num_stages: int, edges: Edges | None = None) -> StagePlan:
         if isinstance(cut, tuple):
             if len(cut) + 1 != num_stages:
                 raise ConfigError(
@@ -51,7 +64,11 @@ def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> C
                     f"{num_stages - 1} layers at which the second and later stages start"
                 )
             return plan_stages(model, boundaries=cut, costs=costs, costs_from=source)
-        return plan_stages(model, num_stages, costs=costs, costs_from=source)
+        try:
+            return plan_stages(model, num_stages, costs=costs, costs_from=source, edges=edges)
+        except StageError as error:
+            told = "" if edges is None else "; families of schedules, such as 1f1b, take layers of any graph"
+            raise StageError(f"{error}{told}") from None
 
     return plan
 
@@ -76,17 +93,56 @@ def read_checked(path: str | Path) -> Schedule:
     return schedule
 
 
-def build_schedule(
-    pipe: PipelineConfig, stage_costs: Callable[[int], Sequence[float]], rules: TraverseConfig | None = None
-) -> Schedule:
-    """The schedule of ``pipe``: a family's, one by ``rules``, or a function's, with the stages' relative costs; or a file's.
+def choose(
+    pipe: PipelineConfig,
+    model: Model,
+    planner: Planner,
+    rules: TraverseConfig | None = None,
+    given: Schedule | None = None,
+) -> tuple[Schedule, StagePlan]:
+    """The schedule of ``pipe``, or ``given``, and the plan of its stages.
 
-    ``stage_costs(n)``: relative forward cost of each stage when the model is cut into n.
+    Whatever has stages in a chain takes a model of any graph: its order has each stage after all before it in the chain, more
+    than any graph asks for. Its stages then wait for those alone whose results they take.
+
+    Raises:
+        ScheduleError, ConfigError, StageError: as :func:`build_schedule` and ``planner``.
+    """
+    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules)
+    placement = made.placement
+    if not placement.is_chain:
+        return made, planner(made.num_stages, placement.edges)
+    plan = planner(made.num_stages)
+    edges = cut_edges(taken_by(model.layers), plan.cut)
+    if placement.num_flows > 1 and edges != placement.edges:
+        raise ScheduleError(
+            f"schedule {made.name!r} has {placement.num_flows} flows, which chains of stages can have, and this model's stages "
+            "are none: use one with a single flow, such as 1f1b"
+        )
+    return with_edges(made, edges), plan
+
+
+def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
+    """``schedule`` with other edges between its stages, whose order allows them."""
+    return replace(schedule, placement=replace(schedule.placement, edges=edges))
+
+
+def build_schedule(
+    pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], rules: TraverseConfig | None = None
+) -> Schedule:
+    """The schedule of ``pipe``: a family's, one by rules, or a function's, with the stages' relative costs; or a file's.
+
+    ``stage_costs(n, edges)``: relative forward cost of each stage when the model is cut into n, with these edges if they are
+    given.
 
     Raises:
         ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
         ConfigError: what was read or made is for other sizes.
     """
+    if pipe.schedule == "towers":
+        placement, by_rank = towers_of(pipe.towers)
+        known = relative_costs(stage_costs(placement.num_stages, placement.edges))
+        return replace(traverse(placement, pipe.microbatches, by_rank, known), name="towers")
     stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
     costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(stages))
     if costs is None or ":" in pipe.schedule:
@@ -94,7 +150,7 @@ def build_schedule(
         for what, have, want in (
             ("ranks", schedule.num_ranks, pipe.ranks),
             ("microbatches", schedule.num_microbatches, pipe.microbatches),
-            ("chunks", schedule.num_chunks, pipe.chunks),
+            *([("chunks", schedule.num_chunks, pipe.chunks)] if schedule.placement.is_chain else []),
         ):
             if have != want:
                 raise ConfigError(
@@ -191,7 +247,8 @@ def final_order(
     family, schedule = FAMILIES.get(pipe.schedule), draft
 
     def made(known: CostProfile) -> Schedule:
-        return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, pipe.memory_limit)
+        new = generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, pipe.memory_limit)
+        return with_edges(new, draft.placement.edges)
 
     def peak(schedule: Schedule) -> float:
         return max(simulate(schedule, costs).peak_activations)

@@ -124,9 +124,11 @@ def _finish(found: Collected, overrides: Sequence[str] = ()) -> TrainConfig:
     for override in overrides:
         settings.collect_override(TrainConfig, override, found)
     overridden = {key for key, place in found.places.items() if place.startswith(('override "', "override '"))}
-    if "pipeline.schedule" in overridden and found.values["pipeline.schedule"] != "traverse":
-        for key in [key for key in found.values if key.startswith("traverse.") and key not in overridden]:
-            del found.values[key]  # rules for the schedule that is not asked for any more
+    if "pipeline.schedule" in overridden:
+        asked = found.values["pipeline.schedule"]
+        for name, prefix in (("traverse", "traverse."), ("towers", "pipeline.towers")):
+            for key in [k for k in found.values if k.startswith(prefix) and k not in overridden and name != asked]:
+                del found.values[key]  # rules for the schedule that is not asked for any more
     given: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     for key, value in found.values.items():
         section, _, leaf = key.partition(".")

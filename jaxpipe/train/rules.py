@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import Traversal
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train import settings
 from jaxpipe.train.sections import PipelineConfig, Sections, TraverseConfig
 from jaxpipe.train.settings import Problem
+from jaxpipe.train.towers import towers_of
 from jaxpipe.wording import nearest
 
 
@@ -101,7 +102,7 @@ def _form_rules(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 f"data.suffixes has {suffix!r}, expected suffixes that start with a dot, such as .txt",
             )
     schedule = values.get("pipeline.schedule", "1f1b")
-    names = (*FAMILIES, "traverse")
+    names = (*FAMILIES, "traverse", "towers")
     if schedule not in names and not (schedule.endswith(_SCHEDULE_FILES) or names_function(schedule)):
         known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
         advice = _advice(schedule, names, known)
@@ -256,6 +257,22 @@ def _traverse_rule(config: Sections) -> str:
     return ""
 
 
+def _towers_rule(config: Sections) -> str:
+    pipe = config.pipeline
+    if pipe.schedule != "towers":
+        given = "pipeline.towers are given, and pipeline.schedule is"
+        return f"{given} {pipe.schedule!r}: set that to 'towers', or leave them out" if pipe.towers else ""
+    try:
+        placement, _ = towers_of(pipe.towers)
+    except (ConfigError, ScheduleError) as error:
+        return f"pipeline.towers: {error}"
+    if pipe.chunks != 1:
+        return f"pipeline.chunks is {pipe.chunks}; towers have chunks of their own, as in pipeline.towers.NAME.chunks=2"
+    if placement.num_ranks != pipe.ranks:
+        return f"pipeline.towers have {placement.num_ranks} ranks, and pipeline.ranks is {pipe.ranks}: make them equal"
+    return ""
+
+
 def _pairs_rule(config: Sections) -> str:
     """A schedule of these sizes can be made in seconds."""
     pipe = config.pipeline
@@ -322,6 +339,7 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
     _TRAVERSE: _traverse_rule,
     ("pipeline.schedule", *_TRAVERSE): _unused_traverse_rule,
+    ("pipeline.schedule", "pipeline.towers", "pipeline.ranks", "pipeline.chunks"): _towers_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("data.options", "data.path"): _made_data_rule,

@@ -39,7 +39,9 @@ class DataConfig:
 class PipelineConfig:
     """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``tp``, ``dp``: devices of each rank that share its layers, and that share
     each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``),
-    ``traverse`` (by the section of that name), or ``module:function``, which makes a schedule.
+    ``traverse`` (by the section of that name), ``towers``, or ``module:function``, which makes a schedule. ``towers``: the
+    branches of the model by name, in the order of their layers, each with ``ranks``, ``chunks``, ``placement`` and ``rules``
+    of its own; ``join``: the one on whose last rank the loss runs, by default the last.
     ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
     ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.split.policies`): one policy, such as ``cheap`` or
     ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or
@@ -68,6 +70,7 @@ class PipelineConfig:
     braid: bool = True
     braid_adjacent: bool = False
     separate_gradients: bool = False
+    towers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_devices(self) -> int:

@@ -17,7 +17,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.arrays import ArrayDataset, made_by_function
-from jaxpipe.train.assemble import Progress, assemble, build_schedule, stage_planner
+from jaxpipe.train.assemble import Progress, assemble, choose, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
@@ -102,8 +102,7 @@ def prepare(config: TrainConfig) -> Prepared:
     model = build_model(config, dataset.tokenizer.vocab_size)
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config))
-    schedule = build_schedule(config.pipeline, lambda n: [s.cost for s in planner(n).stages], config.traverse)
-    plan = planner(schedule.num_stages)
+    schedule, plan = choose(config.pipeline, model, planner, config.traverse)
     return Prepared(config, dataset, model, schedule, plan)
 
 

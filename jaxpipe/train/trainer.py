@@ -35,7 +35,7 @@ from jaxpipe.schedule.families.registry import family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.train.assemble import assemble, build_schedule, is_schedule_file, read_checked, stage_planner
+from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, stage_planner, with_edges
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
@@ -149,9 +149,8 @@ class Trainer:
         )
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards.size)
-        planner = (lambda n: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
-        chosen = given or build_schedule(pipe, lambda n: [s.cost for s in planner(n).stages])
-        plan = planner(chosen.num_stages)
+        planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
+        chosen, plan = choose(pipe, model, planner, given=given)
         with device_errors("setting up"):
             pipeline = assemble(
                 model,
@@ -283,6 +282,8 @@ class Trainer:
             fits = now.num_stages == now.num_ranks * (chunks or family.default_chunks)
             costs = self.pipeline.costs if fits else None  # and if not, the pipeline says so
             given = generate(str(schedule), now.num_ranks, now.num_microbatches, chunks, costs)
+        if given.placement.is_chain and given.num_stages == now.num_stages:
+            given = with_edges(given, now.placement.edges)
         return self.with_pipeline(self.pipeline.with_schedule(given))
 
     def with_pipeline(self, pipeline: Pipeline) -> Trainer:

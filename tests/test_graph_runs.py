@@ -21,6 +21,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import init_params, metrics_of
 from jaxpipe.train import run_directory
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.setup import prepare
 from tests.pipelines import assert_same_arrays
 
 TOWERS = """
@@ -153,6 +154,24 @@ def test_a_config_with_towers_reads_back_and_forgets_them_with_their_schedule(fi
     again.write_text(here.to_toml(), encoding="utf-8")
     assert load_config(again) == here and here.pipeline.towers["a"]["ranks"] == 2
     assert load_config(file, ["pipeline.schedule=1f1b"]).pipeline.towers == {}
+
+
+def test_a_loss_over_several_microbatches_is_the_models(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = ("model.options.group=2", "pipeline.towers.a.rules=backward in-flight=3,2")
+    prepared = prepare(config(file, "run", *two))
+    assert prepared.schedule.placement.span == (1, 1, 1, 1, 2)
+    for given, told in (
+        (
+            ("model.options.group=2", "pipeline.schedule=1f1b"),
+            "'1f1b' runs stage 2 once per 1 microbatches, and its layers take 2 at once",
+        ),
+        (
+            ["run.batch=18", "pipeline.microbatches=3"],
+            "stage 4 runs once per 2 microbatches, and 3 is no multiple of that",
+        ),
+    ):
+        code, _, err = cli(capsys, "plan", file, *given)
+        assert code == 2 and told in err.splitlines()[-1], err
 
 
 # -- bad models ------------------------------------------------------------------------------------------------------------

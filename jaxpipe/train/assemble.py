@@ -34,7 +34,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
-from jaxpipe.schedule.placement import Edges
+from jaxpipe.schedule.placement import Edges, with_span
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, cut_edges, plan_stages
@@ -108,11 +108,17 @@ def choose(
     Raises:
         ScheduleError, ConfigError, StageError: as :func:`build_schedule` and ``planner``.
     """
-    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules)
+    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
     placement = made.placement
+    plan = planner(made.num_stages, None if placement.is_chain else placement.edges)
+    for s, (span, (start, stop)) in enumerate(zip(placement.span, plan.cut, strict=True)):
+        if (wanted := max(layer.span for layer in model.layers[start:stop])) != span:
+            raise ScheduleError(
+                f"schedule {made.name!r} runs stage {s} once per {span} microbatches, and its layers take {wanted} at once "
+                "(Layer.span): use pipeline.schedule=towers, or a function that makes one with jaxpipe.schedule.with_span"
+            )
     if not placement.is_chain:
-        return made, planner(made.num_stages, placement.edges)
-    plan = planner(made.num_stages)
+        return made, plan
     edges = cut_edges(taken_by(model.layers), plan.cut)
     if placement.num_flows > 1 and edges != placement.edges:
         raise ScheduleError(
@@ -128,12 +134,15 @@ def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
 
 
 def build_schedule(
-    pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], rules: TraverseConfig | None = None
+    pipe: PipelineConfig,
+    stage_costs: Callable[..., Sequence[float]],
+    rules: TraverseConfig | None = None,
+    span: int = 1,
 ) -> Schedule:
     """The schedule of ``pipe``: a family's, one by rules, or a function's, with the stages' relative costs; or a file's.
 
     ``stage_costs(n, edges)``: relative forward cost of each stage when the model is cut into n, with these edges if they are
-    given.
+    given. ``span``: microbatches that the loss joining towers takes at once.
 
     Raises:
         ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
@@ -141,6 +150,7 @@ def build_schedule(
     """
     if pipe.schedule == "towers":
         placement, by_rank = towers_of(pipe.towers)
+        placement = with_span(placement, {placement.num_stages - 1: span})
         known = relative_costs(stage_costs(placement.num_stages, placement.edges))
         return replace(traverse(placement, pipe.microbatches, by_rank, known), name="towers")
     stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks

@@ -56,10 +56,16 @@ def _tower(name: str, read: str, width: int, count: int, drops: bool) -> list[La
     return [source(f"{name}0", read, width), *(dense(f"{name}{i}", drops) for i in range(1, count))]
 
 
-def towers(vocab_size: int = 0, seq_len: int = 0, drops: bool = True, group: int = 1) -> Model:
-    """Two towers of 4 and 3 layers, joined in a loss over ``group`` microbatches at once."""
+def towers(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
+    """Two towers of 4 and 3 layers, joined in a loss."""
     both = [*_tower("a", "a", 3, 4, drops), *_tower("b", "b", 5, 3, drops)]
-    return model_of(*both, squares("loss", "u", takes=("a3", "b2"), span=group))
+    return model_of(*both, squares("loss", "u", takes=("a3", "b2")))
+
+
+def grouped(vocab_size: int = 0, seq_len: int = 0) -> Model:
+    """Two towers whose loss takes two microbatches at once, though rows do not count for each other."""
+    model = towers(drops=False)
+    return replace(model, layers=(*model.layers[:-1], replace(model.layers[-1], span=2)))
 
 
 def ladder(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:

@@ -30,11 +30,12 @@ from jaxpipe.schedule import (
     read_schedule,
     simulate,
     traverse,
+    with_span,
 )
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
-from jaxpipe.schedule.placement import Edges, with_span
+from jaxpipe.schedule.placement import Edges
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, cut_edges, plan_stages
@@ -110,15 +111,9 @@ def choose(
     """
     made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
     placement = made.placement
-    plan = planner(made.num_stages, None if placement.is_chain else placement.edges)
-    for s, (span, (start, stop)) in enumerate(zip(placement.span, plan.cut, strict=True)):
-        if (wanted := max(layer.span for layer in model.layers[start:stop])) != span:
-            raise ScheduleError(
-                f"schedule {made.name!r} runs stage {s} once per {span} microbatches, and its layers take {wanted} at once "
-                "(Layer.span): use pipeline.schedule=towers, or a function that makes one with jaxpipe.schedule.with_span"
-            )
     if not placement.is_chain:
-        return made, plan
+        return made, planner(made.num_stages, placement.edges)
+    plan = planner(made.num_stages)
     edges = cut_edges(taken_by(model.layers), plan.cut)
     if placement.num_flows > 1 and edges != placement.edges:
         raise ScheduleError(
@@ -142,10 +137,11 @@ def build_schedule(
     """The schedule of ``pipe``: a family's, one by rules, or a function's, with the stages' relative costs; or a file's.
 
     ``stage_costs(n, edges)``: relative forward cost of each stage when the model is cut into n, with these edges if they are
-    given. ``span``: microbatches that the loss joining towers takes at once.
+    given. ``span``: how many microbatches the loss takes at once.
 
     Raises:
-        ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
+        ScheduleError: the family refuses these sizes or that span, nothing can go on under the rules, or what was read or made
+            is wrong.
         ConfigError: what was read or made is for other sizes.
     """
     if pipe.schedule == "towers":
@@ -168,7 +164,12 @@ def build_schedule(
                 )
         return schedule
     if rules is not None and pipe.schedule == "traverse":
-        return traversed(pipe, rules, costs)
+        return traversed(pipe, rules, costs, span)
+    if span > 1:
+        raise ScheduleError(
+            f"the loss takes {span} microbatches at once, and the stages of {pipe.schedule!r} one: set pipeline.schedule to "
+            "'towers' or 'traverse'"
+        )
     chunks = family_chunks(pipe)
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit

@@ -150,6 +150,7 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch
             ["pipeline.towers.b.chunks=4096", "pipeline.towers.b.ranks=2"],
             "2 ranks × 4096 chunks are 8192 stages; use at most 4096",
         ),
+        (["pipeline.cut=[2,3,4,5]"], "and the cut, by what its layers take, 0->1 1->2 2->4 3->4: start stages where"),
         (["pipeline.towers.b.chunks=4096", "pipeline.microbatches=128", "run.batch=128"], "is more than 500000"),
         (["pipeline.towers={}"], "there is no tower: add one line for each"),
         (["pipeline.schedule=1f1b", "pipeline.towers.a.ranks=2"], "pipeline.schedule is '1f1b': set that to 'towers'"),

@@ -117,8 +117,8 @@ def choose(
         if edges != tuple(sorted(placement.edges)):
             has, wants = (" ".join(f"{a}->{b}" for a, b in sorted(e)) or "none" for e in (placement.edges, edges))
             raise ScheduleError(
-                f"schedule {made.name!r} has the edges {has} between stages, and the cut, by what its layers take, {wants}: start "
-                "stages where branches start"
+                f"schedule {made.name!r} has the edges {has} between stages, and the cut, by what its layers take, {wants}: "
+                "start stages where branches start"
             )
         return made, plan
     if placement.num_flows > 1 and edges != placement.edges:

@@ -36,7 +36,7 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
 
 # Round trips
 
-_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12)
 _names = st.text(string.ascii_letters + "_", min_size=1, max_size=8)
 _scalars = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | _text
 _open = st.recursive(

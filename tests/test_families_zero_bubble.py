@@ -85,7 +85,7 @@ def chains(draw_from: st.DrawFn) -> tuple[int, CostProfile, float]:
     p = draw_from(st.integers(1, 6))
     per_stage = st.tuples(*[seconds] * p)
     residual = draw_from(st.tuples(*[st.floats(0.5, 4)] * p))
-    kept = draw_from(st.tuples(*[st.floats(0, 1)] * p))
+    kept = draw_from(st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * p))  # above what is rounding of a limit
     f, b, w = draw_from(per_stage), draw_from(per_stage), draw_from(per_stage)
     fused = draw_from(st.sampled_from([1.0, 1.0, 0.8, 1.2]))
 

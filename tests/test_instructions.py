@@ -157,7 +157,7 @@ H = jax.ShapeDtypeStruct((B, 4), jnp.float64)
 def exchange(reads: Any = ("x",)) -> Schedule:
     """Tell of stage 0 writes h = 2 y, Meet of stage 1, on another rank, reads it and writes Σ (h − 2 x)² and Σ h²."""
     op("Tell", "F")
-    op("Meet", "Tell", where="pred")
+    op("Encounter", "Tell", where="pred")
     register_instruction(
         "Tell", lambda s, mesh: stage_function("Tell", s, mesh, lambda y: 2 * y[0], reads=("y",), writes=("h",))
     )
@@ -166,10 +166,12 @@ def exchange(reads: Any = ("x",)) -> Schedule:
         return jnp.square(h - 2 * x[0]).sum(), jnp.square(h).sum()
 
     register_instruction(
-        "Meet",
-        lambda s, mesh: stage_function("Meet", s, mesh, meet, reads=(From("h", 0, H), *reads), writes=("gap", "size")),
+        "Encounter",
+        lambda s, mesh: stage_function(
+            "Encounter", s, mesh, meet, reads=(From("h", 0, H), *reads), writes=("gap", "size")
+        ),
     )
-    return after(one_f_one_b(2, M), lambda a: {("F", 0): ["Tell"], ("F", 1): ["Meet"]}.get((a.op, a.stage), []))
+    return after(one_f_one_b(2, M), lambda a: {("F", 0): ["Tell"], ("F", 1): ["Encounter"]}.get((a.op, a.stage), []))
 
 
 def test_values_travel_between_ranks_and_are_dropped_when_read() -> None:

@@ -47,7 +47,7 @@ from jaxpipe.stage.functions import Braids
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import get_leaf
 
-_ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
+ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
 """To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 
 
@@ -284,7 +284,7 @@ class Pipeline(Assembly):
             resident=resident,
             timeline=self.predicted_timeline() if timed_copies else None,
             footprint_of=footprint if workspace else None,
-            align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            align=ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
             braids=self.braids,
         )

@@ -32,12 +32,13 @@ from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf, insert_leaf
 from jaxpipe.train.optimizer import LearningRate
-from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced, on_rank
+from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
 from jaxpipe.train.step_memory import StageState, step_memory

@@ -62,6 +62,12 @@ def towers(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
     return model_of(*both, squares("loss", "u", takes=("a3", "b2")))
 
 
+def grouped(vocab_size: int = 0, seq_len: int = 0) -> Model:
+    """Two towers whose loss takes two microbatches at once, though rows do not count for each other."""
+    model = towers(drops=False)
+    return replace(model, layers=(*model.layers[:-1], replace(model.layers[-1], span=2)))
+
+
 def ladder(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
     """A chain of 6 with two skip edges, a frozen first part, a tie from the last to the fourth, and a loss in the middle."""
     a0, a1, a2, a3, a4, a5 = _tower("a", "a", 3, 6, drops)

@@ -102,6 +102,22 @@ def test_towers_trained_resumed_evaluated_rehearsed_and_planned(
     assert code == 0 and "towers on 3 ranks" in out, err
 
 
+def test_a_loss_over_two_microbatches_trained_evaluated_rehearsed_and_planned(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over one, where rows do not count for each other."""
+    monkeypatch.setattr(run_directory, "PICTURES", ())
+    more = ("pipeline.towers.a.rules=backward", "run.steps=2")
+    one = run(config(file, "one", *more, "model.options.drops=false"))[0]
+    two = run(config(file, "two", *more, "model.target=graph_models:grouped"))[0]
+    np.testing.assert_allclose((two.loss, two.eval_loss), (one.loss, one.eval_loss), rtol=1e-6)
+    overrides = (*more[:1], "model.target=graph_models:grouped")
+    code, out, err = cli(capsys, "rehearse", file, *overrides, "--all-ranks", "--steps", 1, "--no-host-link")
+    assert code == 0 and out.count("predicted ÷ measured 1.000") == 3, err
+    code, out, err = cli(capsys, "plan", file, *overrides)
+    assert code == 0 and "towers on 3 ranks" in out, err
+
+
 def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over dp 2 with ZeRO-1, resumed in another order; both losses are reported."""
     monkeypatch.setattr(run_directory, "PICTURES", ())
@@ -135,6 +151,14 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch
         (["pipeline.cut=[2,4,5]"], "pipeline.cut makes 4 stages, and towers has 5"),
         (["pipeline.towers.b.rules=backward in-flight=1"], "in-flight=1 leaves it no room: raise it to at least 3"),
         (["model.target=graph_models:ladder"], "families of schedules, such as 1f1b, take layers of any graph"),
+        (
+            ["model.target=graph_models:grouped", "pipeline.schedule=1f1b"],
+            "the loss takes 2 microbatches at once, and the stages of '1f1b' one",
+        ),
+        (
+            ["model.target=graph_models:grouped", "pipeline.microbatches=1"],
+            "stage 4 runs once per 2 microbatches, and 1 is no multiple",
+        ),
         (["pipeline.schedule=chimera"], "has 2 flows, which chains of stages can have"),
         (
             ["pipeline.towers.a.rules=backward", 'pipeline.towers.join=["a", "b"]'],

@@ -547,9 +547,8 @@ def test_links_in_the_directory_are_replaced(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("precious", encoding="utf-8")
         (tmp_path / "run" / name).symlink_to(tmp_path / name)
-    trainer = SimpleNamespace(schedule=generate("1f1b", 2, 4))
     plan = SimpleNamespace(to_json=lambda: "{}")
-    folder(tmp_path / "run").write_plan(SimpleNamespace(config=TrainConfig(), plan=plan, trainer=trainer))  # type: ignore[arg-type]
+    folder(tmp_path / "run").write_plan(TrainConfig(), plan, generate("1f1b", 2, 4))  # type: ignore[arg-type]
     assert {(tmp_path / name).read_text(encoding="utf-8") for name in names} == {"precious"}
     assert load_config(tmp_path / "run" / "config.toml") == TrainConfig()
     with folder(tmp_path / "run"):  # it is known as a run's

@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 697, 14),
+    "(top)": (9, 712, 15),
     "cli": (17, 2161, 6),
     "cost": (5, 652, 6),
-    "planning": (8, 1036, 11),
+    "planning": (8, 1019, 11),
     "plot": (8, 801, 5),
     "program": (6, 570, 10),
     "rehearsal": (6, 657, 8),
-    "runtime": (13, 1486, 14),
+    "runtime": (13, 1482, 14),
     "schedule": (24, 2790, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -34,8 +34,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1015, 14),
     "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (43, 5981, 51),
-    "train": (50, 6587, 78),
+    "stage": (43, 5944, 52),
+    "train": (50, 6576, 78),
 }
 MOST_OF_SCHEDULE = 7199
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -30,6 +30,7 @@ from jaxpipe.schedule import (
     read_schedule,
     simulate,
     traverse,
+    with_span,
 )
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
@@ -108,7 +109,7 @@ def choose(
     Raises:
         ScheduleError, ConfigError, StageError: as :func:`build_schedule` and ``planner``.
     """
-    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules)
+    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
     placement = made.placement
     if not placement.is_chain:
         return made, planner(made.num_stages, placement.edges)
@@ -128,19 +129,24 @@ def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
 
 
 def build_schedule(
-    pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], rules: TraverseConfig | None = None
+    pipe: PipelineConfig,
+    stage_costs: Callable[..., Sequence[float]],
+    rules: TraverseConfig | None = None,
+    span: int = 1,
 ) -> Schedule:
     """The schedule of ``pipe``: a family's, one by rules, or a function's, with the stages' relative costs; or a file's.
 
     ``stage_costs(n, edges)``: relative forward cost of each stage when the model is cut into n, with these edges if they are
-    given.
+    given. ``span``: how many microbatches the loss takes at once.
 
     Raises:
-        ScheduleError: the family refuses these sizes, nothing can go on under the rules, or what was read or made is wrong.
+        ScheduleError: the family refuses these sizes or that span, nothing can go on under the rules, or what was read or made
+            is wrong.
         ConfigError: what was read or made is for other sizes.
     """
     if pipe.schedule == "towers":
         placement, by_rank = towers_of(pipe.towers)
+        placement = with_span(placement, {placement.num_stages - 1: span})
         known = relative_costs(stage_costs(placement.num_stages, placement.edges))
         return replace(traverse(placement, pipe.microbatches, by_rank, known), name="towers")
     stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
@@ -158,7 +164,12 @@ def build_schedule(
                 )
         return schedule
     if rules is not None and pipe.schedule == "traverse":
-        return traversed(pipe, rules, costs)
+        return traversed(pipe, rules, costs, span)
+    if span > 1:
+        raise ScheduleError(
+            f"the loss takes {span} microbatches at once, and the stages of {pipe.schedule!r} one: set pipeline.schedule to "
+            "'towers' or 'traverse'"
+        )
     chunks = family_chunks(pipe)
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit

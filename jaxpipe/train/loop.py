@@ -96,9 +96,10 @@ def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
     config, m = prepared.config, prepared.config.pipeline.microbatches
     if not config.run.eval_every:
         return {}
-    limit = config.run.eval_batches * m
-    batches = prepared.dataset.held_out_batches(microbatch_size(config), config.data.seq_len, limit)
-    return {name: np.stack([b[name] for b in batches]) for name in batches[0]}
+    size, span = microbatch_size(config), prepared.model.span
+    groups = prepared.dataset.held_out_batches(size * span, config.data.seq_len, config.run.eval_batches * m // span)
+    rows = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+    return {name: array.reshape(-1, size, *array.shape[1:]) for name, array in rows.items()}
 
 
 class _Run:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from jaxpipe.errors import ConfigError, ScheduleError
-from jaxpipe.schedule import CostProfile, Schedule, check_schedule, traverse
+from jaxpipe.schedule import CostProfile, Schedule, check_schedule, traverse, with_span
 from jaxpipe.schedule.placement import placement_named
 from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.rules import rules_of
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
 
 
-def traversed(pipe: PipelineConfig, settings: TraverseConfig, costs: CostProfile) -> Schedule:
-    """The schedule of ``[traverse]``, chosen by the stages' relative costs.
+def traversed(pipe: PipelineConfig, settings: TraverseConfig, costs: CostProfile, span: int = 1) -> Schedule:
+    """The schedule of ``[traverse]``, chosen by the stages' relative costs. ``span``: of the last stage.
 
     Raises:
         ScheduleError: the placement has another number of chunks, or nothing can go on under the limits.
     """
     placement = placement_named(settings.placement, pipe.ranks, pipe.chunks)
+    placement = with_span(placement, {placement.num_stages - 1: span})
     return traverse(placement, pipe.microbatches, rules_of(settings), costs)
 
 

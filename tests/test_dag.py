@@ -17,7 +17,7 @@ from jaxpipe.errors import ProgramError, StageError
 from jaxpipe.runtime.batches import microbatch_keys
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Placement, Traversal, explicit, generate, traverse
+from jaxpipe.schedule import Placement, Traversal, explicit, generate, one_to_one, traverse, with_span
 from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.links import links_of, stage_edges
@@ -342,3 +342,35 @@ def test_training_a_graph_with_a_frozen_branch_and_tied_leaves() -> None:
     np.testing.assert_array_equal(after["a3"]["w"], params["a3"]["w"])
     assert not np.array_equal(after["b1"]["w"], params["b1"]["w"])
     assert not any(x.ndim for x in jax.tree.leaves([optimizer[f"a{i}"] for i in range(6)])), "a count of steps at most"
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_a_stage_of_span_two_may_hold_more_than_the_loss(start: int) -> None:
+    """Where rows do not count for each other, it is the same function as over one microbatch; batch arrays and what enters are
+    put together."""
+    layers = (source("a", "a", 3, 4), dense("b", 4, 5), squares("loss", "v"))
+    model = model_of(*layers[:-1], replace(layers[-1], span=2))
+    params, batch = init_params(model, 0), batch_of((4,))
+    cuts = [(0, start), (start, 3)] if start else [(0, 3)]
+    placement = with_span(one_to_one(len(cuts)), {len(cuts) - 1: 2})
+    pipe = Pipeline.build(
+        model,
+        traverse(placement, 4, Traversal("backward")),
+        microbatch_size=B,
+        boundaries=cuts,
+        compute_dtype=jnp.float64,
+    )
+    got, grads = pipe.loss_and_grads(placed := pipe.place(params), batch)
+
+    def mean(p: Any) -> Any:
+        loss_sum, weight = apply_model(model, p, {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()})
+        return loss_sum / weight
+
+    loss, want = jax.value_and_grad(mean)(jax.tree.map(lambda x: x.astype(jnp.float64), params))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), (got, grads), (loss, want))
+    measured = measured_peaks(pipe, placed, batch, None)
+    for told, found in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+        assert told.live_bytes == found.live_bytes
+    with pytest.raises(ProgramError, match="the loss takes 2 microbatches at once; 3 are no multiple of that"):
+        pipe.evaluate(placed, batch_of((3,)))

@@ -17,9 +17,11 @@ from train_runs import deterministic, final, run
 
 from jaxpipe import Trainer
 from jaxpipe.cli import main
+from jaxpipe.schedule import FAMILIES, CostProfile, check_schedule, generate, simulate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import init_params, metrics_of
 from jaxpipe.train import run_directory
+from jaxpipe.train.assemble import with_edges
 from jaxpipe.train.config import TrainConfig, load_config
 from tests.pipelines import assert_same_arrays
 
@@ -259,3 +261,20 @@ def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
         np.testing.assert_allclose(float(metrics.loss), want, rtol=1e-10)
         trainer = trainer.with_schedule(("looped-bfs", "looped-dfs", "interleaved-1f1b")[k])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), dict(trainer.params(state)), params)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_order_of_any_family_is_one_for_any_graph(name: str) -> None:
+    """Of the same stages with edges left out and skip edges added."""
+    schedule = generate(name, 4, 8)
+    if schedule.placement.num_flows > 1:
+        return
+    n = schedule.num_stages
+    chain = [(s, s + 1) for s in range(n - 1)]
+    for edges in (chain[1:], [*chain, (0, n - 1)], [(s, n - 1) for s in range(n - 1)], []):
+        other = with_edges(schedule, tuple(sorted({*edges})))
+        check_schedule(other)
+        assert (
+            simulate(other, costs := CostProfile.uniform(n, chunks=n // 4)).makespan
+            <= simulate(schedule, costs).makespan
+        )

@@ -114,7 +114,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     :func:`~jaxpipe.stage.model.params.compute_avals` gives them; they tell what is trained.
 
     Raises:
-        StageError: a stage has no layers, or one that takes several microbatches at once hands something on.
+        StageError: a stage has no layers.
     """
     if not all(stages):
         raise StageError(f"stage {list(map(bool, stages)).index(False)} has no layers; cut the model into fewer stages")
@@ -135,12 +135,6 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     def links(s: int) -> StageLinks:
         mine, inside, out = _of(home, s), entering[s], leaving[s]
         readers = sorted({home[i] for k in out for i in takers[k]} - {s})
-        span = max(layer.span for layer in stages[s])
-        if span > 1 and out:
-            raise StageError(
-                f"stage {s} has the loss, which takes {span} microbatches at once, and hands on the result of "
-                f"{layers[out[0]].name!r}, which is of one; cut between them"
-            )
         return StageLinks(
             tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
             tuple((home[k], leaving[home[k]].index(k)) for k in inside),
@@ -150,7 +144,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
             tuple(learns[k] for k in inside),
             tuple(learns[k] for k in out),
             tuple(learns[i] for i in mine if not takers[i]),
-            span,
+            max(layer.span for layer in stages[s]),
         )
 
     return tuple(map(links, range(len(stages))))

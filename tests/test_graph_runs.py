@@ -146,6 +146,12 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch
         (["pipeline.towers.a.color=x"], "there is no setting 'color'; a tower has ranks, chunks, placement, rules"),
         (["pipeline.towers.join=c"], "join names 'c'; want some of a, b"),
         (["pipeline.towers.join=[1]"], "join is [1]; want the tower on whose last rank the loss runs, one of a, b"),
+        (
+            ["pipeline.towers.b.chunks=4096", "pipeline.towers.b.ranks=2"],
+            "2 ranks × 4096 chunks are 8192 stages; use at most 4096",
+        ),
+        (["pipeline.cut=[2,3,4,5]"], "and the cut, by what its layers take, 0->1 1->2 2->4 3->4: start stages where"),
+        (["pipeline.towers.b.chunks=4096", "pipeline.microbatches=128", "run.batch=128"], "is more than 500000"),
         (["pipeline.towers={}"], "there is no tower: add one line for each"),
         (["pipeline.schedule=1f1b", "pipeline.towers.a.ranks=2"], "pipeline.schedule is '1f1b': set that to 'towers'"),
         (["pipeline.towers.a.placement=bidirectional"], "'a' has 2 flows; a tower has one"),

@@ -111,10 +111,16 @@ def choose(
     """
     made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
     placement = made.placement
-    if not placement.is_chain:
-        return made, planner(made.num_stages, placement.edges)
-    plan = planner(made.num_stages)
+    plan = planner(made.num_stages, None if placement.is_chain else placement.edges)
     edges = cut_edges(taken_by(model.layers), plan.cut)
+    if not placement.is_chain:
+        if edges != tuple(sorted(placement.edges)):
+            has, wants = (" ".join(f"{a}->{b}" for a, b in sorted(e)) or "none" for e in (placement.edges, edges))
+            raise ScheduleError(
+                f"schedule {made.name!r} has the edges {has} between stages, and the cut, by what its layers take, {wants}: "
+                "start stages where branches start"
+            )
+        return made, plan
     if placement.num_flows > 1 and edges != placement.edges:
         raise ScheduleError(
             f"schedule {made.name!r} has {placement.num_flows} flows, which chains of stages can have, and this model's stages "

@@ -270,6 +270,9 @@ def _towers_rule(config: Sections) -> str:
         return f"pipeline.chunks is {pipe.chunks}; towers have chunks of their own, as in pipeline.towers.NAME.chunks=2"
     if placement.num_ranks != pipe.ranks:
         return f"pipeline.towers have {placement.num_ranks} ranks, and pipeline.ranks is {pipe.ranks}: make them equal"
+    if placement.num_stages * pipe.microbatches > _MOST_PAIRS:
+        sizes = f"{placement.num_stages} stages of towers × pipeline.microbatches={pipe.microbatches}"
+        return f"{sizes} is more than {_MOST_PAIRS}: use fewer microbatches or chunks"
     return ""
 
 
@@ -339,7 +342,13 @@ _COMBINATIONS: Mapping[tuple[str, ...], Callable[[Sections], str]] = {
     ("pipeline.schedule", "pipeline.memory_limit"): _memory_rule,
     _TRAVERSE: _traverse_rule,
     ("pipeline.schedule", *_TRAVERSE): _unused_traverse_rule,
-    ("pipeline.schedule", "pipeline.towers", "pipeline.ranks", "pipeline.chunks"): _towers_rule,
+    (
+        "pipeline.schedule",
+        "pipeline.towers",
+        "pipeline.ranks",
+        "pipeline.chunks",
+        "pipeline.microbatches",
+    ): _towers_rule,
     ("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp"): _devices_rule,
     ("data.tokenizer", "data.path"): _ids_rule,
     ("data.options", "data.path"): _made_data_rule,

@@ -52,6 +52,8 @@ def _tower(given: Any) -> tuple[Placement, Traversal]:
     if missing := [key for key in ("ranks", "rules") if key not in given]:
         raise ConfigError(f"{' and '.join(missing)} are missing" if len(missing) > 1 else f"{missing[0]} is missing")
     chunks = given.get("chunks")
+    if (stages := given["ranks"] * (chunks or 1)) > _MOST:
+        raise ConfigError(f"{given['ranks']} ranks × {chunks} chunks are {stages} stages; use at most {_MOST}")
     kind = given.get("placement", "one-to-one" if chunks in (None, 1) else "circular")
     placement = placement_named(kind, given["ranks"], chunks)
     return placement, Traversal.parse(given["rules"])

@@ -1,4 +1,5 @@
-"""Files that users name: read with one clear line for what is wrong, written whole or not at all, JSON read strictly."""
+"""Files that users name: read with one clear line for what is wrong, written whole or not at all, JSON read strictly; and what
+is closed at the end of a block."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
-from jaxpipe.errors import ScheduleError, ScheduleParseError
+from jaxpipe.errors import JaxpipeError, ScheduleError, ScheduleParseError
 
 _T = TypeVar("_T")
 _Given = ParamSpec("_Given")
@@ -96,3 +98,23 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"key {twice!r} is given twice")
     return data
+
+
+class Closing:
+    """A context that ends with :meth:`close`; where the block has raised, what that raises becomes a note of the error."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except JaxpipeError as failed:
+            if error is None:
+                raise
+            error.add_note(f"also: {failed}")

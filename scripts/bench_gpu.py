@@ -10,7 +10,7 @@ Per hidden size, for the stages of one rank in the middle of a pipeline (p ranks
   not counted, over seconds and the device's dense peak (``--target`` if the device is not known by name).
 * ``copies``: bandwidth and latency to pinned host memory and back, alone and both at once, and their share of the link's.
 * ``slowdown``: F, B and W with copies in both directions under way all the time against without (goal: at most 1.02), A B A B.
-* ``k``: round trip of the residuals that may leave ÷ (F + B + W), measured, and by jaxpipe/planning/round_trip.py with its 20
+* ``k``: round trip of the residuals that may leave ÷ (F + B + W), measured, and by scripts/round_trip.py with its 20
   bytes per token and channel and with the stage's own bytes.
 * ``steps``: the rank's real program rehearsed (jaxpipe rehearse) with offload off (po) and on (po-h, po-f): step time, host
   microseconds per instruction, predicted and measured peak memory, how much of the copies lies under compute. A GPU's peak
@@ -268,8 +268,8 @@ def _k(
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.planning.round_trip import BYTES_PER_TOKEN_AND_CHANNEL, k_of_layer
     from jaxpipe.runtime.offload import host_copies
+    from scripts.round_trip import BYTES_PER_TOKEN_AND_CHANNEL, k_of_layer
 
     forward = stage.functions["F"]
     avals = {p.index: a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from schedule_strategies import random_costs, random_valid_schedules
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.planning.round_trip import k_of_layer
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, generate, simulate
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.passes import Offloaded, offload, prompt_weights
 from jaxpipe.schedule.passes.offload import without_offloads
+from scripts.round_trip import k_of_layer
 
 NAMES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "po")
 

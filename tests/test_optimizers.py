@@ -403,8 +403,6 @@ def test_stored_states_go_on_whatever_their_trees_are_made_of(name: str) -> None
     for batch in batches()[:2]:
         state, _ = step(state, batch)
     whole, optimizer = jax.device_get(step.by_layer(state))
-    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), step.optimizer_shapes())
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), optimizer) == shapes
     straight, _ = step(state, batches()[2])
     want = jax.device_get(step.by_layer(straight))
     for given in (

@@ -21,10 +21,9 @@ from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.errors import ConfigError
-from jaxpipe.planning.compiled import Compiler
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
-from jaxpipe.planning.stages import PlannedStage, Workbench, workbench
+from jaxpipe.planning.stages import Compiler, PlannedStage, Workbench, workbench
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target
 from jaxpipe.runtime.pipeline import Pipeline
@@ -505,7 +504,7 @@ def test_compiling_for_a_gpu_that_is_not_here(name: str) -> None:
 
 
 def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.planning.compiled.compile_only_devices", lambda *a: "no wheels here")
+    monkeypatch.setattr("jaxpipe.planning.stages.compile_only_devices", lambda *a: "no wheels here")
     notices: list[str] = []
     compiler = Compiler(H100, notices.append)
     config = small()

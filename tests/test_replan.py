@@ -25,6 +25,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, read_schedule, simulate, write_schedule
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
+from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.train import replan, run_directory, solve_process
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -326,10 +327,10 @@ def test_measured_costs_decide_and_the_first_step_is_not_looked_at(pipe: Pipelin
     assert b.started == []
     b.costs = CostProfile.uniform(2, f=3, b=2, w=1)
     b.record(2)
-    (problem,) = b.started
-    assert (problem.costs.f_s, problem.costs.b_s, problem.costs.w_s) == ((3.0, 3.0), (2.0, 2.0), (1.0, 1.0))
-    assert problem.memory_limit == 4
-    assert len(problem.costs.memory_limit_bytes) == 2
+    (task,) = (problem.task for problem in b.started)
+    assert (task.costs.f_s, task.costs.b_s, task.costs.w_s) == ((3.0, 3.0), (2.0, 2.0), (1.0, 1.0))
+    assert task.memory_limit == 4
+    assert len(task.costs.memory_limit_bytes) == 2
     new = b.poll(2)
     assert new is not None
     assert new.functions is pipe.functions
@@ -362,7 +363,7 @@ def test_drift_starts_a_second_search_but_not_at_once(bench: Callable[..., Bench
     b.clock.now = 30
     b.record(6)
     assert len(b.started) == 2
-    assert b.started[1].costs.w_s == (3.0, 3.0)
+    assert b.started[1].task.costs.w_s == (3.0, 3.0)
     assert b.notes[-1].startswith("step 6: re-planning: costs drifted by 27%, looking again (up to 30 s, ")
 
 
@@ -506,8 +507,12 @@ def test_a_memory_limit_is_kept_or_told(bench: Callable[..., Bench]) -> None:
 
 def _problem(schedule: Schedule, **more: Any) -> Problem:
     costs = more.pop("costs", CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks))
-    given: dict[str, Any] = {"memory_limit": float("inf"), "offload": False, "time_limit_s": 1.0, "workers": 1}
-    return Problem(schedule, costs, **given | more)
+    limit, time_limit_s, workers = (
+        more.pop(name, default)
+        for name, default in (("memory_limit", float("inf")), ("time_limit_s", 1.0), ("workers", 1))
+    )
+    task = SolveTask(schedule.placement, schedule.num_microbatches, costs, limit, **more)
+    return Problem(schedule, task, time_limit_s, workers)
 
 
 def _answers(problem: Problem) -> list[Found | Finished]:
@@ -668,9 +673,9 @@ def test_a_zero_bubble_order_with_fused_backwards_is_valid() -> None:
 
 def test_the_solver_is_given_what_the_run_can_do() -> None:
     costs = dataclasses.replace(CostProfile.uniform(2, w=3), bw_s=(2.5, 2.5))
-    split = _problem(split_backwards(generate("gpipe", 2, 4)), costs=costs).task().costs
+    split = _problem(split_backwards(generate("gpipe", 2, 4)), costs=costs).adapted().costs
     assert (split.b_s, split.w_s, split.bw_s) == ((1.0, 1.0), (3.0, 3.0), (4.0, 4.0))
-    fused = _problem(generate("gpipe", 2, 4), costs=costs).task().costs
+    fused = _problem(generate("gpipe", 2, 4), costs=costs).adapted().costs
     assert (fused.b_s, fused.w_s, fused.bw_s) == ((2.5, 2.5), (0.0, 0.0), (2.5, 2.5))
     assert (fused.residual_bytes, fused.w_residual_bytes) == ((1.0, 1.0), (0.0, 0.0))
 

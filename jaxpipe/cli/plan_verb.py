@@ -108,11 +108,10 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
-    from jaxpipe.planning.compiled import Compiler
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.roofline import Efficiency
-    from jaxpipe.planning.stages import workbench
+    from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
 
     def progress(text: str) -> None:

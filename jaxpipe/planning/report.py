@@ -102,15 +102,11 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "devices": p.devices,
         "microbatches": p.schedule.num_microbatches,
         "num_params": p.num_params,
-        "fits": p.fits,
         "limit_bytes": p.limit_bytes,
-        "peak_bytes": p.worst.peak_bytes,
+        **_reached(p),
         "peak_activation_bytes": max(p.activation_bytes),
         "memory": [_memory_json(m, a) for m, a in zip(p.memory, p.activation_bytes, strict=True)],
-        "step_s": p.step_s,
         "update_s": p.update_s,
-        "tokens_per_s": p.tokens_per_s,
-        "mfu": p.mfu,
         "bubble_rate": p.timeline.bubble_rate,
         "span_bubble_rate": p.timeline.span_bubble_rate,
         "offloaded_share": p.offloaded,
@@ -129,17 +125,13 @@ def _memory_json(m: RankMemory, activations: float) -> dict[str, float]:
 
 def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
     """A change with its predicted numbers."""
-    q = s.prediction
-    return {
-        "change": s.change,
-        "overrides": list(overrides_of(s, path or "FILE")),
-        "fits": q.fits,
-        "peak_bytes": q.worst.peak_bytes,
-        "step_s": q.step_s,
-        "tokens_per_s": q.tokens_per_s,
-        "tokens_per_s_per_device": q.tokens_per_s_per_device,
-        "mfu": q.mfu,
-    }
+    return {"change": s.change, "overrides": list(overrides_of(s, path or "FILE")), **_reached(s.prediction)}
+
+
+def _reached(p: Prediction) -> dict[str, Any]:
+    """What a config reaches on its target."""
+    names = ("fits", "step_s", "tokens_per_s", "tokens_per_s_per_device", "mfu")
+    return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
 
 
 def _count(number: int) -> str:

@@ -19,12 +19,13 @@ its scores through memory, as here, which a flash kernel would not. ``while`` co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
+from jaxpipe.stage.dataflow import reachable
 from jaxpipe.stage.flops import eqn_flops
 from jaxpipe.stage.primitives import Kind, has_body, is_exchange, kind, row
 
@@ -115,7 +116,7 @@ class _Walk:
             if _own(eqn):
                 self._own_kernel(eqn)
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
-                sources = frozenset(self._sources(eqn))
+                sources = self._sources(eqn)
                 size = max((math.prod(shape_of(v)) for v in (*eqn.outvars, *sources)), default=0)
                 shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
                 fused.add((sources, size))
@@ -162,20 +163,16 @@ class _Walk:
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:
         self.launched.append((eqn, frozenset(sources)))
 
-    def _sources(self, eqn: JaxprEqn) -> Iterator[Var]:
+    def _sources(self, eqn: JaxprEqn) -> frozenset[Var]:
         """Stored values that the chain of elementwise work before ``eqn`` starts from."""
-        seen: set[Var] = set()
-        stack = [self.base(v) for v in variables(eqn.invars)]
-        while stack:
-            v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            maker = self.maker.get(v)
-            if v in self.stored or maker is None:
-                yield v
-            else:
-                stack.extend(self.base(u) for u in variables(maker.invars))
+
+        def made_of(v: Var) -> Iterable[Var]:
+            return () if is_source(v) else map(self.base, variables(self.maker[v].invars))
+
+        def is_source(v: Var) -> bool:
+            return v in self.stored or v not in self.maker
+
+        return frozenset(filter(is_source, reachable(map(self.base, variables(eqn.invars)), made_of)))
 
     def _workspace(self) -> float:
         """Most bytes of values that are made and read inside, in the order of :meth:`_order`.

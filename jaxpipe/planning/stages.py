@@ -6,28 +6,37 @@ costs three traces.
 
 With tensor parallelism stages are traced as one of the rank's devices runs them, on devices that need not exist: bytes, work
 and collectives are read from its jaxprs.
+
+A :class:`Compiler` tells exact workspace: of functions compiled by XLA for a GPU that need not be there, or for this machine's
+CPU. A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is taken to grow
+linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real runs may choose
+algorithms with other workspace.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxpipe._jax_compat import aval_bytes
+from jaxpipe._jax_compat import aval_bytes, compile_only_devices
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
-from jaxpipe.planning.targets import Target
+from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
+from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import Layer, Model
@@ -38,6 +47,9 @@ from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
+
+_OPTIONS = {"xla_gpu_autotune_level": "0"}
+_MOST_EQUAL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +95,6 @@ class PlannedStage:
         return sum(math.prod(s.whole_shape(layout.shards)) for s in floats)
 
 
-class TempOf(Protocol):
-    """Workspace of one function of a stage in bytes, by compiling it, or None where it must be estimated. ``mesh``: where
-    stages are traced (a jaxpr is bound to the kind of its devices), or None for the host's CPU."""
-
-    @property
-    def mesh(self) -> Mesh | None: ...
-
-    def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None: ...
-
-
 @dataclass
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
@@ -104,7 +106,7 @@ class Workbench:
     efficiency: Efficiency
     tp: TensorParallel
     optimizer: optax.GradientTransformation
-    temp_of: TempOf | None = None
+    temp_of: Compiler | None = None
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
@@ -192,6 +194,73 @@ class Workbench:
         moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
         workspace = {op: w.workspace_bytes for op, w in work.items()}
         return PlannedStage(key, functions, work, workspace, sum(map(aval_bytes, (*masters, *moments))))
+
+
+class Compiler:
+    """``temp_of`` of a :class:`Workbench`: workspace in bytes of one of the rank's ``tp`` devices.
+
+    ``notice`` is told once why no more is compiled, if so; from then on workspace is estimated. ``budget_s``: no compilation
+    starts after as many seconds of it. ``count``: functions compiled, in ``spent_s`` seconds.
+    """
+
+    def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1) -> None:
+        self.notice, self.budget_s, self.count, self.spent_s = notice, budget_s, 0, 0.0
+        self.mesh: Mesh | None = None
+        here = target.chip is None and target.name == "cpu" and tp == 1
+        self._options = {} if here else _OPTIONS
+        devices: Sequence[jax.Device] | str = f"target {target.name} has no 'chip' numbers"
+        if here:
+            devices = jax.devices("cpu")[:1]
+        elif target.chip is not None:
+            devices = compile_only_devices(target.name, device_text(target), tp)
+        self.works = not isinstance(devices, str)
+        if isinstance(devices, str):
+            self._stop(devices)
+        else:
+            self.mesh = Mesh(np.array([devices], dtype=object), AXES)
+
+    def _stop(self, reason: str) -> None:
+        self.works = False
+        self.notice(f"workspace is estimated from the jaxprs where it was not compiled: {reason}")
+
+    def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+        one, more = _shorter(stage, 1)
+        short = self._compiled(bench, one, op)
+        if short is None or more == 0:
+            return short
+        long = self._compiled(bench, _shorter(stage, 2)[0], op)
+        return None if long is None else short + more * max(0.0, long - short)
+
+    def _compiled(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+        if not self.works:
+            return None
+        if self.spent_s > self.budget_s:
+            self._stop(f"{self.budget_s:g} s were spent on compiling {self.count} functions; the rest is estimated")
+            return None
+        start, function = time.monotonic(), bench.functions_of(stage).functions[op]
+        if len(function.forwarded) == len(function.outputs):
+            return 0.0
+        try:
+            lowered = function.jitted.lower(*function.avals_in)
+            temp = float(compiled_footprint(lowered.compile(compiler_options=self._options)).temp_bytes)
+        except Exception as error:
+            self._stop(f"XLA says {str(error).splitlines()[0][:160]}")
+            return None
+        took = time.monotonic() - start
+        self.count += 1
+        self.spent_s += took
+        bench.progress(f"compiled {op} of {stage}: {temp / 1e6:,.1f} MB workspace, {took:.1f} s")
+        return temp
+
+
+def _shorter(stage: StageKey, kept: int) -> tuple[StageKey, int]:
+    """The stage with each long run of the same layer cut to ``kept`` of them, and how many fewer the longest run has."""
+    runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
+    dropped = {i for run in runs if len(run) > _MOST_EQUAL for i in run[kept:]}
+    if not dropped or any(len(stage.links.takes[i]) != 1 for i in dropped):
+        return stage, 0
+    layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
+    return replace(stage, layers=layers, links=stage.links.without(dropped)), max(map(len, runs)) - kept
 
 
 def workbench(

@@ -35,18 +35,16 @@ from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Run
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.rehearsal.out_of_memory import Watch, out_of_memory
-from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, seconds_of, slowdown
+from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, slowdown
 from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.runtime.batches import microbatch_keys
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.measured import lengths_by_op
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
-from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
 from jaxpipe.schedule import Event, HostLink, Timeline, simulate
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import AnyFunction, function_of
-
-GPU_ALIGN = 256
-"""Bytes to which XLA's GPU allocator rounds."""
 
 
 class Rehearsal:
@@ -104,7 +102,7 @@ class Rehearsal:
 
     def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
         """What the accounting says this rank's program holds."""
-        align = 1 if self.device.platform == "cpu" else GPU_ALIGN
+        align = ALLOCATOR_BYTES.get(self.device.platform, 1)
         report = account(
             [self.program],
             issue_order([self.program], self._timeline),
@@ -169,7 +167,7 @@ class Rehearsal:
             raise explained from error
         memory = self._memory(probed.ranks[0], events[-1], before)
         del out, inputs, kept, probed
-        timings = seconds_of(events)
+        timings = {at: Timing.of(lengths) for at, lengths in lengths_by_op(events).items()}
         return RankReport(
             rank=self.rank,
             num_ranks=self.pipeline.schedule.num_ranks,

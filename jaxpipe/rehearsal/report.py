@@ -84,18 +84,6 @@ class RankReport:
         return known.median_s if known is not None else None
 
 
-def seconds_of(steps: Sequence[Sequence[Event]]) -> dict[tuple[str, int], Timing]:
-    """Seconds of each (op, stage) over all microbatches and steps. What ran in a braid does not count: its time is not its
-    own."""
-    samples: dict[tuple[str, int], list[float]] = {}
-    for events in steps:
-        for e in events:
-            if len(e.action.actions) == 1:
-                (action,) = e.action.actions
-                samples.setdefault((action.op, action.stage), []).append(e.end_s - e.start_s)
-    return {at: Timing.of(values) for at, values in samples.items()}
-
-
 def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[CopyReport, ...]:
     """Copies out and in over some recorded steps of ``program``."""
     found = []

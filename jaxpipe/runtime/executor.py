@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
@@ -344,10 +345,10 @@ class _Linker:
                         _RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute"
                     )
                 case Send(action, dst, slots):
-                    send = _sender(transport, numbers[(rank, dst, action)], dst)
+                    send = partial(transport.send, numbers[(rank, dst, action)], dst)
                     linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
                 case Recv(action, src, slots):
-                    recv = _receiver(transport, numbers[(src, rank, action)])
+                    recv = partial(transport.recv, numbers[(src, rank, action)])
                     linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
                 case Offload(action, device, host):
                     to_host, _ = copies.of(rank, action.stage)
@@ -483,16 +484,6 @@ def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Calla
         return get(bank)
 
     return held
-
-
-def _sender(transport: Transport, number: int, dst: int) -> Callable[[Sequence[jax.Array]], None]:
-    send = transport.send
-    return lambda arrays: send(number, dst, arrays)
-
-
-def _receiver(transport: Transport, number: int) -> Callable[[], Sequence[jax.Array]]:
-    recv = transport.recv
-    return lambda: recv(number)
 
 
 def _marker(function: AnyFunction) -> int:

@@ -8,13 +8,6 @@ from typing import Any
 from jaxpipe.stage.model.layer import Path
 
 
-def replace_leaf(tree: Any, path: Path, leaf: Any) -> Any:
-    """A copy of a nested dict with the leaf at ``path`` replaced."""
-    if not path:
-        return leaf
-    return {k: replace_leaf(v, path[1:], leaf) if k == path[0] else v for k, v in tree.items()}
-
-
 def without_leaves(tree: Any, prefix: Path, drop: set[Path]) -> Any:
     """A nested dict, itself at ``prefix``, without the leaves at the paths ``drop``, nor the dicts that this leaves empty."""
     if not isinstance(tree, Mapping):

@@ -7,7 +7,8 @@ the durations themselves cancels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, replay
 from jaxpipe.schedule.memory import memory_curves, static_bytes
@@ -41,16 +42,18 @@ def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float
 
 def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
     """Mean seconds of each (op, stage) over all microbatches of some measured timelines."""
-    total: dict[tuple[str, int], float] = {}
-    count: dict[tuple[str, int], int] = {}
-    for timeline in timelines:
-        for event in timeline.events:
-            if len(event.action.actions) == 1:
-                (action,) = event.action.actions
-                key = (action.op, action.stage)
-                total[key] = total.get(key, 0.0) + event.end_s - event.start_s
-                count[key] = count.get(key, 0) + 1
-    return {key: total[key] / count[key] for key in total}
+    return {at: sum(found) / len(found) for at, found in lengths_by_op(t.events for t in timelines).items()}
+
+
+def lengths_by_op(steps: Iterable[Iterable[Event]]) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each (op, stage) in all microbatches of some recorded steps. What ran in a braid does not count: its time is
+    not its own."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for event in chain.from_iterable(steps):
+        if len(event.action.actions) == 1:
+            (action,) = event.action.actions
+            found.setdefault((action.op, action.stage), []).append(event.end_s - event.start_s)
+    return found
 
 
 def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int, Slot], Event]:

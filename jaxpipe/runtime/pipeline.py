@@ -35,7 +35,7 @@ from jaxpipe.runtime.assembly import Assembly, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.leaves import replace_leaf, without_leaves
+from jaxpipe.runtime.leaves import without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
@@ -45,9 +45,9 @@ from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import Braids
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.stage.model.params import get_leaf
+from jaxpipe.stage.model.params import get_leaf, with_leaf
 
-_ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
+ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
 """To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 
 
@@ -220,7 +220,7 @@ class Pipeline(Assembly):
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
-            grads = replace_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
+            grads = with_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
         return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
 
     @cached_property
@@ -284,7 +284,7 @@ class Pipeline(Assembly):
             resident=resident,
             timeline=self.predicted_timeline() if timed_copies else None,
             footprint_of=footprint if workspace else None,
-            align=_ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
+            align=ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
             braids=self.braids,
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP
 from jaxpipe.stage.functions import StageFunctions
@@ -33,10 +34,11 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
         return [jax.lax.psum(a, over) if over else a for a, over in zip(acc, axes, strict=True)]
 
     reduce.__name__ = reduce.__qualname__ = f"reduce_stage{stage.stage}"
-    into = [_spec(a) for a in stage.acc_avals]
-    out_of = [_spec(a) for a in stage.param_avals[: stage.layout.num_trained]]
-    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=(into,), out_specs=out_of, check_vma=False)
-    return jax.jit(mapped)
+    into = [spec_of(a) for a in stage.acc_avals]
+    made: Reduction = on_rank(
+        reduce, mesh, (into,), [spec_of(a) for a in stage.param_avals[: stage.layout.num_trained]]
+    )
+    return made
 
 
 def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
@@ -44,6 +46,17 @@ def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
     return tuple(a for a in ((DP, TP) if kind == "partial" else (DP,)) if mesh.shape[a] > 1)
 
 
-def _spec(aval: jax.ShapeDtypeStruct) -> Any:
+def on_rank(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
+) -> Any:
+    """``function`` of local arrays, compiled over the devices of a rank; with one device just compiled."""
+    if mesh.size == 1:
+        return jax.jit(function, donate_argnums=donate)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=donate)
+
+
+def spec_of(aval: jax.ShapeDtypeStruct | jax.Array) -> P:
+    """The partition of an array that lies on a rank."""
     assert isinstance(aval.sharding, NamedSharding)
     return aval.sharding.spec

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, variables
+
+_Node = TypeVar("_Node", bound=Hashable)
 
 
 class Dataflow:
@@ -24,14 +27,20 @@ class Dataflow:
 
     def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
         """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
-        found: set[int] = set()
-        stack = list(variables(roots))
-        while stack:
-            i = self.maker.get(stack.pop())
-            if i is not None and i not in found and among(i):
-                found.add(i)
-                stack.extend(variables(self.eqns[i].invars))
-        return found
+        makers = (self.maker[v] for v in variables(roots) if v in self.maker)
+        return reachable(filter(among, makers), lambda i: filter(among, self.inputs(i)))
+
+
+def reachable(start: Iterable[_Node], near: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
+    """``start`` and all that can be reached from there, going from each to those ``near`` it."""
+    found: set[_Node] = set()
+    stack = list(start)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(near(node))
+    return found
 
 
 def called(names: Mapping[Var, Atom], atom: Atom) -> Atom:

@@ -63,17 +63,15 @@ IN_PLACE = ("acc", "state")
 
 
 @dataclass(frozen=True, slots=True)
-class StageFunction:
-    """One compiled-on-first-use function of a stage.
+class AnyFunction:
+    """A function between ports, compiled on first use: what one ``Run`` of a program calls.
 
     ``avals_in``/``avals_out``: global shapes with their shardings on the rank's submesh. ``donated``: argument positions whose
-    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving;
-    of whole arrays if not ``per_shard``: such a function is not woven.
+    buffers the call consumes (accumulators, nothing else). ``jaxpr``: per-shard program, for dumps, FLOP counts and weaving.
     ``call(*arrays) -> tuple of arrays``. ``jitted``: the jitted part of ``call``; it returns the results that are not plain
     arguments (``forwarded``: result position → argument position; those arrays are handed on without a copy).
     """
 
-    op: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     avals_in: tuple[jax.ShapeDtypeStruct, ...]
@@ -83,6 +81,13 @@ class StageFunction:
     call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
     jitted: Any = field(repr=False)
     forwarded: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunction(AnyFunction):
+    """One of a stage. If not ``per_shard``, ``jaxpr`` is of whole arrays: such a function is not woven."""
+
+    op: str = field(kw_only=True)
     per_shard: bool = True
 
     def __post_init__(self) -> None:
@@ -175,26 +180,17 @@ Parts = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BraidedFunction:
-    """The functions of ``parts`` as one; the fields are those of :class:`StageFunction`.
+class BraidedFunction(AnyFunction):
+    """The functions of ``parts`` as one.
 
     ``input_parts[k]``: which part ``inputs[k]`` belongs to: the first that reads it. ``output_parts[k]``: which part makes
     ``outputs[k]``. An accumulator leaves once, as the last part that adds to it left it; so does a token. ``collectives``:
     those over ``tp``, and what computes under each.
     """
 
-    parts: Parts
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    input_parts: tuple[int, ...]
-    output_parts: tuple[int, ...]
-    avals_in: tuple[jax.ShapeDtypeStruct, ...]
-    avals_out: tuple[jax.ShapeDtypeStruct, ...]
-    donated: tuple[int, ...]
-    jaxpr: ClosedJaxpr = field(repr=False)
-    call: Callable[..., tuple[jax.Array, ...]] = field(repr=False)
-    jitted: Any = field(repr=False)
-    forwarded: Mapping[int, int] = field(default_factory=dict)
+    parts: Parts = field(kw_only=True)
+    input_parts: tuple[int, ...] = field(kw_only=True)
+    output_parts: tuple[int, ...] = field(kw_only=True)
     collectives: tuple[CoveredCollective, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -214,9 +210,6 @@ class BraidedFunction:
         outs = " ".join(f"{p}/{k}" for p, k in zip(self.outputs, self.output_parts, strict=True))
         return f"{self.name}: ({ins}) -> ({outs})"
 
-
-AnyFunction = StageFunction | BraidedFunction
-"""What one ``Run`` of a program calls."""
 
 Braids = Mapping[tuple[int, Parts], BraidedFunction]
 """Braided functions by rank and parts."""

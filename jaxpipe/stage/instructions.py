@@ -167,7 +167,6 @@ class _Instruction:
         homes = tuple(avals_out[k].sharding for k in rest)
         jitted = jax.jit(replay, donate_argnums=donated, out_shardings=homes)
         return StageFunction(
-            self.op,
             tuple(inputs),
             tuple(outputs),
             tuple(avals_in),
@@ -177,6 +176,7 @@ class _Instruction:
             forwarding(jitted, forwarded, len(outputs)) if forwarded else jitted,
             jitted,
             forwarded,
+            op=self.op,
             per_shard=False,
         )
 

@@ -21,10 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from jaxpipe.errors import CheckpointError
+from jaxpipe.files import Closing
 from jaxpipe.train import checkpoint_directory as shelf
 from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train import checkpoint_tree as tree
@@ -51,7 +51,7 @@ class Checkpoint:
     extra: dict[str, PyTree]
 
 
-class CheckpointStore:
+class CheckpointStore(Closing):
     """The checkpoints of one run in ``directory`` (made by the first save).
 
     The ``keep_last`` newest checkpoints are kept, and the ``keep_best`` of lowest finite ``eval_loss``; others are deleted
@@ -70,19 +70,6 @@ class CheckpointStore:
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._failure: CheckpointError | None = None  # of a save that is over; not told yet
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as failed:
-            if error is None:
-                raise
-            error.add_note(f"also: {failed}")
 
     def steps(self) -> tuple[int, ...]:
         """Steps with a checkpoint, ascending, damaged or not."""

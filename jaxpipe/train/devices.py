@@ -83,13 +83,10 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *
 
 def _factorings(have: int, tp: int) -> str:
     """Advice: the ways to use all of ``have`` devices, those with ``tp`` first; at most four."""
-    ways = [(have // (t * d), t, d) for t in range(1, have + 1) if have % t == 0 for d in _divisors(have // t)]
+    sizes = range(1, have + 1)
+    ways = [(have // (t * d), t, d) for t in sizes for d in sizes if have % (t * d) == 0]
     nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
     return "ways to use these (--pp --tp --dp): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @contextmanager

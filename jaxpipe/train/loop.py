@@ -46,6 +46,9 @@ from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
+_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics")
+"""Of a step's metrics, what its record is made of."""
+
 
 def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
@@ -268,26 +271,16 @@ class _Run:
             return
         step, metrics = self.pending
         with self.watchdog.watch(step):
-            loss, norm, rate, applied, weight, finite, reported = jax.device_get(
-                (
-                    metrics.loss,
-                    metrics.grad_norm,
-                    metrics.learning_rate,
-                    metrics.applied,
-                    metrics.weight,
-                    metrics.finite,
-                    metrics.metrics,
-                )
-            )
+            found = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
         self.pending = None
-        self.loss = float(loss)
+        self.loss, weight, applied = float(found["loss"]), found["weight"], bool(found["applied"])
         if self.first_loss is None and math.isfinite(self.loss):
             self.first_loss = self.loss
         if self.unproven is not None and self.unproven < step and math.isfinite(self.loss) and not self._is_worse():
             self.sound, self.unproven = self.unproven, None
-        record: dict[str, Any] = {"loss": self.loss, "grad_norm": norm, "learning_rate": rate}
+        record: dict[str, Any] = {"loss": self.loss, **{name: found[name] for name in ("grad_norm", "learning_rate")}}
         record["tokens"] = int(weight) if math.isfinite(weight) else None
-        record |= {"applied": bool(applied), **{f"metrics/{name}": value for name, value in reported.items()}}
+        record |= {"applied": applied, **{f"metrics/{name}": value for name, value in found["metrics"].items()}}
         record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
             self.timeline = metrics.timeline
@@ -303,7 +296,7 @@ class _Run:
                 self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
-        self._judge(step, bool(applied), bool(finite))
+        self._judge(step, applied, bool(found["finite"]))
 
     def _judge(self, step: int, applied: bool, finite: bool) -> None:
         """What a step that was not finite means for the run.

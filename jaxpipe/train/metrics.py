@@ -14,10 +14,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.files import Closing
 
 
 def format_gain(fraction: float) -> str:
@@ -25,7 +25,7 @@ def format_gain(fraction: float) -> str:
     return f"{abs(fraction):.1%} {'less' if fraction >= 0 else 'more'}"
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Appends records to ``path``; a context manager.
 
     With ``resume_step`` the records of later steps, and a half-written last line, are dropped first; without it the file
@@ -86,14 +86,6 @@ class MetricsLog:
                 self._tensorboard.close()
         except Exception as error:  # as in write
             self._complain("metrics", error)
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _append(self, line: bytes) -> None:
         """Write a whole line or nothing."""

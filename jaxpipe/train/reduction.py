@@ -11,17 +11,16 @@ other ranks still work. With one device a rank there are no collectives, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP
-from jaxpipe.runtime.reduction import reduced_axes
+from jaxpipe.runtime.reduction import on_rank, reduced_axes, spec_of
 from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]
@@ -145,19 +144,3 @@ def gradient_tree(shards: StageShards, acc: Sequence[Any]) -> dict[str, Any]:
     """Local leaves of accumulators, by layer, of the parameters that this stage updates."""
     layout = shards.layout
     return shards.tree(layout.unpack_leaves([*acc, *[None] * (len(layout.buffers) - len(acc))]))
-
-
-def on_rank(
-    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
-) -> Any:
-    """``function`` of local arrays, compiled over the devices of a rank; with one device just compiled."""
-    if mesh.size == 1:
-        return jax.jit(function, donate_argnums=donate)
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate)
-
-
-def spec_of(aval: jax.ShapeDtypeStruct | jax.Array) -> P:
-    """The partition of an array that lies on a rank."""
-    spec: P = aval.sharding.spec  # type: ignore[union-attr]
-    return spec

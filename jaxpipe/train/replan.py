@@ -173,7 +173,7 @@ class Replanner:
         costs = self._costs(seconds, timeline)
         task = self._task(costs)
         limit_s = self.config.time_limit_s
-        problem = Problem(self._start, task.costs, task.memory_limit, task.offload, limit_s, self.config.workers)
+        problem = Problem(self._start, task, limit_s, self.config.workers)
         try:
             process = SolveProcess(problem.line())
         except OSError as error:

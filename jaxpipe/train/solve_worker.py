@@ -22,58 +22,40 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.schedule import CostProfile, Schedule, simulate
-from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
+from jaxpipe.schedule import Schedule, simulate
+from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
-from jaxpipe.schedule.solve import Options, Solution, SolveTask, solve
+from jaxpipe.schedule.solve import Options, Solution, SolveTask, messages, solve
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.train.interchange import why_not
 
-_INFINITE = "inf"
 _GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A better order for ``schedule`` is wanted, under ``costs`` and within ``memory_limit`` (and the bytes per rank of the
-    costs, where they name a limit)."""
+    """A better order for ``schedule`` is wanted, under the costs and within the limits of ``task``."""
 
     schedule: Schedule
-    costs: CostProfile
-    memory_limit: float
-    offload: bool
+    task: SolveTask
     time_limit_s: float
     workers: int
 
     def line(self) -> str:
-        limit = _INFINITE if self.memory_limit == float("inf") else self.memory_limit
-        return json.dumps(
-            {
-                "schedule": to_schedule(self.schedule),
-                "costs": to_costs(self.costs),
-                "memory_limit": limit,
-                "offload": self.offload,
-                "time_limit_s": self.time_limit_s,
-                "workers": self.workers,
-            }
-        )
+        schedule, task = to_schedule(self.schedule), messages.task_out(self.task)
+        limits = {"time_limit_s": self.time_limit_s, "workers": self.workers}
+        return json.dumps({"schedule": schedule, "task": task, **limits})
 
     @classmethod
     def of_line(cls, line: str | bytes) -> Problem:
         data = json.loads(line)
-        return cls(
-            from_schedule(data["schedule"]),
-            from_costs(data["costs"]),
-            float(data["memory_limit"]),
-            data["offload"],
-            data["time_limit_s"],
-            data["workers"],
-        )
+        schedule, task = from_schedule(data["schedule"]), messages.task_in(data["task"])
+        return cls(schedule, task, data["time_limit_s"], data["workers"])
 
-    def task(self) -> SolveTask:
+    def adapted(self) -> SolveTask:
         """The problem for the solver: a stage whose backwards are all fused has a B that does everything and an empty W; one
         whose backwards are all split gains nothing by fusing them."""
-        schedule, costs = self.schedule, self.costs
+        schedule, costs = self.schedule, self.task.costs
         fused = fused_backwards(schedule)
         count = [sum(stage == s for stage, _ in fused) for s in range(schedule.num_stages)]
         m = schedule.num_microbatches
@@ -86,7 +68,7 @@ class Problem:
         def zero(_: int) -> float:
             return 0.0
 
-        adapted = replace(
+        known = replace(
             costs,
             b_s=choose(lambda s: costs.bw_s[s], lambda s: costs.b_s[s], costs.b_s),
             w_s=choose(zero, lambda s: costs.w_s[s], costs.w_s),
@@ -94,7 +76,7 @@ class Problem:
             w_residual_bytes=choose(zero, lambda s: costs.w_residual_bytes[s], costs.w_residual_bytes),
             cotangent_bytes=choose(zero, lambda s: costs.cotangent_bytes[s], costs.cotangent_bytes),
         )
-        return SolveTask(schedule.placement, m, adapted, self.memory_limit, self.offload)
+        return replace(self.task, costs=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +130,8 @@ class _Search:
 
     def __init__(self, problem: Problem, send: Callable[[str], None]) -> None:
         self.problem, self.send = problem, send
-        self.task = problem.task()
-        self.best_s = simulate(problem.schedule, problem.costs).makespan
+        self.task = problem.adapted()
+        self.best_s = simulate(problem.schedule, problem.task.costs).makespan
 
     def run(self) -> None:
         problem = self.problem
@@ -172,7 +154,7 @@ class _Search:
         fitted = replace(backwards_like(schedule, running), placement=running.placement)
         if why_not(fitted, running):
             return
-        timeline = simulate(fitted, self.problem.costs)
+        timeline = simulate(fitted, self.problem.task.costs)
         if not at_most(self.best_s, timeline.makespan) and self.task.fits(timeline):
             self.best_s = timeline.makespan
             self.send(Found(fitted, timeline.makespan, source).line())

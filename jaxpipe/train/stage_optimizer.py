@@ -6,7 +6,7 @@ A leaf of the state that is like a divided parameter is divided as that is (:mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +62,9 @@ class StageOptimizer:
             self.shards.host_whole(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
         ]
-        return self._by_layer(whole)
-
-    def shapes(self) -> dict[str, Any]:
-        """The shapes of what :meth:`by_layer` gives."""
-        return self._by_layer([leaf.aval for leaf in self.leaves])
-
-    def _by_layer(self, values: Sequence[Any]) -> dict[str, Any]:
         layers = self.shards.layout.layers
-        numbers, owners = self._tree(range(len(values))), [leaf.layer for leaf in self.leaves]
-        return {name: jax.tree.map(values.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
+        numbers, owners = self._tree(range(len(whole))), [leaf.layer for leaf in self.leaves]
+        return {name: jax.tree.map(whole.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
 
     def _tree(self, leaves: Iterable[Any]) -> Any:
         return jax.tree.unflatten(self.part.structure, leaves)

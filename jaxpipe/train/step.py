@@ -32,12 +32,13 @@ from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf, insert_leaf
 from jaxpipe.train.optimizer import LearningRate
-from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced, on_rank
+from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
 from jaxpipe.train.step_memory import StageState, step_memory
@@ -139,7 +140,7 @@ class TrainStep:
         self.pipeline = pipeline
         self._reads = {s: taken(x) for s, x in self._shards.items()}
         self._writes = {s: x.updated for s, x in self._shards.items()}
-        self._optimizers = self._optimizers_for(extra)
+        self._optimizers = stage_optimizers(optimizer, self._shards, _shapes(extra))
         self._updates = {_kinds(extra): {s: self._compile_update(s, x) for s, x in self._optimizers.items()}}
         self._states = {s: self._stage_state(s) for s in self._primary}
         self._reduce = {s: GradientReduction(x, self._states[s].acc) for s, x in self._shards.items()}
@@ -250,10 +251,6 @@ class TrainStep:
             params |= {name: merged(state.fixed[name], tree) for name, tree in trained.items()}
             optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
         return params, optimizer
-
-    def optimizer_shapes(self) -> dict[str, Any]:
-        """Shapes of the optimizer state by layer, as :meth:`by_layer` gives it."""
-        return {name: shapes for x in self._optimizers.values() for name, shapes in x.shapes().items()}
 
     def _taken(self, stage: int, params: Buffers) -> Buffers:
         """Of a stage's parameter buffers, those that its update reads."""
@@ -366,15 +363,11 @@ class TrainStep:
                     insert_leaf(fixed[slot.layer], slot.path, np.array(get_leaf(params[slot.layer], slot.path), dtype))
         return fixed
 
-    def _optimizers_for(self, extra: Mapping[str, Any]) -> dict[int, StageOptimizer]:
-        """The optimizer of each stage, with arguments like ``extra``."""
-        return stage_optimizers(self._tx, self._shards, _shapes(extra))
-
     def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, Any]:
         """The compiled updates for arguments like ``extra``."""
         kinds = _kinds(extra)
         if kinds not in self._updates:
-            optimizers = self._optimizers_for(extra)
+            optimizers = stage_optimizers(self._tx, self._shards, _shapes(extra))
             if any(x.leaves != self._optimizers[s].leaves for s, x in optimizers.items()):
                 raise ConfigError(
                     f"the optimizer keeps another state with the arguments {', '.join(extra)}; give them to TrainStep"

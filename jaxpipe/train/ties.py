@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import StageError
 from jaxpipe.runtime.assembly import Tie
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.reduction import on_rank, spec_of
 from jaxpipe.stage.model.layer import Path
 from jaxpipe.stage.model.params import LeafSlot
-from jaxpipe.train.reduction import on_rank, spec_of
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]

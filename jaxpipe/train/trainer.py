@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import optax
 from jaxpipe import __version__
 from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.files import Closing
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.leaves import merged
@@ -46,7 +47,7 @@ from jaxpipe.train.stored import load_state, model_digest, same_program, undamag
 from jaxpipe.wording import format_bytes, format_count
 
 
-class Trainer:
+class Trainer(Closing):
     """Trains ``model`` over a pipeline.
 
     Args:
@@ -472,15 +473,6 @@ class Trainer:
         """
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._store is not None:
-            self._store.__exit__(kind, error, trace)
 
     def _open(self, path: str | Path | None) -> CheckpointStore:
         """The store of the checkpoints in ``path``, or the one used last."""

@@ -17,8 +17,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import TP
+from jaxpipe.runtime.reduction import on_rank, spec_of
 from jaxpipe.train.layerwise import OptimizerPart
-from jaxpipe.train.reduction import gathered, gradient_tree, on_rank, own_bucket, spec_of
+from jaxpipe.train.reduction import gathered, gradient_tree, own_bucket
 from jaxpipe.train.shards import StageShards
 
 Buffers = Sequence[jax.Array]
@@ -40,7 +41,7 @@ def compile_update(
     acc = [spec_of(a) for a in acc_avals]
     masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
     return on_rank(
-        partial(_chunked if shards.chunked else _whole, shards, part),
+        partial(_update, shards, part),
         shards.mesh,
         (
             [shards.buffer_spec(i) for i in taken(shards)],
@@ -59,7 +60,7 @@ def taken(shards: StageShards) -> tuple[int, ...]:
     return shards.updated if shards.chunked else tuple(i for i in shards.updated if i not in shards.mastered)
 
 
-def _whole(
+def _update(
     shards: StageShards,
     part: OptimizerPart,
     params: Buffers,
@@ -70,68 +71,43 @@ def _whole(
     ok: jax.Array,
     extra: Mapping[str, Any],
 ) -> Any:
-    layout, old = shards.layout, _leaves(shards, params, masters)
-    new, new_state = _updated(part, shards.tree(old), gradient_tree(shards, grads), state, scale, ok, extra)
-    packed = dict(zip(shards.updated, layout.pack_leaves(shards.leaves(new, old)), strict=True))
-    computed = [b.astype(layout.buffers[i].dtype) for i, b in packed.items()]
-    zeros = [jnp.zeros_like(a) for a in grads]
-    return computed, [packed[i] for i in shards.mastered], new_state, zeros, _all_finite(shards, computed)
-
-
-def _chunked(
-    shards: StageShards,
-    part: OptimizerPart,
-    params: Buffers,
-    masters: Buffers,
-    grads: Buffers,
-    state: Any,
-    scale: jax.Array,
-    ok: jax.Array,
-    extra: Mapping[str, Any],
-) -> Any:
-    old = _own_chunks(shards, params, masters)
-    new, new_state = _updated(part, old, shards.chunks(grads), state, scale, ok, extra)
-    buckets = dict(zip(shards.updated, shards.buckets(new), strict=True))
-    sent = [b.astype(shards.layout.buffers[i].dtype) for i, b in buckets.items()]
-    computed = gathered(shards, sent, params)
-    return computed, [buckets[i] for i in shards.mastered], new_state, [], _all_finite(shards, computed)
+    """What :func:`compile_update` compiles, on one device; parameters and state stay the old ones where not ``ok``."""
+    old = _held(shards, params, masters)
+    given = shards.chunks(grads) if shards.chunked else gradient_tree(shards, grads)
+    scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), given, old)
+    updates, new_state = part.update(scaled, state, old, extra)
+    keep = partial(jnp.where, ok)
+    new = jax.tree.map(keep, optax.apply_updates(old, updates), old)
+    if shards.chunked:
+        made = shards.buckets(new)
+    else:
+        made = shards.layout.pack_leaves(shards.leaves(new, _leaves(shards, params, masters)))
+    packed = dict(zip(shards.updated, made, strict=True))
+    computed = [b.astype(shards.layout.buffers[i].dtype) for i, b in packed.items()]
+    computed = gathered(shards, computed, params) if shards.chunked else computed
+    zeros = [] if shards.chunked else [jnp.zeros_like(a) for a in grads]
+    kept = [packed[i] for i in shards.mastered]
+    return computed, kept, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)
 
 
 def fresh_state(shards: StageShards, part: OptimizerPart, params: Buffers, masters: Buffers) -> Any:
     """The optimizer's state of fresh parameters, given as to the update."""
-    if shards.chunked:
-        return part.init(_own_chunks(shards, params, masters))
-    return part.init(shards.tree(_leaves(shards, params, masters)))
+    return part.init(_held(shards, params, masters))
+
+
+def _held(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, Any]:
+    """What this device updates, by layer: its leaves, or with ZeRO-1 its chunks."""
+    if not shards.chunked:
+        return shards.tree(_leaves(shards, params, masters))
+    beside = dict(zip(shards.mastered, masters, strict=True))
+    given = zip(shards.updated, params, strict=True)
+    return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in given])
 
 
 def _leaves(shards: StageShards, params: Buffers, masters: Buffers) -> list[Any]:
     """Local leaves in slot order, None for those of buffers that are not updated."""
     given = {**dict(zip(taken(shards), params, strict=True)), **dict(zip(shards.mastered, masters, strict=True))}
     return shards.layout.unpack_leaves([given.get(i) for i in range(len(shards.layout.buffers))])
-
-
-def _own_chunks(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, Any]:
-    """This device's chunks, by layer."""
-    beside = dict(zip(shards.mastered, masters, strict=True))
-    given = zip(shards.updated, params, strict=True)
-    return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in given])
-
-
-def _updated(
-    part: OptimizerPart,
-    params: Mapping[str, Any],
-    grads: Mapping[str, Any],
-    state: Any,
-    scale: jax.Array,
-    ok: jax.Array,
-    extra: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """New parameters by layer and new state, or the old ones where not ``ok``."""
-    scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), grads, params)
-    updates, new_state = part.update(scaled, state, params, extra)
-    fresh = optax.apply_updates(params, updates)
-    keep = partial(jnp.where, ok)
-    return jax.tree.map(keep, fresh, params), jax.tree.map(keep, new_state, state)
 
 
 def _all_finite(shards: StageShards, buffers: Buffers) -> jax.Array:

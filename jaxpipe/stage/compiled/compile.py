@@ -428,7 +428,9 @@ def _function(
         jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
         cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
-    return StageFunction(op, part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded)
+    return StageFunction(
+        part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded, op=op
+    )
 
 
 def gpu_options(mesh: AnyMesh) -> Mapping[str, bool | int | str]:

@@ -35,7 +35,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.leaves import array_leaves, fill
 
 _MARK = "jaxpipe.block"
@@ -118,27 +118,15 @@ class Outline:
     def needed(self, targets: Iterable[Atom], sources: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
         """The equations that ``targets`` depend on, in order, and the variables they start from: inputs, or ``sources``."""
         maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        known = set(sources)
-        found: set[int] = set()
-        starts: set[Var] = set()
-        seen: set[Var] = set()
-        stack = list(variables(targets))
-        while stack:
-            v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in known or v not in maker:
-                starts.add(v)
-            elif maker[v] not in found:
-                found.add(maker[v])
-                stack.extend(variables(self.eqns[maker[v]].invars))
+        made = maker.keys() - set(sources)
+        seen = reachable(variables(targets), lambda v: variables(self.eqns[maker[v]].invars) if v in made else ())
+        starts = seen - made
         if starts & self.lost:
             raise StageError(
                 f"{self.label}: what its scan collects from the blocks is used afterwards; carry it from block to block, or "
                 "list the blocks instead of scanning over them"
             )
-        return sorted(found), starts.difference(self.consts)
+        return sorted({maker[v] for v in seen & made}), starts.difference(self.consts)
 
     def evaluate(self, targets: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
         """The values of ``targets`` from those of ``known`` variables.

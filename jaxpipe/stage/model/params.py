@@ -443,6 +443,12 @@ def nested(leaves: Mapping[Path, Any]) -> Params:
     return tree
 
 
+def with_leaf(tree: Params, path: Path, leaf: Any) -> Params:
+    """A copy of a nested dict with another leaf at ``path``."""
+    head, *rest = path
+    return {**tree, head: with_leaf(tree.get(head, {}), tuple(rest), leaf) if rest else leaf}
+
+
 def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:
     """Put a leaf into a nested dict, which is changed."""
     for key in path[:-1]:

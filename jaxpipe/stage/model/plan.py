@@ -25,10 +25,11 @@ import numpy as np
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, taken_by
 from jaxpipe.stage.model.reference import calling, with_tied_leaves
+from jaxpipe.wording import aligned
 
-_ARRAYS = (jax.Array, np.ndarray)
 _MOST_DIVISIONS = 20_000
 """Of stages among branches, that are tried."""
 
@@ -110,10 +111,8 @@ class StagePlan:
             rows.append(
                 (str(s.index), span, f"{s.num_params:,}", megabytes, f"{s.cost:.4g}", f"{s.cost_share:.1%}", ties)
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         title = f"{self.model}: {self.num_stages} stages, largest is {self.imbalance:.3f} of the mean"
-        return "\n".join([title, *lines])
+        return "\n".join([title, *aligned(rows, left=range(len(rows[0])))])
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads back to an equal plan."""
@@ -377,24 +376,15 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
 
 def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
     """FLOPs of one layer, and what it returns with arrays as ShapeDtypeStruct. Leaves that are no arrays pass as they are."""
-    leaves, structure = jax.tree.flatten(arguments)
-    is_array = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-    result: list[tuple[list[Any], Any]] = []
+    made: list[Any] = []
 
     def forward(arrays: list[jax.Array]) -> list[Any]:
-        given = iter(arrays)
-        full = [next(given) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
-        params, x, data, key = jax.tree.unflatten(structure, full)
-        y = calling(layer, params, x, LayerContext(data, key if layer.uses_key else None))
-        result.append(jax.tree.flatten(y))
-        return [leaf for leaf in result[0][0] if isinstance(leaf, _ARRAYS)]
+        params, x, data, key = fill(arguments, arrays)
+        made.append(calling(layer, params, x, LayerContext(data, key if layer.uses_key else None)))
+        return array_leaves(made[0])
 
-    arrays = [leaf for array, leaf in zip(is_array, leaves, strict=True) if array]
-    jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(arrays)
-    y_leaves, y_structure = result[0]
-    shapes = iter(out)
-    y = jax.tree.unflatten(y_structure, [next(shapes) if isinstance(leaf, _ARRAYS) else leaf for leaf in y_leaves])
-    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), y
+    jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(array_leaves(arguments))
+    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), fill(made[0], out)
 
 
 def _is_index(value: Any) -> bool:

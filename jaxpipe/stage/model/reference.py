@@ -25,8 +25,9 @@ import numpy as np
 
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, given_to, taken_by
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, given_to, taken_by
 from jaxpipe.stage.model.options import suggestion
+from jaxpipe.stage.model.params import find_leaf, with_leaf
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
@@ -138,12 +139,10 @@ def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
     """The parameters of ``layer`` with its tied leaves, taken from their owners, put in."""
     own = params[layer.name]
     for path, (owner, owner_path) in layer.tied.items():
-        leaf: Any = params[owner]
-        for part in owner_path:
-            if not isinstance(leaf, Mapping) or part not in leaf:
-                raise StageError(f"layer {layer.name} is tied to {owner}/{'/'.join(owner_path)}, which does not exist")
-            leaf = leaf[part]
-        own = _with(own, path, leaf)
+        leaf = find_leaf(params[owner], owner_path)
+        if leaf is None:
+            raise StageError(f"layer {layer.name} is tied to {owner}/{'/'.join(owner_path)}, which does not exist")
+        own = with_leaf(own, path, leaf)
     return own
 
 
@@ -268,11 +267,7 @@ def _results(
     """What the layers at ``wanted`` return; runs those that they need and holds no result longer than that."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    taken = taken_by(model.layers)
-    last_reader = {i: len(model.layers) for i in wanted}
-    for i in range(len(model.layers) - 1, -1, -1):
-        if i in last_reader:
-            last_reader = dict.fromkeys(taken[i], i) | last_reader
+    taken, last_reader = taken_by(model.layers), _last_readers(model, wanted)
     made: dict[int, Any] = {}
     for index in sorted(last_reader):
         layer = model.layers[index]
@@ -293,11 +288,6 @@ def _results(
         made[index] = layer.apply(with_tied_leaves(layer, params), x, context)
         made = {k: y for k, y in made.items() if last_reader[k] > index}
     return [made[i] for i in wanted]
-
-
-def _with(params: Params, path: Path, leaf: Any) -> Params:
-    head, *rest = path
-    return {**params, head: _with(params.get(head, {}), tuple(rest), leaf) if rest else leaf}
 
 
 def _import(module_name: str, name: str) -> ModuleType:

@@ -41,13 +41,14 @@ output 2, GeLU's input 8), and what attention keeps: 2 per score, none with ``ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
+from jaxpipe.stage.dataflow import reachable
 from jaxpipe.stage.primitives import Kind, has_body, is_cheap, is_product, kind, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
@@ -102,7 +103,7 @@ def _score_region(graph: Graph) -> frozenset[Var]:
             if graph.eqn_level[i] is Level.FORWARD and not is_product(graph.eqns[i]):
                 yield from graph.eqns[i].outvars
 
-    region = _spread((v for v in marked if graph.of(v) is Level.FORWARD), onwards)
+    region = reachable((v for v in marked if graph.of(v) is Level.FORWARD), onwards)
     sizes = {math.prod(shape_of(v)) for v in marked}
 
     def back(v: Var) -> Iterator[Var]:
@@ -111,23 +112,11 @@ def _score_region(graph: Graph) -> frozenset[Var]:
             operands = variables(graph.eqns[maker].invars)
             yield from (u for u in operands if math.prod(shape_of(u)) in sizes and u not in region)
 
-    return frozenset(region | _spread(marked, back) | _found_scores(graph))
+    return frozenset(region | reachable(marked, back) | _found_scores(graph))
 
 
 def _marked(graph: Graph) -> list[Var]:
     return list(variables(a for name, a in graph.trace.named if name == ATTENTION_SCORES))
-
-
-def _spread(start: Iterable[Var], near: Callable[[Var], Iterable[Var]]) -> set[Var]:
-    """``start`` and all that can be reached from there."""
-    found: set[Var] = set()
-    stack = list(start)
-    while stack:
-        v = stack.pop()
-        if v not in found:
-            found.add(v)
-            stack.extend(near(v))
-    return found
 
 
 def _found_scores(graph: Graph) -> set[Var]:

@@ -155,7 +155,7 @@ H = jax.ShapeDtypeStruct((B, 4), jnp.float64)
 
 
 def exchange(reads: Any = ("x",)) -> Schedule:
-    """Tell of stage 0 writes h = 2 y, Meet of stage 1, on another rank, reads it and writes Σ (h − 2 x)² and Σ h²."""
+    """Tell of stage 0 writes h = 2 y, Encounter of stage 1, on another rank, reads it and writes Σ (h − 2 x)² and Σ h²."""
     op("Tell", "F")
     op("Encounter", "Tell", where="pred")
     register_instruction(

@@ -194,9 +194,9 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["pipeline.ranks=1"],
+        pytest.param(["pipeline.ranks=1"], marks=pytest.mark.soak),
         ["pipeline.schedule=zb-h1", "pipeline.microbatches=2"],
-        ["pipeline.schedule=interleaved-1f1b", "pipeline.chunks=2"],
+        pytest.param(["pipeline.schedule=interleaved-1f1b", "pipeline.chunks=2"], marks=pytest.mark.soak),
         ["pipeline.tp=2", "pipeline.dp=2", "pipeline.sequence_parallel=true", "pipeline.zero1=true"],
     ],
     ids=["one rank", "another schedule and microbatch count", "two chunks a rank", "eight devices with ZeRO-1"],

@@ -100,9 +100,9 @@ def _assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
 @pytest.mark.parametrize(
     ("name", "schedule", "clip_norm"),
     [
-        ("gpt", ZB, ACTIVE),
+        pytest.param("gpt", ZB, ACTIVE, marks=pytest.mark.soak),
         ("gpt-tied", ZB, ACTIVE),
-        ("gpt-tied", ZB, INACTIVE),
+        pytest.param("gpt-tied", ZB, INACTIVE, marks=pytest.mark.soak),
         ("gpt", generate("1f1b", 2, 4), 0.0),
         ("gpt-tied", BIDIRECTIONAL, ACTIVE),
     ],

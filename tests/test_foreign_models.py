@@ -44,7 +44,13 @@ def check(name: str, pipe: Pipeline) -> None:
         assert scale > 0 and np.abs(a - b).max() <= 1e-6 * scale, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("name", foreign_models.MODELS)
+ALWAYS = ("nnx_gpt", "t5", "moe", "widths", "scanned", "unet", "lstm")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.soak) for name in foreign_models.MODELS],
+)
 def test_gradients_under_1f1b_and_zb_1p(name: str) -> None:
     model = unsplit(name)[0]
     pipe = Pipeline.build(model, generate("1f1b", 2, MICROBATCHES), microbatch_size=foreign_models.B)

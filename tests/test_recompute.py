@@ -53,7 +53,13 @@ def middle() -> dict[str, StageFunctions]:
     return {name: build(MIDDLE, name)[0][1] for name in POLICIES}
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "cheap+attention+mlp"])
+ALWAYS = ("none", "cheap", "flash", "full")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(n if n in ALWAYS else pytest.param(n, marks=pytest.mark.soak) for n in POLICIES), "cheap+attention+mlp"],
+)
 def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
     functions, params = build(CUT, name, jnp.float64)
     layers = list(itertools.chain(*CUT))

@@ -192,7 +192,10 @@ def unsplit(pipe: Pipeline, batch: Mapping[str, Any], params: Any) -> tuple[floa
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("group", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("group", "dp"),
+    [pytest.param(1, 1, marks=pytest.mark.soak), (2, 1), (4, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.soak)],
+)
 def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(group: int, dp: int) -> None:
     pipe, batch, params = grouped(group, dp, one_f_one_b)
     got = pipe.loss_and_grads(placed := pipe.place(params), batch)

@@ -30,14 +30,14 @@ from tests.pipelines import assert_same_arrays, run_sequentially, some_schedule
 pytestmark = pytest.mark.usefixtures("x64")
 
 SIZES = [(1, 2), (2, 5), (3, 3), (4, 8)]
-"""(ranks, microbatches); three ranks in the soak."""
+"""(ranks, microbatches); two and three ranks in the soak."""
 WIDTH, MICROBATCH, LEARNING_RATE = 3, 2, 0.1
 
 
 def _cases() -> Iterator[object]:
     for name in FAMILIES:
         for p, m in SIZES:
-            yield pytest.param(name, p, m, id=f"{name}-p{p}-m{m}", marks=[pytest.mark.soak] if p == 3 else [])
+            yield pytest.param(name, p, m, id=f"{name}-p{p}-m{m}", marks=[pytest.mark.soak] if p in (2, 3) else [])
 
 
 @pytest.mark.parametrize(("name", "p", "m"), list(_cases()))

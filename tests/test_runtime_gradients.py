@@ -34,6 +34,8 @@ SIZES = [(1, 3, 1), (2, 1, 1), (2, 5, 1), (4, 4, 1), (4, 7, 1), (1, 2, 2), (2, 4
 
 FAMILIES_HERE = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb")
 """Real models with a few families; every family with a small model: ``test_runtime_families.py``."""
+ALWAYS = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-2p")
+"""The others run in the soak."""
 
 
 def _family_schedules() -> list[Any]:
@@ -49,7 +51,8 @@ def _family_schedules() -> list[Any]:
                 schedule = generate(name, p, m, chunks=chunks, memory_limit=limit)
             except Exception:  # sizes that this family refuses (its own tests say which)
                 continue
-            cases.append(pytest.param(schedule, id=f"{name}-p{p}-m{m}-v{v}"))
+            marks = [] if name in ALWAYS else [pytest.mark.soak]
+            cases.append(pytest.param(schedule, id=f"{name}-p{p}-m{m}-v{v}", marks=marks))
     return cases
 
 

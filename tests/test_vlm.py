@@ -95,7 +95,12 @@ def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[st
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp"), [(TensorParallel(2), 2), (TensorParallel(2, sequence=True), 1), (TensorParallel(4, False, True), 1)]
+    ("tp", "dp"),
+    [
+        (TensorParallel(2), 2),
+        pytest.param(TensorParallel(2, sequence=True), 1, marks=pytest.mark.soak),
+        (TensorParallel(4, False, True), 1),
+    ],
 )
 @pytest.mark.usefixtures("x64")
 def test_loss_and_gradients_on_shards_are_those_of_one_device(tp: TensorParallel, dp: int) -> None:

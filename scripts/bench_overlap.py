@@ -178,7 +178,7 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     import jax
 
     from jaxpipe._jax_compat import eval_jaxpr
-    from jaxpipe.stage.compiled.compile import gpu_options
+    from jaxpipe.stage.compiled.compile import options_for
 
     functions = [stage.functions[op] for op in ops]
     inputs: dict[Any, Any] = {}
@@ -201,7 +201,7 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     specs = [tuple(a.sharding.spec for a in avals) for avals in (inputs.values(), outputs)]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     donated = [k for k, (_, port) in enumerate(inputs) if port.kind == "acc"]
-    jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=dict(gpu_options(mesh)) or None)
+    jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=dict(options_for(mesh)) or None)
     return jitted, list(inputs.values()), None
 
 

@@ -71,11 +71,11 @@ def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
         toy.assert_trees_close(runner.gradients(), want, rtol=1e-10, atol=1e-12)
 
 
-def test_each_policy_saves_less_than_none(middle: dict[str, StageFunctions]) -> None:
+def test_policies_in_order_of_what_they_save(middle: dict[str, StageFunctions]) -> None:
     saved = {name: f.residual_bytes for name, f in middle.items()}
-    assert saved["full"] < saved["dots"] <= saved["cheap"] < saved["fused"] < saved["none"]
-    assert saved["cheap"] < saved["attention"] < saved["none"]
-    assert saved["flash"] < saved["fused"]
+    assert saved["full"] < saved["dots"] <= saved["cheap"] <= saved["none"] < saved["fused"]
+    assert saved["attention"] < saved["none"]
+    assert saved["attention"] <= saved["flash"] < saved["fused"]
 
 
 def test_full_saves_inputs_of_layers_only(middle: dict[str, StageFunctions]) -> None:
@@ -238,7 +238,7 @@ def test_nnx_modules_recompute_as_other_layers_do() -> None:
         runner = toy.Runner(functions, cut, params, compiled=False)
         results.append((runner.microbatch(toy.make_batch()), runner.gradients()))
         count = saved_shapes(functions[1]).count(wide)
-        assert count == {"cheap": 1, "cheap+mlp": 0}[name] if name != "none" else count > 1
+        assert count == {"none": 2, "cheap": 1, "cheap+mlp": 0}[name], "GELU's argument; and the mask"
     for other in results[1:]:
         for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -330,7 +330,11 @@ def test_a_layer_is_recomputed_when_its_cotangent_is_there(op: str) -> None:
 
 
 def test_nothing_waits_where_nothing_is_recomputed() -> None:
-    for op, f in build(DEEP, "none")[0][1].functions.items():
+    def apply(p: Any, x: Any, c: LayerContext) -> Any:
+        return x @ p["w"]
+
+    linear = [Layer(name, lambda k: {"w": toy.normal(k, toy.D, toy.D)}, apply) for name in "abc"]
+    for op, f in build([DEEP[0], linear, DEEP[2]], "none")[0][1].functions.items():
         assert "optimization_barrier" not in str(f.jaxpr), op
 
 

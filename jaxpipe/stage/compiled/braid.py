@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
 from jaxpipe.mesh import TP
-from jaxpipe.stage.compiled.compile import BuildCache, forwarding, gpu_options, jit_per_shard
+from jaxpipe.stage.compiled.compile import BuildCache, forwarding, jit_per_shard, options_for
 from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.weave.weaver import weave
@@ -62,7 +62,7 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     avals_in = tuple(aval for _, _, aval in made.inputs)
     avals_out = tuple(aval for _, _, aval in made.outputs)
     results = [avals_out[k] for k in rest]
-    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, gpu_options(mesh))
+    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, options_for(mesh))
     return BraidedFunction(
         parts=names,
         inputs=tuple(port for _, port, _ in made.inputs),

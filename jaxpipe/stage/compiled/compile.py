@@ -425,7 +425,7 @@ def _function(
         program = closed
         if donated and shards > 1:  # weight gradients go under collectives; its jaxpr stays plain, for braids to weave
             program = weave([closed], shards=shards).jaxpr
-        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
+        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, options_for(homes.mesh))
         cache.jitted[key] = jitted
     call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
     return StageFunction(
@@ -433,11 +433,13 @@ def _function(
     )
 
 
-def gpu_options(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
-    """Compiler options of functions with tensor-parallel collectives, by what ``mesh`` is made of."""
-    if mesh.shape[TP] == 1 or not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
-        return {}
-    return GPU_OVERLAP_OPTIONS
+def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
+    """Compiler options by what ``mesh`` is made of: on GPUs for functions with tensor-parallel collectives; on CPU so that
+    barriers stay until elementwise work is fused, which is else repeated for each reader, from the last layer on."""
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    if platform == "cpu":
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] > 1 and platform in ("gpu", "cuda") else {}
 
 
 def jit_per_shard(

@@ -12,15 +12,12 @@ host time too: gradients of one buffer of vectors are rather joined in B than pa
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Container
 
 from jaxpipe._jax_compat import Var, aval_bytes
 from jaxpipe.stage.primitives import is_cheap
+from jaxpipe.stage.split.flow import INFINITE, Flow
 from jaxpipe.stage.split.graph import Graph
-
-_INFINITE = 1 << 62
 
 VALUE_BYTES = 4096
 """What passing one more value counts, besides its size: about 1 µs of host time."""
@@ -31,29 +28,29 @@ def cheapest_moves(
 ) -> set[int]:
     """The equations of ``w`` to move to B. ``free``: values that W has without holding memory for them. ``again``: equations
     of F that run again, which may move whatever they cost."""
-    flow = _Flow()
+    flow = Flow()
     source, sink = "B", "W"
     readers: dict[Var, list[int]] = {}
     for i in w:
         eqn = graph.eqns[i]
         reads = {v for v in eqn.invars if isinstance(v, Var)}
         if not ((is_cheap(eqn) and not eqn.effects) or i in again) or any(graph.port_kind(v) == "acc" for v in reads):
-            flow.edge(i, sink, _INFINITE)
+            flow.edge(i, sink, INFINITE)
         for v in reads:
             maker = graph.maker.get(v)
             if maker in w:
-                flow.edge(i, maker, _INFINITE)  # what it reads moves along
+                flow.edge(i, maker, INFINITE)  # what it reads moves along
             base = _base(graph, v, w)
             if not free(base):
                 readers.setdefault(base, []).append(i)
     for port, atom in graph.trace.outputs:
         if port.kind == "acc" and isinstance(atom, Var) and graph.maker.get(atom) in w:
-            flow.edge(graph.maker[atom], sink, _INFINITE)
+            flow.edge(graph.maker[atom], sink, INFINITE)
     for v, ends in readers.items():
         maker = graph.maker.get(v)
         flow.edge(maker if maker in w else source, v, aval_bytes(v.aval) + VALUE_BYTES)
         for i in ends:
-            flow.edge(v, i, _INFINITE)
+            flow.edge(v, i, INFINITE)
     return {i for i in flow.source_side(source, sink) if isinstance(i, int)}
 
 
@@ -62,60 +59,3 @@ def _base(graph: Graph, v: Var, w: set[int]) -> Var:
     while graph.maker.get(v) not in w and (base := graph.view_base(v)) is not None:
         v = base
     return v
-
-
-class _Flow:
-    """Maximum flow by augmenting along level graphs (Dinic)."""
-
-    def __init__(self) -> None:
-        self._capacity: dict[Hashable, dict[Hashable, int]] = {}
-
-    def edge(self, a: Hashable, b: Hashable, capacity: int) -> None:
-        out = self._capacity.setdefault(a, {})
-        out[b] = out.get(b, 0) + capacity
-        self._capacity.setdefault(b, {}).setdefault(a, 0)
-
-    def source_side(self, source: Hashable, sink: Hashable) -> Iterable[Hashable]:
-        """Nodes on the source's side of the smallest minimum cut, without the source."""
-        if source not in self._capacity or sink not in self._capacity:
-            return ()
-        while sink in (levels := self._levels(source)):
-            ahead = {
-                a: [b for b in out if levels.get(b) == levels[a] + 1]
-                for a, out in self._capacity.items()
-                if a in levels
-            }
-            while self._augment(source, sink, ahead):
-                pass
-        return [node for node in levels if node != source]
-
-    def _levels(self, source: Hashable) -> dict[Hashable, int]:
-        levels = {source: 0}
-        queue = deque([source])
-        while queue:
-            a = queue.popleft()
-            for b, left in self._capacity[a].items():
-                if left > 0 and b not in levels:
-                    levels[b] = levels[a] + 1
-                    queue.append(b)
-        return levels
-
-    def _augment(self, source: Hashable, sink: Hashable, ahead: dict[Hashable, list[Hashable]]) -> bool:
-        path = [source]
-        while path[-1] != sink:
-            a = path[-1]
-            while ahead[a] and not (self._capacity[a][ahead[a][-1]] > 0):
-                ahead[a].pop()
-            if ahead[a]:
-                path.append(ahead[a][-1])
-            elif len(path) == 1:
-                return False
-            else:
-                path.pop()
-                ahead[path[-1]].pop()
-        steps = list(pairwise(path))
-        amount = min(self._capacity[a][b] for a, b in steps)
-        for a, b in steps:
-            self._capacity[a][b] -= amount
-            self._capacity[b][a] += amount
-        return True

@@ -13,7 +13,7 @@ from jaxpipe.errors import StageError
 
 POLICIES: Mapping[str, str] = MappingProxyType(
     {
-        "none": "nothing",
+        "none": "nothing but elementwise work, where that saves bytes",
         "cheap": "elementwise work, reductions and random masks: norms, activations, gates, dropout, softmax",
         "dots": "all but matrix products, convolutions and inputs of layers",
         "attention": "attention scores and all of their size made from them",

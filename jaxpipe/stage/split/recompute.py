@@ -6,7 +6,8 @@ traced graph, after differentiation, so it needs no ``jax.checkpoint`` in the mo
 the whole stage.
 
 =============  ==================================================================================================
-``none``       save whatever the backward pass reads
+``none``       recompute no product, reduction, mask or exchange; elementwise work where fewer bytes are then saved
+               (``split/residuals.py``)
 ``cheap``      recompute elementwise work, reductions and random masks (norms, activations, gates, dropout, softmax);
                save results of matrix products, convolutions, gathers, sorts and loops; of a product in float32 that is only
                read in bfloat16, the latter
@@ -28,10 +29,10 @@ the whole stage.
                Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W
 =============  ==================================================================================================
 
-Names joined by ``+`` recompute what any of them does. The layer inputs of a stage are its own ``x`` and the inexact values
-between its layers. Where a part of a policy changes nothing in a stage, the stage has a note that says so. A loop (``scan``)
-is one equation here: what its forward pass saves per iteration is decided by a
-``jax.checkpoint`` inside its body, not by a policy; ``full`` runs the whole loop again.
+Names joined by ``+`` recompute what any of them does; all but ``fused`` and ``flash`` save of what is left no more than they
+need, as ``none`` does. The layer inputs of a stage are its own ``x`` and the inexact values between its layers. Where a part of
+a policy changes nothing in a stage, the stage has a note that says so. A loop (``scan``) is one equation here: what its forward
+pass saves per iteration is decided by a ``jax.checkpoint`` inside its body, not by a policy; ``full`` runs the whole loop again.
 
 Paper: ``pipeoffload.txt`` appendix C recomputes norms, GeLU and dropout masks, which leaves 20 of 34 bytes per token and
 channel beside attention; ``cheap`` on the GPT layer leaves the same 20 (inputs of both norms 2 + 2, q, k and v 6, attention's
@@ -255,6 +256,11 @@ class Policy:
     def __call__(self, graph: Graph) -> Saveable:
         tests = [_RULES[part](graph) for part in self.parts]
         return lambda v: all(test(v) for test in tests)
+
+    @property
+    def exact(self) -> bool:
+        """Whether F saves all that it may, though other values would follow from less."""
+        return bool({"fused", "flash"} & set(self.parts))
 
     def alone(self, graph: Graph) -> Mapping[str, Saveable]:
         """The same part by part; of ``flash``, what it adds to ``fused``."""

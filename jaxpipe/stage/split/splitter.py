@@ -6,6 +6,7 @@ cross are the w-residuals. No equation of F runs again in B or W, except
 * what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
   so that no residual holds a parameter or a function of parameters;
 * views (reshape, broadcast, widening cast) of a value that is kept anyway: cheaper to redo than to keep;
+* elementwise work whose operands take fewer bytes than what it makes (``split/residuals.py``);
 * what a recompute policy forbids to save (``split/recompute.py``), recomputed once, in B if B needs it and in W if only
   W does.
 
@@ -33,6 +34,7 @@ from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
 from jaxpipe.stage.split.recompute import Policy
+from jaxpipe.stage.split.residuals import leanest
 from jaxpipe.stage.split.trace import StageTrace
 
 
@@ -48,7 +50,6 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     """F, B, W and BW of a traced stage. By default F may save anything."""
     graph = Graph(_divide_loops(trace))
     trace = graph.trace
-    may_save = policy(graph) if policy is not None else (lambda v: True)
     results = dict(trace.outputs)
     ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
     dx = [(p, a) for p, a in trace.outputs if p.kind == "dx"]
@@ -58,6 +59,9 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     everything = graph.needed(results.values(), lambda i: True).union(effectful)
     backward = {i for i in everything if graph.eqn_level[i] is Level.BACKWARD}
     targets = [a for _, a in (*dx, *acc)]
+    may_save = policy(graph) if policy is not None else (lambda v: True)
+    if policy is None or not policy.exact:
+        may_save = leanest(graph, _read(graph, backward, targets), may_save)
     saved, again = _save(graph, backward, targets, may_save)
     idle = _idle_parts(graph, backward, targets, policy) if policy is not None else ()
     backward |= again
@@ -131,13 +135,18 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
     )
 
 
+def _read(graph: Graph, backward: set[int], targets: Sequence[Atom]) -> list[Var]:
+    """What the backward equations read, and what of ``targets`` they might not make."""
+    read = [v for i in sorted(backward, reverse=True) for v in variables(graph.eqns[i].invars)]
+    return read + list(variables(targets))
+
+
 def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: Saveable) -> tuple[list[Var], set[int]]:
     """What F saves for the backward equations, and the forward equations that run again instead."""
     saved: dict[Var, None] = {}
     again: set[int] = set()
     seen: set[Var] = set()
-    stack = [v for i in sorted(backward, reverse=True) for v in variables(graph.eqns[i].invars)]
-    stack += list(variables(targets))
+    stack = _read(graph, backward, targets)
     while stack:
         v = stack.pop()
         if v in seen or graph.of(v) is not Level.FORWARD:

@@ -8,6 +8,9 @@ the spread.
 
 What a function takes without its tensor-parallel collectives is its own time less theirs, as long as nothing in it hides them,
 which holds for F and B (`stp.txt` section 4.3).
+
+Every source of seconds ends as :data:`Seconds`: :func:`flop_seconds`, :func:`measured_seconds` (functions alone, or in a
+rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.costs`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -67,6 +71,11 @@ class Timing:
         return f"{self.median_s * 1e3:.3f} ms ±{half}"
 
 
+def medians(timings: Mapping[Any, Timing]) -> dict[Any, float]:
+    """Of each timing, in seconds."""
+    return {key: t.median_s for key, t in timings.items()}
+
+
 def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
     """FLOPs ÷ ``flops_per_s``."""
     return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
@@ -77,10 +86,15 @@ def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op for s in stages for op in s.functions))
 
 
-def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
-    """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
-    is known nowhere)."""
+def measured_seconds(
+    stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
+) -> Seconds:
+    """What is ``known`` by (op, stage), of functions or copies that ran alone. The rest: of an op that does the work of several
+    (BW) what these take, of others FLOPs at the rate of the same op where it is known (of all ops, if it is known nowhere).
 
+    ``comm_s``: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
+    any, BW takes no longer than B and W.
+    """
     every = ops_of(stages)
 
     def seconds_per_flop(*ops: str) -> float:
@@ -89,48 +103,51 @@ def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, i
         return sum(x for _, x in found) / flops if flops else 0.0
 
     rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
-    return {
-        op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
-        for op, rate in rates.items()
-    }
+
+    def seconds(op: str, s: int) -> float:
+        spec = op_spec(op)
+        if spec.parts and (any(comm_s) or (op, s) not in known):
+            return min(known.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
+        whole = known.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
+        return max(0.0, whole - comm_s[s]) if comm_s and spec.collective else whole
+
+    return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in every}
 
 
-def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
-    """Of ``run()`` until its results are there, after ``warm_up`` untimed calls."""
-    samples = []
-    for n in range(warm_up + repeats):
-        start = time.perf_counter()
+def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1, calls: int = 1) -> Timing:
+    """Of a call of ``run()``, of ``calls`` back to back until the results are there, after ``warm_up`` untimed ones."""
+    for _ in range(warm_up):
         jax.block_until_ready(run())
-        if n >= warm_up:
-            samples.append(time.perf_counter() - start)
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = run()
+        jax.block_until_ready(results)
+        samples.append((time.perf_counter() - start) / calls)
     return Timing.of(samples)
 
 
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
-    """Seconds of one call on arrays of ones. Accumulators go round and round, as in a run.
+    """Seconds of one call on arrays of ones, the first one (which compiles) left out. Accumulators go round and round, as in a
+    run.
 
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
     """
     inputs = [_ones(aval) for aval in function.avals_in]
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
 
-    def sample(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            results = function.call(*inputs)
-            for i, o in updated:
-                inputs[i] = results[o]
-        jax.block_until_ready(results)
-        return (time.perf_counter() - start) / count
+    def run() -> Any:
+        results = function.call(*inputs)
+        for i, o in updated:
+            inputs[i] = results[o]
+        return results
 
-    sample(1)  # compiles
-    warm = [sample(1) for _ in range(warm_up)]
     if calls is None and _on_cpu(function):
         calls = 1
     elif calls is None:
-        once = min(warm) if warm else sample(1)
-        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
-    return Timing.of([sample(calls) for _ in range(repeats)])
+        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / timed(run, 1, 1 + warm_up).median_s)))
+    return timed(run, repeats, 1 + warm_up, calls)
 
 
 def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:

@@ -15,7 +15,6 @@ algorithms with other workspace.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -34,7 +33,6 @@ from jaxpipe._jax_compat import aval_bytes, compile_only_devices
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
-from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -42,8 +40,9 @@ from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
-from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.split.policies import per_stage
+from jaxpipe.train.assemble import Planner, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -87,13 +86,6 @@ class PlannedStage:
     workspace: Mapping[str, float]
     state_bytes: int
 
-    @property
-    def num_params(self) -> int:
-        """Of all ``tp`` devices together."""
-        layout = self.functions.layout
-        floats = (s for s in layout.slots if jnp.issubdtype(s.dtype, jnp.inexact))
-        return sum(math.prod(s.whole_shape(layout.shards)) for s in floats)
-
 
 @dataclass
 class Workbench:
@@ -111,7 +103,6 @@ class Workbench:
     cache: BuildCache = field(default_factory=BuildCache)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _temps: dict[Hashable, dict[str, float]] = field(default_factory=dict)
-    _layer_costs: dict[int, Sequence[float]] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -130,16 +121,6 @@ class Workbench:
     @property
     def _master_dtype(self) -> Any:
         return jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32
-
-    def plan(self, config: TrainConfig, num_stages: int, edges: Edges | None = None) -> StagePlan:
-        """How layers become ``num_stages`` stages with these edges: ``pipeline.cut`` where it fits, else by FLOPs."""
-        cut, size = config.pipeline.cut, device_batch(config)
-        if size not in self._layer_costs:
-            self._layer_costs[size] = analytic_layer_costs(self.model, size)
-        given = cut if isinstance(cut, tuple) and len(cut) + 1 == num_stages else None
-        number = num_stages if given is None else None
-        costs = self._layer_costs[size]
-        return plan_stages(self.model, number, boundaries=given, costs=costs, costs_from="analytic", edges=edges)
 
     def stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, offload_fraction: float = 1.0
@@ -285,6 +266,8 @@ def workbench(
     )
 
 
-def device_batch(config: TrainConfig) -> int:
-    """Sequences of a microbatch that one data-parallel device computes."""
-    return microbatch_size(config) // config.pipeline.dp
+def planner(config: TrainConfig, model: Model) -> Planner:
+    """As training cuts ``model``; by FLOPs where it would time layers."""
+    pipe = config.pipeline
+    counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
+    return stage_planner(counted, model, microbatch_size(config))

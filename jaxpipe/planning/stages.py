@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -77,14 +77,19 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage on one of the rank's ``tp`` devices. ``work`` by operation; ``workspace``: by operation, bytes, estimated unless
-    compiled; ``state_bytes``: master parameters and optimizer state, undivided."""
+    """A stage on one of the rank's ``tp`` devices. ``work`` by operation; ``state_bytes``: master parameters and optimizer
+    state, undivided; ``temps``: workspace in bytes by operation, of those that were compiled."""
 
     key: StageKey
     functions: StageFunctions
     work: Mapping[str, Work]
-    workspace: Mapping[str, float]
     state_bytes: int
+    temps: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def workspace(self) -> Mapping[str, float]:
+        """By operation, bytes, estimated unless compiled."""
+        return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
 @dataclass
@@ -102,7 +107,6 @@ class Workbench:
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _temps: dict[Hashable, dict[str, float]] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -143,20 +147,18 @@ class Workbench:
             leaving.append(links.exits(made[-1].functions.y))
         return tuple(made)
 
-    def compiled(self, stages: Sequence[PlannedStage], ops: Iterable[str]) -> tuple[PlannedStage, ...]:
+    def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
         """The stages with workspace from compiling ``ops``, the commonest stages first, and from what was compiled before;
         unchanged where nothing compiles."""
         if self.temp_of is None:
             return tuple(stages)
-        one = {s.key.kind: s for s in stages}
-        wanted = set(ops)
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
-            temps = self._temps.setdefault(kind, {})
-            for op in one[kind].work:
-                if op in wanted and op not in temps and (found := self.temp_of(self, one[kind].key, op)) is not None:
-                    temps[op] = found
-        made = {kind: replace(s, workspace={**s.workspace, **self._temps[kind]}) for kind, s in one.items()}
-        return tuple(made[s.key.kind] for s in stages)
+            stage = self._known[kind]
+            for op in stage.work:
+                if op in ops and op not in stage.temps and (found := self.temp_of(self, stage.key, op)) is not None:
+                    stage = replace(stage, temps={**stage.temps, op: found})
+            self._known[kind] = stage
+        return tuple(self._known[s.key.kind] for s in stages)
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
@@ -173,8 +175,7 @@ class Workbench:
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
         moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
-        workspace = {op: w.workspace_bytes for op, w in work.items()}
-        return PlannedStage(key, functions, work, workspace, sum(map(aval_bytes, (*masters, *moments))))
+        return PlannedStage(key, functions, work, sum(map(aval_bytes, (*masters, *moments))))
 
 
 class Compiler:

@@ -312,19 +312,16 @@ def _place(rank: int, slot: Slot, kind: str = "") -> str:
     return f"rank {rank}, {kind}braid {slot} ({places})"
 
 
+@dataclass
 class _Linker:
     """Makes the list that the loop visits, ``code``, and for each entry of it (rank, index in its program): ``sequence``."""
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        functions: Mapping[tuple[int, int], StageFunctions],
-        braids: Braids,
-        banks: Sequence[Bank],
-    ) -> None:
-        self._programs, self._functions, self._braids, self._banks = programs, functions, braids, banks
-        self.code: list[_Linked] = []
-        self.sequence: list[tuple[int, int]] = []
+    programs: Sequence[Program]
+    functions: Mapping[tuple[int, int], StageFunctions]
+    braids: Braids
+    banks: Sequence[Bank]
+    code: list[_Linked] = field(default_factory=list)
+    sequence: list[tuple[int, int]] = field(default_factory=list)
 
     def link(
         self,
@@ -336,7 +333,7 @@ class _Linker:
     ) -> None:
         last_of: dict[int, int] = {}
         for k, at in order:
-            program, bank = self._programs[k], self._banks[k]
+            program, bank = self.programs[k], self.banks[k]
             rank, instruction = program.rank, program.instructions[at]
             if isinstance(instruction, Free):
                 before = last_of[k]
@@ -346,7 +343,7 @@ class _Linker:
             marker = 0
             match instruction:
                 case Run():
-                    function = function_of(rank, instruction.parts, self._functions, self._braids)
+                    function = function_of(rank, instruction.parts, self.functions, self.braids)
                     assert len(instruction.outputs) == len(function.outputs), f"{instruction}, of {function.outputs}"
                     kind, run, lane, marker = _RUN, function.call, "compute", _marker(function)
                 case Send(action, dst=dst):
@@ -373,7 +370,7 @@ class _Linker:
         (a neighbour may wait for it). Returns where each leaves its result: bank and slot."""
         places: dict[tuple[int, int], tuple[Bank, int]] = {}
         found: list[tuple[int, _Linked]] = []
-        for program, bank in zip(self._programs, self._banks, strict=True):
+        for program, bank in zip(self.programs, self.banks, strict=True):
             own = [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
             for (rank, stage), reduce in epilogues.items():
                 slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)

@@ -114,40 +114,42 @@ def measured_seconds(
     return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in every}
 
 
-def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1, calls: int = 1) -> Timing:
-    """Of a call of ``run()``, of ``calls`` back to back until the results are there, after ``warm_up`` untimed ones."""
-    for _ in range(warm_up):
-        jax.block_until_ready(run())
+def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
+    """Of ``run()`` until its results are there, after ``warm_up`` untimed calls."""
     samples = []
-    for _ in range(repeats):
+    for n in range(warm_up + repeats):
         start = time.perf_counter()
-        for _ in range(calls):
-            results = run()
-        jax.block_until_ready(results)
-        samples.append((time.perf_counter() - start) / calls)
+        jax.block_until_ready(run())
+        if n >= warm_up:
+            samples.append(time.perf_counter() - start)
     return Timing.of(samples)
 
 
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
-    """Seconds of one call on arrays of ones, the first one (which compiles) left out. Accumulators go round and round, as in a
-    run.
+    """Seconds of one call on arrays of ones. Accumulators go round and round, as in a run.
 
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
     """
     inputs = [_ones(aval) for aval in function.avals_in]
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
 
-    def run() -> Any:
-        results = function.call(*inputs)
-        for i, o in updated:
-            inputs[i] = results[o]
-        return results
+    def sample(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            results = function.call(*inputs)
+            for i, o in updated:
+                inputs[i] = results[o]
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / count
 
+    sample(1)  # compiles
+    warm = [sample(1) for _ in range(warm_up)]
     if calls is None and _on_cpu(function):
         calls = 1
     elif calls is None:
-        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / timed(run, 1, 1 + warm_up).median_s)))
-    return timed(run, repeats, 1 + warm_up, calls)
+        once = min(warm) if warm else sample(1)
+        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
+    return Timing.of([sample(calls) for _ in range(repeats)])
 
 
 def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:

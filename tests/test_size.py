@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 712, 15),
-    "cli": (17, 2013, 6),
+    "cli": (17, 1988, 6),
     "cost": (5, 707, 6),
     "planning": (8, 976, 11),
     "plot": (8, 801, 5),

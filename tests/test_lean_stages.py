@@ -86,7 +86,7 @@ TORCH = {
     "llama": (11_022_336, 17),
     "llama, 2 key/value heads": (10_498_048, 17),
 }
-"""Bytes and arrays that PyTorch's autograd keeps of a block besides parameters: torch 2.13.0+cpu, d_model 256, 4 heads, MLP 1024
+"""Bytes and arrays that PyTorch's autograd keeps of a block besides parameters: torch 2.13.0+cpu, width 256, 4 heads, MLP 1024
 (SwiGLU: 704), 256 tokens, batch 2, float32, ``nn.LayerNorm`` or ``nn.RMSNorm``, one q, k, v projection (Llama: three), rotation
 as x · cos + turned(x) · sin, ``scaled_dot_product_attention(is_causal=True)`` (its scores are not kept; ours are), tanh GELU.
 Distinct storages seen by ``torch.autograd.graph.saved_tensors_hooks`` in one forward pass."""

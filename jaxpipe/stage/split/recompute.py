@@ -32,7 +32,7 @@ the whole stage.
 Names joined by ``+`` recompute what any of them does; all but ``fused`` and ``flash`` save of what is left no more than they
 need, as ``none`` does. The layer inputs of a stage are its own ``x`` and the inexact values between its layers. Where a part of
 a policy changes nothing in a stage, the stage has a note that says so. A loop (``scan``) is one equation here: what its forward
-pass saves per iteration is decided by a ``jax.checkpoint`` inside its body, not by a policy; ``full`` runs the whole loop again.
+pass saves per iteration is decided by a ``jax.checkpoint`` in its body, not by a policy; ``full`` runs the whole loop again.
 
 Paper: ``pipeoffload.txt`` appendix C recomputes norms, GeLU and dropout masks, which leaves 20 of 34 bytes per token and
 channel beside attention; ``cheap`` on the GPT layer leaves the same 20 (inputs of both norms 2 + 2, q, k and v 6, attention's

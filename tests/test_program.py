@@ -171,7 +171,7 @@ HOST_MUTANTS: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], str]] = {
         lambda i: (i, Run(Action("B", 0, 0), i.outputs, ())),
         r"Run B0\.0 .* on the host",
     ),
-    "sends from the host": (Offload, lambda i: (i, Send(i.action, i.outputs, (), 1)), r"Send .* on the host"),
+    "sends from the host": (Offload, lambda i: (i, Send(i.action, i.outputs, (), 0)), r"Send .* on the host"),
     "offloads from the host": (
         Offload,
         lambda i: (i, Offload(i.action, i.outputs, i.inputs)),
@@ -187,8 +187,8 @@ def test_checker_knows_where_arrays_are(mutant: str) -> None:
     programs = list(lower(generate("po-f", 2, 4), compiled("gpt", circular(2, 2)).stages))
     check_programs(programs)
     kind, make, message = HOST_MUTANTS[mutant]
-    with pytest.raises(ProgramError, match=message):
-        check_programs([_swap(kind, 0, make)(programs[0]), programs[1]])
+    with pytest.raises(ProgramError, match=message):  # rank 1: the first stage keeps nothing
+        check_programs([programs[0], _swap(kind, 0, make)(programs[1])])
 
 
 def test_lost_receive_is_caught() -> None:

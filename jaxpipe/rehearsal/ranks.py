@@ -23,7 +23,7 @@ from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, trainer_over
+from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step import TrainStep
 from jaxpipe.wording import format_bytes
 
@@ -51,7 +51,7 @@ class Rehearsed:
         """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
         ordered = tuple(sorted(reports, key=lambda r: r.rank))
         measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
-        costs = trainer_over(config, pipeline).train_step.with_state(measured)
+        costs = step_over(config, pipeline).with_state(measured)
         return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
 
@@ -86,7 +86,7 @@ def rehearsals(
     for rank in ranks:
         platform = pipeline.submeshes[rank].devices.flat[0].platform
         check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
-    step = trainer_over(prepared.config, pipeline).train_step
+    step = step_over(prepared.config, pipeline)
     found = [
         Rehearsal(
             pipeline,
@@ -103,7 +103,7 @@ def rehearsals(
 
 def resident(step: TrainStep, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
     """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
-    pipeline, states = step.pipeline, step.stage_states()
+    pipeline, states = step.pipeline, step.states
     here = [s for s in pipeline.instances if pipeline.primary(s)[0] == rank]
     return {
         "masters": [a for s in here for a in states[s].master],

@@ -97,16 +97,27 @@ class Patient(BackgroundSolve):
         return _take_until(super().take, lambda answers: isinstance(answers[-1], Finished | Failed))
 
 
-class Prompt(BackgroundSolve):
-    """A solver that is waited for until it has found more than an answer at once."""
+def prompt(running: Schedule) -> type[BackgroundSolve]:
+    """A solver that is waited for once, until it has found something better than ``running``."""
 
-    waited = False
+    class Prompt(BackgroundSolve):
+        def __init__(self, task: SolveTask, options: Options) -> None:
+            super().__init__(task, options)
+            self.costs: CostProfile | None = task.costs
 
-    def take(self) -> Answers:
-        if self.waited:
-            return super().take()
-        self.waited = True
-        return _take_until(super().take, lambda answers: getattr(answers[-1], "source", "") != "first")
+        def take(self) -> Answers:
+            if self.costs is None:
+                return super().take()
+            costs, self.costs = self.costs, None
+            enough = 0.999 * simulate(running, costs).makespan
+            return _take_until(
+                super().take,
+                lambda answers: (
+                    not isinstance(answers[-1], Found) or simulate(answers[-1].schedule, costs).makespan < enough
+                ),
+            )
+
+    return Prompt
 
 
 def _take_until(take: Callable[[], Answers], enough: Callable[[Answers], bool]) -> Answers:
@@ -149,7 +160,7 @@ def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
 def test_a_run_that_switches_gives_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replan, "BackgroundSolve", Prompt)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
     counts: list[tuple[str, int]] = []
     out_dir = tmp_path / "run"
     result, printed = run(
@@ -178,7 +189,7 @@ def test_a_run_that_switches_gives_the_same_bits(
 def test_an_interrupted_run_with_switches_resumes_to_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replan, "BackgroundSolve", Prompt)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
 
     def interrupt(printed: str) -> None:
         if printed.startswith("step 5/"):
@@ -198,8 +209,8 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits are those of a run without re-planning. One microbatch after another is slow in any run."""
-    monkeypatch.setattr(replan, "BackgroundSolve", Prompt)
     start = generate("gpipe", 2, 4)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(serial(start)))
     path = tmp_path / "serial.sched"
     write_schedule(serial(start), path)
     more = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
@@ -579,8 +590,8 @@ def test_the_worker_ends_with_its_parent() -> None:
 
 
 def test_the_end_of_a_run_ends_all_of_a_search() -> None:
-    solver = Prompt(_long_task(), Options(600.0))
-    solver.take()
+    solver = prompt(serial(generate("gpipe", 8, 64)))(_long_task(), Options(600.0))
+    assert solver.take()
     pids = [_pid(solver), *_descendants(_pid(solver))]
     solver.close()
     assert not _exists(pids[0])

@@ -24,7 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import dump
-from jaxpipe.cost import measure_host_link, measure_stages, with_missing_ops, with_offloadable_bytes
+from jaxpipe.cost import (
+    at_ranks_share,
+    measure_host_link,
+    measure_stages,
+    usable_cores,
+    with_missing_ops,
+    with_offloadable_bytes,
+)
 from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
@@ -290,14 +297,18 @@ class Pipeline(Assembly):
         )
 
     def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
-        """Run every stage function alone and time it (BW only if the schedule has one); time the link to the host, if the
-        schedule uses it."""
+        """Run every stage function and time it (BW only if the schedule has one), on emulated devices at the share of the
+        machine that a rank will have; time the link to the host, if the schedule uses it."""
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
         fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
         measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
-        return replace(measured, host=host).costs()
+        costs = replace(measured, host=host).costs()
+        devices = [device for mesh in self.submeshes for device in mesh.devices.flat]
+        if any(device.platform != "cpu" for device in devices):
+            return costs
+        return at_ranks_share(costs, self.schedule, len(devices), usable_cores())
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""

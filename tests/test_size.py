@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 712, 15),
-    "cli": (17, 2037, 6),
-    "cost": (5, 718, 6),
-    "planning": (8, 988, 11),
+    "cli": (17, 2013, 6),
+    "cost": (5, 707, 6),
+    "planning": (8, 973, 11),
     "plot": (8, 801, 5),
-    "program": (6, 570, 10),
-    "rehearsal": (6, 657, 8),
-    "runtime": (13, 1493, 14),
+    "program": (6, 522, 10),
+    "rehearsal": (6, 613, 8),
+    "runtime": (13, 1503, 15),
     "schedule": (24, 2790, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -35,7 +35,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4156, 42),
     "stage": (43, 5959, 52),
-    "train": (47, 6248, 74),
+    "train": (47, 6243, 74),
 }
 MOST_OF_SCHEDULE = 7213
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

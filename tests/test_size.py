@@ -26,7 +26,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "plot": (8, 801, 5),
     "program": (6, 522, 10),
     "rehearsal": (6, 600, 8),
-    "runtime": (13, 1502, 15),
+    "runtime": (13, 1503, 15),
     "schedule": (24, 2796, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),

@@ -240,16 +240,17 @@ class Pipeline(Assembly):
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
+        whole: dict[int, dict[str, Params]] = {}
         grads: dict[str, Params] = {}
-        for f in self.stages:
+        for s, f in enumerate(self.stages):
             untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
-            grads |= f.layout.unpack([*acc[self.primary(f.stage)], *untrained])
-        copies = {tie.copy_path: get_leaf(grads, tie.copy_path) for tie in self.tied}
-        grads = {name: without_leaves(leaves, (name,), set(copies)) for name, leaves in grads.items()}
+            whole[s] = f.layout.unpack([*acc[self.primary(s)], *untrained])
+            copies = {(name, *path) for name, path in f.layout.shared}
+            grads |= {name: without_leaves(leaves, (name,), copies) for name, leaves in whole[s].items()}
         for tie in self.tied:
+            extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
-            extra = jax.device_put(copies[tie.copy_path], own.sharding)
-            grads = with_leaf(grads, tie.owner_path, own + extra)
+            grads = with_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
         return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
 
     @cached_property

@@ -7,12 +7,13 @@ given as ``--costs`` has an entry per stage and is used as it is.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.parser import amount, cost_triple, whole_number
+from jaxpipe.cli.parser import add_value, amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,39 +29,24 @@ FREE_CHUNKS = 4
 
 def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
     """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
-    note = "; must agree with the file" if from_file else ""
-    group = parser.add_argument_group("sizes")
-    for flag, metavar, most in (
+    group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
+    for name, metavar, most in (
         ("ranks", "P", MOST_RANKS),
         ("microbatches", "M", MOST_MICROBATCHES),
         ("chunks", "V", MOST_CHUNKS),
     ):
-        default = DEFAULT_SIZES.get(flag)
-        shown = note or (f" (default {default})" if default else " per rank (default: the family's own)")
-        group.add_argument(
-            f"--{flag}",
-            metavar=metavar,
-            type=whole_number(flag, most),
-            default=None if from_file else default,
-            help=f"number of {flag}{shown}",
-        )
+        default = None if from_file else DEFAULT_SIZES.get(name)
+        text = f"number of {name}" if from_file or default else "chunks per rank (default: the family's own)"
+        add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
 
 
 def add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     """``--layers --max-chunks``: how many chunks per rank may be tried."""
     group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
-    group.add_argument(
-        "--layers",
-        metavar="N",
-        type=whole_number("layers", MOST_LAYERS),
-        help="layers of the model: ranks x chunks is at most this",
-    )
-    group.add_argument(
-        "--max-chunks",
-        metavar="V",
-        type=whole_number("chunks", MOST_CHUNKS),
-        help=f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)",
-    )
+    text = "layers of the model: ranks x chunks is at most this"
+    add_value(group, "--layers", "N", whole_number("layers", MOST_LAYERS), text)
+    text = f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)"
+    add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
 def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
@@ -90,54 +76,30 @@ def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
 
 def add_group_flag(parser: argparse.ArgumentParser) -> None:
     """``--group``."""
-    parser.add_argument(
-        "--group",
-        metavar="G",
-        type=whole_number("group", MOST_MICROBATCHES),
-        help="microbatches that run in turn through one chunk, for families that take it (default: the family's own)",
-    )
+    text = "microbatches that run in turn through one chunk, for families that take it (default: the family's own)"
+    add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --offload-time --host-link --tp-comm --tp-collectives --costs``."""
+    """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
     group = parser.add_argument_group(
         "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
     )
-    group.add_argument("--cost", metavar="F,B,W", type=cost_triple, help="time of F, B and W (default 1,1,1)")
-    group.add_argument(
-        "--comm", metavar="C", type=amount("time of a transfer"), help="time of one transfer between ranks (default 0)"
-    )
-    group.add_argument(
-        "--w-residual",
-        metavar="X",
-        type=amount("fraction", most=1),
-        help="fraction of an activation kept from B's end to W's end (default 1)",
-    )
-    group.add_argument(
-        "--offload-time",
-        metavar="T",
-        type=amount("offload time"),
-        help="time to copy a share's activations to the host and back (0: none); without it nothing may offload",
-    )
+    add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
+    add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
+    text = "fraction of an activation kept from B's end to W's end (default 1)"
+    add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
+    text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
+    add_value(group, "--offload-time", "T", amount("offload time"), text)
+    text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
+    add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
+    text = "how many collectives that is in each stage; two a layer are usual (default 1)"
+    add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
+    add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
     group.add_argument(
         "--host-link",
         choices=("shared", "duplex"),
         help="whether copies to the host and back share one lane (default: duplex, or what --costs says)",
-    )
-    group.add_argument(
-        "--tp-comm",
-        metavar="T",
-        type=amount("time of TP collectives"),
-        help="time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)",
-    )
-    group.add_argument(
-        "--tp-collectives",
-        metavar="N",
-        type=whole_number("number of collectives", MOST_CHUNKS),
-        help="how many collectives that is in each stage; two a layer are usual (default 1)",
-    )
-    group.add_argument(
-        "--costs", metavar="FILE", help="cost profile (JSON) with seconds and bytes of each stage, instead"
     )
 
 
@@ -172,30 +134,30 @@ def add_pass_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     """``--memory-limit``."""
-    parser.add_argument(
-        "--memory-limit",
-        metavar="L",
-        type=amount("limit", zero=False),
-        help="live activations allowed on a rank, in its share of one microbatch (1F1B needs p)",
-    )
+    text = "live activations allowed on a rank, in its share of one microbatch (1F1B needs p)"
+    add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
+
+
+_UNIFORM = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
+"""What a file given as ``--costs`` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """The costs asked for: a profile read from ``path``, or uniform ones.
-
-    ``offload_time``: None where nothing was said about the host link; see :func:`check_copies`.
-    """
+    """The costs asked for: a profile read from ``path``, or uniform ones, as far as ``said`` by flags."""
 
     path: str | None
     profile: CostProfile | None
-    cost: tuple[float, float, float]
-    comm: float
-    w_residual: float
-    offload_time: float | None = None
-    tp_comm: float = 0.0
-    tp_collectives: int = 1
-    host_link: Literal["shared", "duplex"] | None = None
+    said: Mapping[str, Any]
+
+    @property
+    def comm(self) -> float:
+        return float(self.said.get("comm", 0.0))
+
+    @property
+    def offload_time(self) -> float | None:
+        """None where nothing was said about the host link; see :func:`check_copies`."""
+        return self.said.get("offload_time")
 
     @property
     def units(self) -> Units:
@@ -206,9 +168,9 @@ class CostChoice:
         """The costs in a few words, for a heading."""
         if self.path is not None:
             return f"costs of {Path(self.path).name}"
-        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.cost)]
+        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.said.get("cost", (1, 1, 1)))]
         parts += [f"transfers {self.comm:g}"] if self.comm else []
-        parts += [f"TP collectives {self.tp_comm:g}"] if self.tp_comm else []
+        parts += [f"TP collectives {self.said['tp_comm']:g}"] if self.said.get("tp_comm") else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)
 
@@ -221,21 +183,10 @@ class CostChoice:
         from jaxpipe.schedule import CostProfile
 
         if self.profile is None:
-            f, b, w = self.cost
-            return CostProfile.uniform(
-                placement.num_stages,
-                chunks=placement.num_chunks,
-                f=f,
-                b=b,
-                w=w,
-                comm=self.comm,
-                w_residual=self.w_residual,
-                offload_time=self.offload_time or 0.0,
-                host_mode=self.host_link or "duplex",
-                tp_comm=self.tp_comm,
-                tp_collectives=self.tp_collectives,
-                source="command line",
-            )
+            others = {name: value for name, value in self.said.items() if name != "cost"}
+            others |= zip("fbw", self.said.get("cost", ()), strict=False)
+            chunks = placement.num_chunks
+            return CostProfile.uniform(placement.num_stages, chunks=chunks, source="command line", **others)
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
@@ -251,29 +202,21 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    replaced = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
-    given = [f"--{n.replace('_', '-')}" for n in replaced if getattr(arguments, n) is not None]
-    profile = None
-    if arguments.costs is not None:
-        if given:
-            raise ConfigError(f"--costs FILE and {given[0]} contradict each other; give one of them")
-        from jaxpipe.schedule import read_costs
+    said = {name: value for name in _UNIFORM if (value := getattr(arguments, name)) is not None}
+    link = arguments.host_link
+    if arguments.costs is None:
+        return CostChoice(None, None, said if link is None else {**said, "host_mode": link})
+    if said:
+        raise ConfigError(
+            f"--costs FILE and --{next(iter(said)).replace('_', '-')} contradict each other; give one of them"
+        )
+    from jaxpipe.schedule import read_costs
 
-        require_file(arguments.costs)
-        profile = read_costs(arguments.costs)
-        if arguments.host_link is not None:
-            profile = replace(profile, host=replace(profile.host, mode=arguments.host_link))
-    return CostChoice(
-        path=arguments.costs,
-        profile=profile,
-        cost=arguments.cost or (1.0, 1.0, 1.0),
-        comm=arguments.comm or 0.0,
-        w_residual=1.0 if arguments.w_residual is None else arguments.w_residual,
-        offload_time=arguments.offload_time,
-        tp_comm=arguments.tp_comm or 0.0,
-        tp_collectives=arguments.tp_collectives or 1,
-        host_link=arguments.host_link,
-    )
+    require_file(arguments.costs)
+    profile = read_costs(arguments.costs)
+    if link is not None:
+        profile = replace(profile, host=replace(profile.host, mode=link))
+    return CostChoice(arguments.costs, profile, said)
 
 
 def check_size(ranks: int, microbatches: int, chunks: int) -> None:
@@ -291,36 +234,23 @@ def check_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def check_agreement(arguments: argparse.Namespace, schedule: Schedule, path: str) -> None:
-    """Refuse size flags that differ from the schedule in a file.
+def check_agreement(arguments: argparse.Namespace, schedules: Mapping[str, Schedule], flags: Iterable[str]) -> None:
+    """Refuse schedules, keyed by file, that differ in size, and size flags that differ from them.
 
     Raises:
-        ConfigError: names the flag and both values.
+        ConfigError: names the flag and both values, or the files.
     """
-    sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "chunks": schedule.num_chunks}
-    for flag, actual in sizes.items():
-        asked = getattr(arguments, flag)
-        if asked is not None and asked != actual:
-            raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {actual} {flag}")
-
-
-def check_same_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
-    """Set ``--ranks`` and ``--microbatches`` to those of the schedules, keyed by file, or to the defaults without any.
-
-    Raises:
-        ConfigError: files differ in them, or a flag differs from the files.
-    """
-    for flag, default in DEFAULT_SIZES.items():
+    for flag in flags:
         sizes = {path: getattr(schedule, f"num_{flag}") for path, schedule in schedules.items()}
-        first, size = next(iter(sizes.items()), ("", getattr(arguments, flag) or default))
-        other = next((path for path, x in sizes.items() if x != size), None)
-        if other is not None:
-            raise ConfigError(
-                f"{first} has {size} {flag} and {other} has {sizes[other]}; compare schedules of one size"
-            )
-        if getattr(arguments, flag) not in (None, size):
-            raise ConfigError(f"--{flag} {getattr(arguments, flag)} contradicts {first}, which has {size} {flag}")
-        setattr(arguments, flag, size)
+        for first, path in itertools.pairwise(sizes):
+            if sizes[first] != sizes[path]:
+                raise ConfigError(
+                    f"{first} has {sizes[first]} {flag} and {path} has {sizes[path]}; compare schedules of one size"
+                )
+        asked = getattr(arguments, flag)
+        for path, size in sizes.items():
+            if asked not in (None, size):
+                raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {size} {flag}")
 
 
 def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:

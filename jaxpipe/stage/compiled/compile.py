@@ -341,7 +341,7 @@ def _function(
     return StageFunction(part.inputs, part.outputs, avals_in, avals_out, *calls, op=op)
 
 
-class Compiled(NamedTuple):
+class _Compiled(NamedTuple):
     """The fields of a function (:class:`~jaxpipe.stage.functions.AnyFunction`) that follow from what it is compiled to."""
 
     donated: tuple[int, ...]
@@ -356,7 +356,7 @@ def compiled(
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     jit: Callable[[tuple[int, ...], Sequence[int]], Any],
-) -> Compiled:
+) -> _Compiled:
     """``closed`` as a function between ports: what it updates is donated, and arguments that are results are handed on, not
     copied, unless they are shared by microbatches. ``jit(donated, results)`` compiles the other results."""
     at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
@@ -369,7 +369,7 @@ def compiled(
     rest = [k for k in range(len(outputs)) if k not in forwarded]
     jitted = jit(donated, rest)
     call = jitted if not forwarded else _forwarding(jitted, forwarded, rest)
-    return Compiled(donated, closed, call, jitted, forwarded)
+    return _Compiled(donated, closed, call, jitted, forwarded)
 
 
 def _forwarding(

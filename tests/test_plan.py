@@ -343,5 +343,5 @@ def test_bad_models_get_one_clear_line() -> None:
     with pytest.raises(StageError, match="itself tied; name its owner a/kernel instead"):
         broken(a, b_to_a, c_to_b)
     no_leaf = dataclasses.replace(b, tied={("kernel",): ("a", ("weight",))})
-    with pytest.raises(StageError, match="layer b is tied to a/weight, which does not exist"):
+    with pytest.raises(StageError, match="layer 'b' ties kernel to a/weight, which does not exist"):
         plan_stages(broken(a, no_leaf), 2)

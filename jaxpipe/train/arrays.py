@@ -19,7 +19,17 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
-from jaxpipe.train.data import Batch, Batches, DataState, Kind, check_kinds, complement, held_blocks, shown
+from jaxpipe.train.data import (
+    Batch,
+    Batches,
+    DataState,
+    Kind,
+    check_kinds,
+    complement,
+    held_blocks,
+    padded_batches,
+    shown,
+)
 from jaxpipe.train.tokenizers import Tokenizer
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -123,10 +133,7 @@ class ArrayDataset:
             raise DataError(
                 f"data {self.source}: {len(rows)} rows held out, too few for a batch of {batch}: hold out more"
             )
-        indices = np.arange(count)
-        if limit is not None and limit * batch < count:
-            indices = np.linspace(0, count - 1, limit * batch).astype(np.int64)
-        return tuple(_padded(rows.batch(indices[i : i + batch]), batch) for i in range(0, len(indices), batch))
+        return padded_batches(rows, count, batch, limit)
 
 
 def made_by_function(
@@ -152,14 +159,6 @@ def made_by_function(
 
 def _kinds(arrays: Arrays) -> dict[str, Kind]:
     return {name: (array.shape[1:], array.dtype) for name, array in arrays.items()}
-
-
-def _padded(rows: Batch, batch: int) -> Batch:
-    """``rows`` with rows of zeros behind them."""
-    return {
-        name: np.concatenate([array, np.zeros((batch - len(array), *array.shape[1:]), array.dtype)])
-        for name, array in rows.items()
-    }
 
 
 def _fingerprint(data: ArrayDataset) -> str:

@@ -71,31 +71,8 @@ class DataState:
         return cls(**mapping)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """The windows of some spans at one sequence length: window i starts at ``starts(i)``."""
-
-    seq_len: int
-    first: npt.NDArray[np.int64]  # first token of each span
-    before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
-
-    @classmethod
-    def of(cls, spans: tuple[Span, ...], seq_len: int) -> Windows:
-        counts = [max(0, (stop - start - 1) // seq_len) for start, stop in spans]
-        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return cls(seq_len, np.array([start for start, _ in spans], dtype=np.int64), before)
-
-    def __len__(self) -> int:
-        return int(self.before[-1])
-
-    def starts(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Token positions where the windows with these indices start."""
-        span = np.searchsorted(self.before, indices, side="right") - 1
-        return self.first[span] + (indices - self.before[span]) * self.seq_len
-
-
 class Rows(Protocol):
-    """The train sequences of a dataset at one sequence length, by number."""
+    """Sequences of a dataset at one sequence length, by number."""
 
     def __len__(self) -> int: ...
 
@@ -104,25 +81,37 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenRows:
-    """Windows of ``ids``."""
+class Windows:
+    """The windows of some spans of ``ids`` at one sequence length, span after span."""
 
     ids: Ids
-    windows: Windows
+    seq_len: int
+    edges: npt.NDArray[np.int64]  # [spans, 2]: first token, one past the last
+    before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
+
+    @classmethod
+    def of(cls, ids: Ids, spans: tuple[Span, ...], seq_len: int, *, partial: bool = False) -> Windows:
+        """``partial``: what is left at the end of a span is a window too."""
+        counts = [(stop - start - 1 + (seq_len - 1 if partial else 0)) // seq_len for start, stop in spans]
+        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return cls(ids, seq_len, np.array(spans, dtype=np.int64).reshape(-1, 2), before)
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return int(self.before[-1])
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Windows as ``tokens``, ``targets`` and ``weights`` (ones).
+        """Windows as ``tokens``, ``targets`` and ``weights``: ones, and zeros beyond the end of the span.
 
         Raises:
             DataError: the file that holds the ids has become shorter.
         """
         check_extent(self.ids)
-        length = self.windows.seq_len
-        window = self.ids[self.windows.starts(indices)[:, None] + np.arange(length + 1)].astype(np.int32)
-        weights = np.ones((len(indices), length), dtype=np.float32)
+        span = np.searchsorted(self.before, indices, side="right") - 1
+        start, stop = self.edges[span].T[..., None]
+        positions = start + (indices - self.before[span])[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        real = positions < stop
+        window = np.where(real, self.ids[np.minimum(positions, stop - 1)], 0).astype(np.int32)
+        weights = real[:, 1:].astype(np.float32)
         return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
 
 
@@ -310,13 +299,14 @@ class TokenDataset:
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """As :class:`Dataset` says."""
-        rows = TokenRows(self.corpus.ids, Windows.of(self.train, seq_len))
+        rows = Windows.of(self.corpus.ids, self.train, seq_len)
         if len(rows) < batch:
             raise DataError(self._too_small(len(rows), batch, seq_len))
         return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
-        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(self.train, n)) < batch)
+        ids, train = self.corpus.ids, self.train
+        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(ids, train, n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
@@ -331,31 +321,24 @@ class TokenDataset:
         Raises:
             DataError: there is no held-out token to predict.
         """
-        starts = np.array([a for start, stop in self.held_out for a in range(start, stop - 1, seq_len)], dtype=np.int64)
-        stops = np.array(
-            [stop for start, stop in self.held_out for _ in range(start, stop - 1, seq_len)], dtype=np.int64
-        )
-        if not len(starts):
+        rows = Windows.of(self.corpus.ids, self.held_out, seq_len, partial=True)
+        if not len(rows):
             raise DataError(
                 f"data {self.corpus.source}: {self.held_out_tokens} tokens held out, none to predict: raise data.holdout"
             )
-        if limit is not None and limit * batch < len(starts):
-            chosen = np.linspace(0, len(starts) - 1, limit * batch).astype(np.int64)
-            starts, stops = starts[chosen], stops[chosen]
-        return tuple(
-            self._padded(starts[i : i + batch], stops[i : i + batch], batch, seq_len)
-            for i in range(0, len(starts), batch)
-        )
+        return padded_batches(rows, len(rows), batch, limit)
 
-    def _padded(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], batch: int, seq_len: int) -> Batch:
-        check_extent(self.corpus.ids)
-        positions = starts[:, None] + np.arange(seq_len + 1)
-        real = positions < stops[:, None]
-        window = np.zeros((batch, seq_len + 1), dtype=np.int32)
-        window[: len(starts)] = np.where(real, self.corpus.ids[np.where(real, positions, starts[:, None])], 0)
-        weights = np.zeros((batch, seq_len), dtype=np.float32)
-        weights[: len(starts)] = real[:, 1:]
-        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+
+def padded_batches(rows: Rows, count: int, batch: int, limit: int | None) -> tuple[Batch, ...]:
+    """The first ``count`` rows in batches, the last one filled with rows of zeros; with ``limit``, rows for at most so many
+    batches, spread evenly."""
+    indices = np.arange(count)
+    if limit is not None and limit * batch < count:
+        indices = np.linspace(0, count - 1, limit * batch).astype(np.int64)
+    found = (rows.batch(indices[i : i + batch]) for i in range(0, len(indices), batch))
+    return tuple(
+        {k: np.pad(x, [(0, batch - len(x)), *[(0, 0)] * (x.ndim - 1)]) for k, x in each.items()} for each in found
+    )
 
 
 def check_kinds(source: str, wanted: Mapping[str, Kind], have: Mapping[str, Kind]) -> None:

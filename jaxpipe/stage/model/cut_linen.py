@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
-from jaxpipe.stage.model.layer import Params, Path
-from jaxpipe.stage.model.nnx_modules import mode_keyword, typed_key
+from jaxpipe.stage.model.layer import Params, Path, key_aval
+from jaxpipe.stage.model.nnx_modules import drawn, mode_keyword, typed_key
 from jaxpipe.stage.model.outline import Stubs
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.wiring import Home
@@ -80,7 +79,7 @@ class _LinenCut:
             zeros = [jnp.zeros(v.shape, v.dtype) for v in data]
             return by_path(linen_params(self.label, module, key, zeros, self._mode(False)))
 
-        self._program, types = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(lambda: jax.random.key(0)))
+        self._program, types = jax.make_jaxpr(init, return_shape=True)(key_aval())
         self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types
         if self._given is not None:
             _check_params(self.label, self._given, types)
@@ -125,10 +124,9 @@ class _LinenCut:
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
         if self._given is not None:
             return {path: self._given[path] for path in paths}
-        order = list(self.leaves)
-        part, (takes_key,) = only_results(self._program, map(order.index, paths))
-        found = eval_jaxpr(part.jaxpr, part.consts, *([typed_key(key)] if takes_key else []))
-        return dict(zip(sorted(paths, key=order.index), map(jnp.asarray, found), strict=True))
+        found = drawn(self._program, list(self.leaves), paths, typed_key(key))
+        assert found is not None, "there is a key"
+        return found
 
     def _copy(self, block: int, module: Any) -> Any:
         """A block by itself."""

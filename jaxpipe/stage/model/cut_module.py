@@ -28,9 +28,9 @@ from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
 from jaxpipe.errors import StageError
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.model.outline import Outline
+from jaxpipe.stage.model.outline import Outline, Wire
 from jaxpipe.stage.model.params import find_leaf, nested
-from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
+from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Tracing, Wiring, structure_key
 from jaxpipe.wording import closest
 
 
@@ -200,20 +200,18 @@ class _Layers:
         leaves: dict[Path, Home] = {}
         draws = False
         for mode, outline in self.wiring.outlines.items():
-            targets = [self.wiring.at[mode][w] for w in wires] if c < len(outline.entries) else outline.results
-            known = self._known(outline, mode, c)
+            targets = [outline.wires[w] for w in wires] if c < len(outline.entries) else outline.results
+            known = self._known(outline, c)
             eqns, starts = outline.needed(targets, known)
             takes.update(known[v] for v in starts if v in known)
-            paths = list(self.module.leaves)
-            read = [p for p, v in zip(paths, outline.invars, strict=False) if v in starts - known.keys()]
+            read = [p for p, v in zip(self.module.leaves, outline.invars, strict=False) if v in starts - known.keys()]
             if self.stacked.intersection(read):
                 where = "/".join(min(self.stacked.intersection(read)))
                 raise StageError(
                     f"{self.module.label} reads {where}, which its blocks share out, outside of them; write the layers by hand"
                 )
             leaves.update((p, (p, None)) for p in read)
-            key = outline.invars[len(paths) + len(self.tracing.reads)]
-            draws = draws or key in starts
+            draws = draws or outline.invars[-1] in starts
             if mode[0] and c and outline.draws_before(eqns, c - 1):
                 raise StageError(
                     f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "
@@ -221,13 +219,10 @@ class _Layers:
                 )
         return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
 
-    def _known(self, outline: Outline, mode: Mode, c: int) -> dict[Var, Wire]:
+    def _known(self, outline: Outline, c: int) -> dict[Var, Wire]:
         """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
-        earlier = [w for k in range(c) for w in self.wiring.computed[k]]
-        last = {e.first + e.count - 1 for e in outline.entries[:c]}
-        at = self.wiring.at[mode]
-        wires = [*earlier, *(w for w in at if w[0] == "out" and w[1] in last)]
-        return {v: w for w in wires if isinstance(v := at[w], Var)}
+        wires = [w for k in range(c) for w in (*self.wiring.computed[k], *outline.entries[k].results)]
+        return {v: w for w in wires if isinstance(v := outline.wires[w], Var)}
 
     def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
         def init(key: jax.Array) -> Params:
@@ -240,10 +235,9 @@ class _Layers:
         """The function of a layer around blocks."""
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
-            atoms = self.wiring.at[(context.train, None)]
-            flowing = {
-                w: _unboxed(v, shape_of(atoms[w])) for w, v in zip(step.enters, x or (), strict=True) if w in step.takes
-            }
+            entered = dict(zip(step.enters, x or (), strict=True))
+            shapes = {w: shape_of(a) for w, a in self.wiring.outlines[(context.train, None)].wires.items()}
+            flowing = {w: _unboxed(v, shapes[w]) for w, v in entered.items() if w in step.takes}
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
             own = {path: _found(params, path) for path in step.leaves}
@@ -251,15 +245,13 @@ class _Layers:
             leaves = {**self.module.leaves, **own}
             outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
             self._check_calls(outline)
-            inputs = [*own.values(), *data, key]
-            at = dict(zip([*leaves, *range(len(data) + 1)], outline.invars, strict=False))
-            known = dict(zip((at[name] for name in (*own, *range(len(data) + 1))), inputs, strict=True))
-            known.update(_places(outline, flowing))
+            inputs = [*(own.get(path) for path in leaves), *data, key]
+            known = {v: x for v, x in zip(outline.invars, inputs, strict=True) if x is not None}
+            known |= {v: x for w, x in flowing.items() if isinstance(v := outline.wires[w], Var)}
             if step.entry == len(outline.entries):
                 return outline.returned(outline.evaluate(outline.results, known))
-            entering = outline.entries[step.entry].entering
-            made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
-            handed = {**dict(zip(step.enters, x or (), strict=True)), **{w: _boxed(v) for w, v in made.items()}}
+            made = outline.evaluate([outline.wires[w] for w in step.wires], known)
+            handed = entered | dict(zip(step.wires, map(_boxed, made), strict=True))
             return tuple(handed[w] for w in step.hands_on)
 
         return apply
@@ -315,7 +307,7 @@ class _Layers:
         """The arguments of an entry for this batch, and the values of ``free`` ones."""
         outline = self.tracing.from_data(data, train)
         self._check_calls(outline)
-        targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
+        targets = [outline.wires[w] for w in free]
         start = len(self.module.leaves)
         known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
         values = zip(free, targets, outline.evaluate(targets, known), strict=True)
@@ -357,14 +349,6 @@ def _as_written(atom: Atom, value: jax.Array) -> Any:
     return (
         np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
     )
-
-
-def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
-    """What flows, by variable of an outline."""
-    last = {e.first + e.count - 1: e.leaving for e in outline.entries}
-    first = {e.first: e.entering for e in outline.entries}
-    at = {w: (last if w[0] == "out" else first)[w[1]][w[2]] for w in flowing if w[0] == "in" or w[1] in last}
-    return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
 
 
 def _found(tree: Any, path: Path) -> Any:

@@ -15,7 +15,7 @@ import jax
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.model.layer import Layer, Params, taken_by
-from jaxpipe.stage.model.params import is_trained
+from jaxpipe.stage.model.params import find_leaf, is_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,8 @@ class StageLinks:
     @property
     def without_loss(self) -> StageLinks:
         """Of the layers but the last, what the last takes leaving, for one microbatch."""
-        return replace(
-            self,
-            takes=self.takes[:-1],
-            leaving=self.takes[-1],
-            readers=(),
-            losses=(),
-            y_learns=(),
-            loss_learns=(),
-            span=1,
-        )
+        *takes, leaving = self.takes
+        return StageLinks(tuple(takes), self.before, leaving, (), (), self.x_learns, (), ())
 
     def without(self, dropped: Collection[int]) -> StageLinks:
         """Of the stage without the layers at these positions, each of which takes one result: who took theirs takes that."""
@@ -71,18 +63,8 @@ class StageLinks:
     @property
     def kind(self) -> Hashable:
         """Equal for stages that are linked the same, whatever the numbers of their neighbours."""
-        readers = tuple(taken for _, taken in self.readers)
-        return (
-            self.takes,
-            len(self.before),
-            self.leaving,
-            readers,
-            self.losses,
-            self.x_learns,
-            self.y_learns,
-            self.loss_learns,
-            self.span,
-        )
+        before, readers = ((0, k) for k in range(len(self.before))), ((0, taken) for _, taken in self.readers)
+        return replace(self, before=tuple(before), readers=tuple(readers))
 
     def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
         """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none. A
@@ -166,10 +148,6 @@ def _of(home: Sequence[int], stage: int) -> list[int]:
 
 
 def _has_trained(layer: Layer, params: Mapping[str, Any]) -> bool:
-    leaves = jax.tree.leaves(params.get(layer.name, {}))
-    for owner, path in layer.tied.values():
-        leaf: Any = params.get(owner, {})
-        for part in path:
-            leaf = leaf.get(part, {}) if isinstance(leaf, Mapping) else {}
-        leaves += jax.tree.leaves(leaf)
+    tied = [find_leaf(params, (owner, *path)) for owner, path in layer.tied.values()]
+    leaves = jax.tree.leaves([params.get(layer.name), tied])
     return any(hasattr(leaf, "dtype") and is_trained(leaf) for leaf in leaves)

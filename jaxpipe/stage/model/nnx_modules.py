@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from jaxpipe._jax_compat import eval_jaxpr, is_key_dtype, only_results
+from jaxpipe._jax_compat import ClosedJaxpr, eval_jaxpr, is_key_dtype, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.layer import Params, key_aval
 from jaxpipe.stage.model.params import find_leaf, nested
 from jaxpipe.stage.split.loops import handed_on
 
@@ -208,24 +208,34 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
         made.append((split, tuple(values)))
         return list(values.values())
 
-    program = jax.make_jaxpr(build)(jax.eval_shape(lambda: jax.random.key(0)))
+    program = jax.make_jaxpr(build)(key_aval())
     module, paths = made[-1]
 
     def draw(key: jax.Array | None, chosen: Sequence[KeyPath]) -> dict[KeyPath, jax.Array]:
-        part, (takes_key,) = only_results(program, [paths.index(path) for path in chosen])
-        if takes_key and key is None:
+        found = drawn(program, paths, chosen, key)
+        if found is None:
             raise StageError(
                 f"{module.label} draws its constant {joined(chosen[0])} at random, and would draw another in each layer; make "
                 "it an nnx.Param, or give a module that is built already"
             )
-        found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
-        arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
-        made = dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
-        return {path: made[path] for path in chosen}
+        return found
 
     traced = [path for path in paths if path in module.constants]
     constants = {**module.constants, **{path: draw(None, [path])[path] for path in traced}}
     return Blueprint(replace(module, constants=constants), draw)
+
+
+def drawn(
+    program: ClosedJaxpr, paths: Sequence[KeyPath], chosen: Sequence[KeyPath], key: jax.Array | None
+) -> dict[KeyPath, jax.Array] | None:
+    """The values at ``chosen``, of those at ``paths`` that ``program`` makes of a key, and no others; None where they depend on
+    the key and there is none."""
+    part, (takes_key,) = only_results(program, map(paths.index, chosen))
+    if takes_key and key is None:
+        return None
+    found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
+    arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
+    return dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
 
 
 def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyPath, Any]]:

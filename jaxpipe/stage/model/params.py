@@ -4,7 +4,7 @@ A call costs about 1 µs per argument on top of a fixed price, and a transformer
 to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vectors (biases and scales, whose gradients B makes
 in passing) and one for the rest. Larger leaves keep their own buffer and shape. The gradient accumulators mirror the buffers.
 Leaves that are not trained (integers, and what :attr:`Layer.trainable` leaves out) go into buffers after all others and have no
-accumulator.
+accumulator. Copies of leaves tied to another stage's share buffers only with each other: the owner's stage updates them.
 
 With tensor parallelism a buffer holds leaves of one kind: split over the shards, whole on each (``same``), or whole on each
 with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's; what a rank holds of a split buffer
@@ -13,12 +13,12 @@ parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and :meth:`~P
 leaves and its buffers.
 
 Tied leaves: :func:`stage_params` puts a copy of the owner's leaf at the tied path when the owner lives in another stage; when
-owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` shows it at both places.
+owner and user share a stage there is one leaf, and :meth:`ParamLayout.tree` shows it at both places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
-from jaxpipe.stage.model.layer import Layer, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, init_avals
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""
@@ -64,18 +64,14 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
         dtype = leaf.dtype if not floating else master if layer.stays_float32(path) else compute
         return ParamAval(leaf.shape, dtype, layer.trains(path))
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return {
-        layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), jax.eval_shape(layer.init, key))
-        for layer in layers
-    }
+    return {layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), init_avals(layer)) for layer in layers}
 
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
     """Of parameters by layer (or shapes of them), those that are trained: what an optimizer gets."""
     found: dict[str, Params] = {layer.name: {} for layer in layers}
     for layer in layers:
-        for path, leaf in _leaves(layer.name, params):
+        for path, leaf in leaves_of(layer.name, params):
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and layer.trains(path):
                 insert_leaf(found[layer.name], path, leaf)
     return found
@@ -152,13 +148,16 @@ class ParamLayout:
         names = tuple(layer.name for layer in layers)
         aliases, shared = _ties(layers)
         leaves = [
-            (name, path, leaf) for name in names for path, leaf in _leaves(name, params) if (name, path) not in aliases
+            (name, path, leaf)
+            for name in names
+            for path, leaf in leaves_of(name, params)
+            if (name, path) not in aliases
         ]
         _check_ties(leaves, aliases, shared)
         lie = _sharding(layers, tp)
         _check_tied_shards(lie, aliases)
         own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        slots, buffers, num_trained, kinds = _assign(own, lie, small_bytes)
+        slots, buffers, num_trained, kinds = _assign(own, lie, shared, small_bytes)
         return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
@@ -183,8 +182,6 @@ class ParamLayout:
             StageError: a leaf is missing or has another shape.
         """
         leaves = [self._find(params, slot) for slot in self.slots]
-        if self.shards == 1:
-            return self.pack_leaves(leaves)
         packed = [
             self.pack_leaves([self._part(s, v, k) for s, v in zip(self.slots, leaves, strict=True)])
             for k in range(self.shards)
@@ -219,13 +216,9 @@ class ParamLayout:
             for s in self.slots
         ]
 
-    def unpack(self, buffers: Sequence[Any], *, ties: bool = False) -> dict[str, Params]:
-        """The whole parameters by layer name, from what a rank holds. ``ties=True`` also puts leaves tied within the stage at
-        both places. Traceable."""
-        leaves = (
-            self.unpack_leaves(buffers) if self.shards == 1 else [self._whole(buffers[s.buffer], s) for s in self.slots]
-        )
-        return self.tree(leaves, ties=ties)
+    def unpack(self, buffers: Sequence[Any]) -> dict[str, Params]:
+        """The whole parameters by layer name, each once, from what a rank holds. Traceable."""
+        return self.tree([self._whole(buffers[s.buffer], s) for s in self.slots], ties=False)
 
     def _whole(self, buffer: Any, slot: LeafSlot) -> Any:
         """A whole leaf out of what a rank holds of its buffer."""
@@ -234,11 +227,11 @@ class ParamLayout:
         each = buffer.reshape(self.shards, -1)
         begin = 0 if slot.offset is None else slot.offset
         parts = each[:, begin : begin + slot.size].reshape(self.shards, *slot.shape)
-        order = [*range(1, slot.axis + 1), 0, *range(slot.axis + 1, len(slot.shape) + 1)]
-        return parts.transpose(order).reshape(slot.whole_shape(self.shards))
+        return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape(self.shards))
 
     def tree(self, leaves: Sequence[Any], *, ties: bool = True) -> dict[str, Params]:
-        """The parameters by layer name, from the leaves in slot order."""
+        """The parameters by layer name, from the leaves in slot order; leaves tied within the stage at both places, unless
+        ``ties`` is False."""
         params: dict[str, Params] = {name: {} for name in self.layers}
         for slot, leaf in zip(self.slots, leaves, strict=True):
             insert_leaf(params[slot.layer], slot.path, leaf)
@@ -277,7 +270,7 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
     for layer in layers:
         if layer.name not in params:
             raise StageError(f"layer {layer.name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
-        own = _copy_dicts(params[layer.name])
+        own = params[layer.name]
         for path, (owner, owner_path) in layer.tied.items():
             if owner in here or (owner not in params and find_leaf(own, path) is not None):
                 continue
@@ -286,9 +279,14 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
                 )
-            insert_leaf(own, path, leaf)
+            own = with_leaf(own, path, leaf)
         chosen[layer.name] = own
     return chosen
+
+
+def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
+    """The parameters of ``layer`` with its tied leaves, taken from their owners, put in. Raises as :func:`stage_params`."""
+    return stage_params([layer], params)[layer.name]
 
 
 def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Place]]:
@@ -322,7 +320,12 @@ def _check_ties(
             )
 
 
-def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
+def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
+    """The leaves of a layer's parameters by path.
+
+    Raises:
+        StageError: there are none of that layer, or they are not arrays in nested dicts.
+    """
     if name not in params:
         raise StageError(f"layer {name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
     if not isinstance(params[name], Mapping):
@@ -382,14 +385,14 @@ def _check_tied_shards(lie: Mapping[Place, Shard], aliases: Mapping[Place, Place
 
 
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], shared: Collection[Place], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
     """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
     groups: dict[tuple[bool, bool, Hashable], list[int]] = {}
     for i, (name, path, leaf) in enumerate(leaves):
         dtype = np.dtype(leaf.dtype)
         small = leaf.size * dtype.itemsize <= small_bytes
-        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))))
+        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))), (name, path) in shared)
         groups.setdefault((not is_trained(leaf), small, alike if small else i), []).append(i)
     slots: dict[int, LeafSlot] = {}
     buffers: list[jax.ShapeDtypeStruct] = []
@@ -406,10 +409,6 @@ def _assign(
         kinds.append(_kind(axis))
     num_trained = sum(not fixed for fixed, _, _ in groups)
     return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(kinds)
-
-
-def _copy_dicts(tree: Any) -> Any:
-    return {k: _copy_dicts(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def get_leaf(tree: Any, path: Path) -> Any:

@@ -26,8 +26,9 @@ from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, taken_by
-from jaxpipe.stage.model.reference import calling, with_tied_leaves
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, init_avals, key_aval, taken_by
+from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
+from jaxpipe.stage.model.reference import calling
 from jaxpipe.wording import aligned
 
 _MOST_DIVISIONS = 20_000
@@ -293,9 +294,7 @@ def plan_stages(
     stages = []
     for index, (start, stop) in enumerate(ranges):
         mine = layers[start:stop]
-        leaves = {
-            f"{layer.name}/{path}": leaf for layer in mine for path, leaf in _leaves_by_path(avals[layer.name]).items()
-        }
+        leaves = {"/".join((layer.name, *path)): leaf for layer in mine for path, leaf in leaves_of(layer.name, avals)}
         cost = math.fsum(values[start:stop])
         stages.append(
             StageSpec(
@@ -319,18 +318,8 @@ def plan_stages(
 
 
 def param_avals(model: Model) -> dict[str, Any]:
-    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes, without making it.
-
-    Raises:
-        StageError: a layer's ``init`` makes something else than a dict.
-    """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    avals = {layer.name: jax.eval_shape(layer.init, key) for layer in model.layers}
-    for name, tree in avals.items():
-        if not isinstance(tree, Mapping):
-            what = "an array" if isinstance(tree, jax.ShapeDtypeStruct) else f"a {type(tree).__name__}"
-            raise StageError(f"layer {name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
-    return avals
+    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
+    return {layer.name: init_avals(layer) for layer in model.layers}
 
 
 class LayerCosts(tuple[float, ...]):
@@ -356,13 +345,12 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
     """
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     seen: dict[Any, tuple[float, Any]] = {}
     costs, sent = [], []
     made: list[Any] = []
     for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):
         x = given_to(layer, [made[k] for k in taken])
-        arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
+        arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key_aval())
         leaves, structure = jax.tree.flatten(arguments)
         signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in seen:
@@ -468,11 +456,6 @@ def _checked_costs(layers: Sequence[Layer], costs: Sequence[float] | None) -> tu
         if not 0 <= cost < math.inf:
             raise StageError(f"the cost of layer {layer.name} is {cost}; want a finite number >= 0")
     return tuple(map(float, costs))
-
-
-def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def _stage_from(data: Mapping[str, Any]) -> StageSpec:

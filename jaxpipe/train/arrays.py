@@ -82,7 +82,7 @@ class ArrayDataset:
         """
         whole = cls(source, tokenizer, arrays, arrays)
         n = len(ArrayRows(arrays))
-        held = held_blocks(n, holdout, 1) if holdout else ()
+        held = held_blocks(n, holdout, 1)
         kept = [
             np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in spans)])
             for spans in (complement(held, n), held)

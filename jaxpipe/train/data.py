@@ -246,13 +246,9 @@ class TokenDataset:
             DataError: nothing would be left on one side.
         """
         assert 0 <= holdout < 1
-        held_out = (
-            ()
-            if holdout == 0
-            else held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
-            if by == "blocks"
-            else _held_files(corpus, holdout)
-        )
+        whole_files = by == "files" and holdout > 0
+        blocks = held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
+        held_out = _held_files(corpus, holdout) if whole_files else blocks
         train = complement(held_out, len(corpus.ids))
         if not train or (holdout and not held_out):
             raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -147,13 +148,10 @@ class RunDirectory:
     def _probe(self) -> None:
         """Make a file where checkpoints will be, and remove it."""
         folder = self.store.directory if os.path.lexists(self.store.directory) else self.path
-        file = folder / f".jaxpipe-{os.getpid()}"
         try:
-            file.write_bytes(bytes(4096))
-            file.unlink()
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(4096))
         except OSError as error:
-            with suppress(OSError):
-                file.unlink()
             raise ConfigError(
                 f"run.out_dir={self.path}: checkpoints can't be written in {folder} ({error.strerror}); mend that, or choose "
                 "another directory"

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated
-from jaxpipe.stage.model.params import LeafSlot, ParamLayout, get_leaf, insert_leaf
+from jaxpipe.stage.model.params import LeafSlot, ParamLayout, by_layer, get_leaf
 
 Tree = Mapping[str, Any]
 
@@ -70,11 +70,8 @@ class StageShards:
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Of leaves in slot order, those that this stage updates, by layer; layers without any are there too."""
-        tree: dict[str, Any] = {name: {} for name in self.layout.layers}
-        for slot, leaf in zip(self.layout.slots, leaves, strict=True):
-            if self.updates(slot):
-                insert_leaf(tree[slot.layer], slot.path, leaf)
-        return tree
+        given = zip(self.layout.slots, leaves, strict=True)
+        return by_layer(self.layout.layers, ((slot, leaf) for slot, leaf in given if self.updates(slot)))
 
     def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
         """Leaves in slot order: those of ``tree``, and ``others`` where this stage updates none."""
@@ -196,7 +193,7 @@ class StageShards:
     def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
         """A whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
         whole = np.asarray(leaf)
-        shards = [whole] if slot.axis is None else np.split(whole, self.tp, axis=slot.axis)
+        shards = slot.parts(whole, 1 if slot.axis is None else self.tp)
         k = self.chunk_shape(slot)[0]
         padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
         return np.stack(padded).reshape(len(shards), self.dp, k)

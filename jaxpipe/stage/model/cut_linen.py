@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
@@ -76,8 +75,7 @@ class _LinenCut:
         self._given = None if params is None else by_path(linen.meta.unbox(params))
 
         def init(key: jax.Array) -> dict[Path, Any]:
-            zeros = [jnp.zeros(v.shape, v.dtype) for v in data]
-            return by_path(linen_params(self.label, module, key, zeros, self._mode(False)))
+            return by_path(linen_params(self.label, module, key, data, self._mode(False)))
 
         self._program, types = jax.make_jaxpr(init, return_shape=True)(key_aval())
         self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types

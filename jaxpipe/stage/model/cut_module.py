@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
+from jaxpipe._jax_compat import Atom, Literal, Var, shape_of
 from jaxpipe.errors import StageError
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
@@ -125,13 +125,14 @@ def cut_module(
     layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
     homes["loss"] = {}
-    output = _types(outlines[TRAIN])
-    shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
+    output = outlines[TRAIN].output
+    shape = shape_of(output) if isinstance(output, Var | Literal) else ()
+    _, seq_len, vocab_size = shape if len(shape) == 3 else (0, 0, 0)
 
     def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in batch.items()}
 
-    return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
+    return CutModel(name, tuple(layers), batch_spec, vocab_size, seq_len, homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +329,6 @@ def _flowing(steps: Sequence[_Step]) -> list[_Step]:
         enters = made[-1].hands_on if made else ()
         made.append(replace(step, enters=enters, hands_on=tuple(w for w in order if w in wanted)))
     return made
-
-
-def _types(outline: Outline) -> Any:
-    """What the call returns, as types."""
-    return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
 
 
 def _boxed(value: jax.Array) -> jax.Array:

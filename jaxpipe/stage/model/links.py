@@ -107,25 +107,23 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     learns: list[bool] = []
     for layer, sources in zip(layers, taken, strict=True):
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
-    takers: list[list[int]] = [[] for _ in layers]
-    for i, sources in enumerate(taken):
-        for k in sources:
-            takers[k].append(i)
+    read = {k for sources in taken for k in sources}
     entering = [sorted({k for i in _of(home, s) for k in taken[i] if home[k] < s}) for s in range(len(stages))]
-    leaving = [[k for k in _of(home, s) if any(home[i] > s for i in takers[k])] for s in range(len(stages))]
+    leaving = [sorted({k for some in entering for k in some if home[k] == s}) for s in range(len(stages))]
 
     def links(s: int) -> StageLinks:
         mine, inside, out = _of(home, s), entering[s], leaving[s]
-        readers = sorted({home[i] for k in out for i in takers[k]} - {s})
+        readers = [t for t, some in enumerate(entering) if not set(out).isdisjoint(some)]
+        losses = [i for i in mine if i not in read]
         return StageLinks(
             tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
             tuple((home[k], leaving[home[k]].index(k)) for k in inside),
             tuple(k - start[s] for k in out),
             tuple((t, tuple(n for n, k in enumerate(out) if k in entering[t])) for t in readers),
-            tuple(i - start[s] for i in mine if not takers[i]),
+            tuple(i - start[s] for i in losses),
             tuple(learns[k] for k in inside),
             tuple(learns[k] for k in out),
-            tuple(learns[i] for i in mine if not takers[i]),
+            tuple(learns[i] for i in losses),
             max(layer.span for layer in stages[s]),
         )
 

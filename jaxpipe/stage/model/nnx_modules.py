@@ -285,14 +285,10 @@ def _value(leaf: Any) -> Any:
 
 
 def _fixed(leaf: Any) -> Any:
-    """The value of a constant, such that nobody can change it in place."""
+    """The value of a constant, which nobody else can change in place."""
     value = _value(leaf)
-    if not isinstance(value, np.ndarray):
-        return value
-    if isinstance(leaf, nnx.Variable):
-        return jnp.array(value)
-    value = value.copy()
-    value.flags.writeable = False
+    if isinstance(value, np.ndarray):
+        return jnp.array(value) if isinstance(leaf, nnx.Variable) else value.copy()
     return value
 
 

@@ -18,7 +18,7 @@ owner and user share a stage there is one leaf, and :meth:`ParamLayout.tree` sho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -69,12 +69,12 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
     """Of parameters by layer (or shapes of them), those that are trained: what an optimizer gets."""
-    found: dict[str, Params] = {layer.name: {} for layer in layers}
-    for layer in layers:
-        for path, leaf in leaves_of(layer.name, params):
-            if jnp.issubdtype(leaf.dtype, jnp.inexact) and layer.trains(path):
-                insert_leaf(found[layer.name], path, leaf)
-    return found
+
+    def trained(layer: Layer) -> Params:
+        floats = [(path, leaf) for path, leaf in leaves_of(layer.name, params) if is_trained(leaf)]
+        return nested({path: leaf for path, leaf in floats if layer.trains(path)})
+
+    return {layer.name: trained(layer) for layer in layers}
 
 
 def is_trained(leaf: Any) -> bool:
@@ -104,6 +104,10 @@ class LeafSlot:
     def whole_shape(self, shards: int) -> tuple[int, ...]:
         """The shape of the leaf, all shards together."""
         return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
+
+    def parts(self, whole: Any, shards: int) -> Sequence[Any]:
+        """The whole leaf as each shard has it."""
+        return [whole] * shards if self.axis is None else np.split(whole, shards, self.axis)
 
     def __str__(self) -> str:
         return "/".join((self.layer, *self.path))
@@ -168,7 +172,7 @@ class ParamLayout:
             floating = jnp.issubdtype(leaf.dtype, jnp.floating)
             return leaf.astype(slot.dtype if dtype is None else dtype) if floating else leaf
 
-        return self.tree([cast(slot) for slot in self.slots], ties=False)
+        return by_layer(self.layers, ((slot, cast(slot)) for slot in self.slots))
 
     def trains(self, slot: LeafSlot) -> bool:
         """Whether a leaf has a gradient."""
@@ -182,21 +186,13 @@ class ParamLayout:
             StageError: a leaf is missing or has another shape.
         """
         leaves = [self._find(params, slot) for slot in self.slots]
-        packed = [
-            self.pack_leaves([self._part(s, v, k) for s, v in zip(self.slots, leaves, strict=True)])
-            for k in range(self.shards)
-        ]
+        parts = [slot.parts(leaf, self.shards) for slot, leaf in zip(self.slots, leaves, strict=True)]
+        packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
         join: Any = np.concatenate if all(isinstance(v, np.ndarray) for v in leaves) else jnp.concatenate
         return [
-            join(parts) if kind == "split" else parts[0]
-            for kind, parts in zip(self.kinds, zip(*packed, strict=True), strict=True)
+            join(buffers) if kind == "split" else buffers[0]
+            for kind, buffers in zip(self.kinds, zip(*packed, strict=True), strict=True)
         ]
-
-    def _part(self, slot: LeafSlot, leaf: Any, shard: int) -> Any:
-        if slot.axis is None:
-            return leaf
-        n = slot.shape[slot.axis]
-        return leaf[(slice(None),) * slot.axis + (slice(shard * n, (shard + 1) * n),)]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """A shard's buffers of its leaves in slot order; of leaves that are None there is no buffer. Traceable."""
@@ -216,9 +212,11 @@ class ParamLayout:
             for s in self.slots
         ]
 
-    def unpack(self, buffers: Sequence[Any]) -> dict[str, Params]:
-        """The whole parameters by layer name, each once, from what a rank holds. Traceable."""
-        return self.tree([self._whole(buffers[s.buffer], s) for s in self.slots], ties=False)
+    def unpack(self, buffers: Sequence[Any], *, copies: bool = True) -> dict[str, Params]:
+        """The whole parameters by layer name, each once, from what a rank holds; ``copies``: those of other stages' too.
+        Traceable."""
+        slots = [slot for slot in self.slots if copies or (slot.layer, slot.path) not in self.shared]
+        return by_layer(self.layers, ((slot, self._whole(buffers[slot.buffer], slot)) for slot in slots))
 
     def _whole(self, buffer: Any, slot: LeafSlot) -> Any:
         """A whole leaf out of what a rank holds of its buffer."""
@@ -229,15 +227,11 @@ class ParamLayout:
         parts = each[:, begin : begin + slot.size].reshape(self.shards, *slot.shape)
         return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape(self.shards))
 
-    def tree(self, leaves: Sequence[Any], *, ties: bool = True) -> dict[str, Params]:
-        """The parameters by layer name, from the leaves in slot order; leaves tied within the stage at both places, unless
-        ``ties`` is False."""
-        params: dict[str, Params] = {name: {} for name in self.layers}
-        for slot, leaf in zip(self.slots, leaves, strict=True):
-            insert_leaf(params[slot.layer], slot.path, leaf)
-        if ties:
-            for (layer, path), (owner, owner_path) in self.aliases.items():
-                insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
+    def tree(self, leaves: Sequence[Any]) -> dict[str, Params]:
+        """The parameters by layer name, from the leaves in slot order; leaves tied within the stage at both places."""
+        params = by_layer(self.layers, zip(self.slots, leaves, strict=True))
+        for (layer, path), (owner, owner_path) in self.aliases.items():
+            insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -254,6 +248,12 @@ class ParamLayout:
             want = slot.whole_shape(self.shards)
             raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
         return leaf
+
+
+def by_layer(layers: Iterable[str], leaves: Iterable[tuple[LeafSlot, Any]]) -> dict[str, Params]:
+    """Leaves in nested dicts by the name of each of ``layers``, also of those without any."""
+    none: dict[str, Params] = {name: {} for name in layers}
+    return none | nested({(slot.layer, *slot.path): leaf for slot, leaf in leaves})
 
 
 def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:

@@ -95,13 +95,6 @@ class StagePlan:
         costs = [stage.cost for stage in self.stages]
         return max(costs) * len(costs) / sum(costs) if sum(costs) > 0 else 1.0
 
-    def stage_of(self, layer: str) -> int:
-        """The stage that runs ``layer``; StageError if the model has no such layer."""
-        for stage in self.stages:
-            if layer in stage.layers:
-                return stage.index
-        raise StageError(f"{self.model} has no layer {layer!r}; it has {', '.join(self._layer_names())}")
-
     def __str__(self) -> str:
         """A table for people, a row each stage."""
         rows = [("stage", "layers", "parameters", "MB", f"cost ({self.costs_from})", "share", "tied to")]
@@ -128,9 +121,6 @@ class StagePlan:
             return cls(stages=stages, **{**data, "layer_costs": tuple(map(float, data["layer_costs"]))})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StageError(f"not a stage plan in JSON ({error}); write one with StagePlan.to_json") from error
-
-    def _layer_names(self) -> list[str]:
-        return [layer for stage in self.stages for layer in stage.layers]
 
 
 def cut(

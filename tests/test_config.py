@@ -10,7 +10,7 @@ import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -109,7 +109,7 @@ def test_leaves_that_may_be_none_default_to_none() -> None:
     for section, leaves in TrainConfig().to_dict().items():
         for key in leaves:
             hint = leaf_hints(TrainConfig)[f"{section}.{key}"]
-            assert ("None" in str(hint)) == (leaves[key] is None)
+            assert (type(None) in get_args(hint)) == (leaves[key] is None)
 
 
 # Overrides
@@ -185,9 +185,9 @@ MISTAKES = {
     ),
     "key of another section": ("run.seq_len=3", "did you mean data.seq_len?"),
     "key without its section": ("steps=3", "did you mean run.steps?"),
-    "unknown key, near none": ("optimizer.qqq=3", "[optimizer] has lr, warmup_steps"),
+    "unknown key, near none": ("optimizer.qqq=3", "there are lr, warmup_steps"),
     "unknown section, near one known": ("optimiser=3", "did you mean optimizer?"),
-    "unknown section, near none": ("zzz.x=3", "sections: model, data, pipeline, optimizer, run"),
+    "unknown section, near none": ("zzz.x=3", "there are model, data, pipeline, optimizer, run"),
     "key below a leaf": ("run.steps.x=3", "unknown key run.steps.x"),
     "a section as a key": ("run=3", "run is a section"),
     "no equals sign": ("run.steps", "write it as section.key=value"),
@@ -196,15 +196,18 @@ MISTAKES = {
     "fraction for an integer": ("run.steps=3.0", "expected an integer"),
     "nothing for an integer": ("run.steps=", "expected an integer"),
     "word for a number": ("optimizer.lr=fast", 'optimizer.lr is "fast", expected a number'),
-    "infinite number": ("optimizer.lr=inf", "expected a number (not finite)"),
-    "not a number": ("optimizer.lr=nan", "expected a number (not finite)"),
+    "infinite number": ("optimizer.lr=inf", "which is not finite"),
+    "not a number": ("optimizer.lr=nan", "which is not finite"),
     "word for a truth value": ("run.tensorboard=maybe", "expected true or false"),
     "word outside the choice": ("run.resume=mst", "expected one of 'auto', 'never', 'must' (did you mean 'must'?)"),
     "wrong dtype": ("run.dtype=float16", "one of 'float32', 'bfloat16' (did you mean 'bfloat16'?)"),
-    "too few in a pair": ("optimizer.betas=0.9", "expected a list of 2 numbers"),
-    "word in a list of numbers": ("optimizer.betas=0.9,x", "expected a list of 2 numbers"),
+    "too few in a pair": ("optimizer.betas=0.9", "expected a list of 2 values"),
+    "word in a list of numbers": ("optimizer.betas=0.9,x", 'optimizer.betas[1] is "x", expected a number'),
     "word for none or a number": ("pipeline.memory_limit=lots", "expected a number or none"),
-    "misspelt way to cut": ("pipeline.cut=measred", "or a list of integers or strings (did you mean 'measured'?)"),
+    "misspelt way to cut": (
+        "pipeline.cut=measred",
+        "one of 'analytic', 'measured' (did you mean 'measured'?) or a list",
+    ),
     "date in the options": ("model.options.day=2024-01-01", "use numbers, strings"),
     "zero steps": ("run.steps=0", "override 'run.steps=0': run.steps is 0, must be at least 1"),
     "zero ranks": ("pipeline.ranks=0", "pipeline.ranks is 0, must be at least 1"),
@@ -212,11 +215,11 @@ MISTAKES = {
     "negative batch": ("run.batch=-8", "run.batch is -8, must be at least 1"),
     "seed too large": ("run.seed=2147483648", "must be at most 2147483647"),
     "zero learning rate": ("optimizer.lr=0", "optimizer.lr is 0.0, must be greater than 0"),
-    "beta of one": ("optimizer.betas=0.9,1", "optimizer.betas[1] is 1.0, must be at least 0 and less than 1"),
+    "beta of one": ("optimizer.betas=0.9,1", "optimizer.betas[1] is 1.0, must be at most 0.9999999"),
     "learning rate that rises": ("optimizer.min_lr_ratio=2", "must be at most 1"),
     "negative memory": ("pipeline.memory_limit=-1", "must be greater than 0"),
     "most of the data held out": ("data.holdout=0.9", "must be at most 0.5"),
-    "empty path": ("data.path=", "data.path is empty"),
+    "empty path": ("data.path=", 'data.path is "", must not be empty'),
     "suffix without a dot": ("data.suffixes=txt", "start with a dot"),
     "target without a function": ("model.target=models.gpt", "expected module:function"),
     "decreasing cut": ("pipeline.cut=4,2,6", "increasing layers above 0"),
@@ -249,7 +252,7 @@ MISTAKES = {
     "unknown recompute policy": ("pipeline.recompute=atention", "did you mean 'attention'?"),
     "unknown part of a recompute policy": (
         "pipeline.recompute=cheap+qqq",
-        "pipeline.recompute has 'qqq', which is no policy: known: none, cheap, dots, attention, mlp, full,",
+        "and 'qqq' is no policy: known: none, cheap, dots, attention, mlp, full,",
     ),
     "too few recompute policies": (
         "pipeline.recompute=full,cheap",
@@ -269,9 +272,9 @@ MISTAKES = {
     "ranks without end": ("pipeline.ranks=100000000", "must be at most 4096"),
     "microbatches without end": ("pipeline.microbatches=1000000", "use at most 125000 microbatches"),
     "option that is not finite": ("model.options.x=-inf", "not finite"),
-    "path that is not UTF-8": ("run.out_dir=\udcff", "it is not UTF-8 text"),
-    "option that is not UTF-8": ("model.options.x=\udcff", "it is not UTF-8 text"),
-    "name of an option that is not UTF-8": ("model.options.\udcff=1", "it is not UTF-8 text"),
+    "path that is not UTF-8": ("run.out_dir=\udcff", "which is not UTF-8 text"),
+    "option that is not UTF-8": ("model.options.x=\udcff", "which is not UTF-8 text"),
+    "name of an option that is not UTF-8": ("model.options.\udcff=1", "which is not UTF-8 text"),
 }
 
 
@@ -301,7 +304,7 @@ BAD_FILES = {
     "truth value for an integer": ("c.toml", "[run]\nsteps = true", "run.steps is true, expected an integer"),
     "number for a string": ("c.json", '{"data": {"path": 3}}', "data.path is 3, expected a string"),
     "null for a string": ("c.json", '{"data": {"path": null}}', "data.path is null, expected a string"),
-    "list with another type": ("c.toml", "[data]\nsuffixes = ['.txt', 3]", "expected a list of strings"),
+    "list with another type": ("c.toml", "[data]\nsuffixes = ['.txt', 3]", "data.suffixes[1] is 3, expected a string"),
     "value for a table": ("c.toml", "[model]\noptions = 3", "expected a table"),
     "null in the options": ("c.json", '{"model": {"options": {"a": null}}}', "use numbers, strings"),
     "JSON infinity": ("c.json", '{"optimizer": {"lr": Infinity}}', "not finite"),
@@ -310,15 +313,15 @@ BAD_FILES = {
     "900 lists in one another": (
         "c.json",
         '{"model": {"options": {"a": ' + "[" * 900 + "]" * 900 + "}}}",
-        'model.options is {"a": [[["..."]]]}, expected a table (nested more than 32 levels deep)',
+        "[[..., nested more than 32 levels deep",
     ),
     "more lists than Python reads": ("c.json", "[" * 100_000, "nested more than 32 levels deep"),
     "more lists than TOML reads": ("c.toml", "a = " + "[" * 3000, "nested more than 32 levels deep"),
     "key of 3,000 parts": ("c.toml", "model.options." + "a." * 3000 + "a = 1", "nested more than 32 levels deep"),
     "integer of 5,000 digits": ("c.toml", "[run]\nsteps = " + "9" * 5000, "not valid TOML: Exceeds the limit"),
     "integer of 20,000 bits": ("c.toml", "[run]\nsteps = 0x" + "f" * 5000, "too large: integers have 64 bits"),
-    "null character": ("c.json", '{"run": {"out_dir": "a\\u0000b"}}', "it holds a null character"),
-    "surrogate": ("c.json", '{"data": {"path": "a\\ud800"}}', "it is not UTF-8 text"),
+    "null character": ("c.json", '{"run": {"out_dir": "a\\u0000b"}}', "which holds a null character"),
+    "surrogate": ("c.json", '{"data": {"path": "a\\ud800"}}', "which is not UTF-8 text"),
 }
 
 
@@ -358,7 +361,7 @@ def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None
     message = refusal(load_config, path, ["optimizer.lr=fast", "pipeline.ranks=-1"])
     problems = message.split("; ")
     assert [p.removeprefix(f"{path}: ") for p in problems[:1]] == ["unknown key run.step: did you mean run.steps?"]
-    assert problems[1].startswith("override 'optimizer.lr=fast': ")
+    assert problems[2].startswith("override 'optimizer.lr=fast': ")
     assert f"{path}: data.seq_len is 0, must be at least 1" in problems
     assert "override 'pipeline.ranks=-1': pipeline.ranks is -1, must be at least 1" in problems
     assert any(p.startswith("run.batch=10 is not divisible by pipeline.microbatches=8") for p in problems)

@@ -141,9 +141,9 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch
         (["pipeline.towers.a.ranks=3"], "pipeline.towers have 4 ranks, and pipeline.ranks is 3: make them equal"),
         (["pipeline.chunks=2"], "towers have chunks of their own, as in pipeline.towers.NAME.chunks=2"),
         (["pipeline.towers.a=3"], "pipeline.towers: a: a tower is 3; want a table"),
-        (["pipeline.towers.a.ranks=x"], "a: ranks is 'x'; want a whole number from 1 to 4096"),
+        (["pipeline.towers.a.ranks=x"], 'a.ranks is "x", expected an integer'),
         (["pipeline.towers.a.rules=x"], "a: traversal: the type that goes first is 'x'"),
-        (["pipeline.towers.a.color=x"], "there is no setting 'color'; a tower has ranks, chunks, placement, rules"),
+        (["pipeline.towers.a.color=x"], "unknown key a.color: there are ranks, rules, chunks, placement"),
         (["pipeline.towers.join=c"], "join names 'c'; want some of a, b"),
         (["pipeline.towers.join=[1]"], "join is [1]; want the tower on whose last rank the loss runs, one of a, b"),
         (

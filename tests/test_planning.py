@@ -135,10 +135,10 @@ def test_every_mistake_of_a_target_file_is_told(tmp_path: Path) -> None:
     [
         ("[" * 100_000, "nested more than 32 levels deep"),
         ('{"base": "h100", "memory_bytes": ' + "9" * 5000 + "}", "Exceeds the limit"),
-        ('{"base": "h100", "memory_bytes": 1' + "0" * 400 + "}", "want a number above 0"),
+        ('{"base": "h100", "memory_bytes": 1' + "0" * 400 + "}", "memory_bytes is Infinity, which is not finite"),
         ('{"base": "h100", "base": "h200"}', "key 'base' is given twice"),
-        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "capability": 9}}), "chip is"),
-        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "cores": 1.5}}), "chip is"),
+        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "capability": 9}}), "chip.capability is 9"),
+        (json.dumps({"base": "h100", "chip": {**target_json(H100)["chip"], "cores": 1.5}}), "chip.cores is 1.5"),
     ],
 )
 def test_odd_target_files_are_one_line(tmp_path: Path, content: str, expected: str) -> None:

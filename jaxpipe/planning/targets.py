@@ -18,31 +18,39 @@ Not modelled: clocks that fall under load, and contention of links beyond what `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.train.settings import read_mapping
+from jaxpipe.train.settings import Collected, not_empty, positive, read_mapping, within
 from jaxpipe.wording import closest
 
 _GB = 1e9
 _TFLOP = 1e12
 _MOST = 1e24  # of any figure in a file
+_Name = Annotated[str, not_empty]
+_Count = Annotated[int, within(1, 2**62)]
+_Figure = Annotated[float, positive, within(0, _MOST)]
+_Seconds = Annotated[float, within(0, _MOST)]
+
+
+def _has_float32(rates: Mapping[str, float]) -> str:
+    return "" if "float32" in rates else "must have float32, too"
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
     """What XLA's description of a GPU needs beside rates: numbers of the compute capability and of the chip."""
 
-    capability: tuple[int, int]
-    cores: int
-    fpus_per_core: int
-    clock_ghz: float
-    l2_bytes: int
-    shared_memory_per_core: int
+    capability: tuple[Annotated[int, within(0)], Annotated[int, within(0)]]
+    cores: _Count
+    fpus_per_core: _Count
+    clock_ghz: _Figure
+    l2_bytes: _Count
+    shared_memory_per_core: _Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +63,20 @@ class Target:
     once. ``chip``: None where compiling without the device is not possible.
     """
 
-    name: str
-    description: str
-    flops_per_s: Mapping[str, float]
-    memory_bytes: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    node_size: int = 8
-    link_latency_s: float = 4e-6
-    network_latency_s: float = 10e-6
-    host_latency_s: float = 10e-6
-    gpus_per_host_link: int = 1
+    name: _Name
+    description: _Name
+    flops_per_s: Annotated[Mapping[str, _Figure], _has_float32]
+    memory_bytes: _Figure
+    memory_bytes_per_s: _Figure
+    link_bytes_per_s: _Figure
+    network_bytes_per_s: _Figure
+    d2h_bytes_per_s: _Figure
+    h2d_bytes_per_s: _Figure
+    node_size: _Count = 8
+    link_latency_s: _Seconds = 4e-6
+    network_latency_s: _Seconds = 10e-6
+    host_latency_s: _Seconds = 10e-6
+    gpus_per_host_link: _Count = 1
     host_duplex: bool = True
     chip: Chip | None = None
 
@@ -191,58 +199,13 @@ def find_target(name_or_path: str) -> Target:
             f"unknown target {name_or_path!r}{closest(name_or_path, TARGETS)}; known: {', '.join(TARGETS)}, or the path of a "
             ".json file"
         )
-    data = read_mapping(Path(name_or_path), "target file")
-    known = {f.name: str(f.type) for f in fields(Target)}
-    stem, base = Path(name_or_path).stem, data.get("base")
-    values: dict[str, Any] = {"name": stem, "description": stem, **{k: v for k, v in data.items() if k != "base"}}
-    problems = [f"unknown field {key!r}; known: base, {', '.join(known)}" for key in values if key not in known]
-    for key in [key for key in values if key in known]:
-        want, fits = _WANTED["latency" if key.endswith("latency_s") else known[key]]
-        if not fits(values[key]):
-            problems.append(f"{key} is {values[key]!r}; want {want}")
-        elif key == "chip":
-            values[key] = Chip(**{**values[key], "capability": tuple(values[key]["capability"])})
-    missing = [f.name for f in fields(Target) if f.default is MISSING and f.name not in values]
-    if base is None and missing:
-        problems.append(f"without a base it needs {', '.join(missing)}")
-    elif base is not None and base not in TARGETS:
-        problems.append(f"base is {base!r}; known: {', '.join(TARGETS)}")
-    if problems:
-        raise ConfigError("; ".join(f"target {name_or_path}: {problem}" for problem in problems))
-    return Target(**values) if base is None else replace(TARGETS[base], **values)
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and _positive(value)
-
-
-def _is_chip(value: Any) -> bool:
-    kinds = {f.name: str(f.type) for f in fields(Chip)}
-    return (
-        isinstance(value, dict)
-        and value.keys() == kinds.keys()
-        and all(_WANTED[k][1](value[n]) for n, k in kinds.items())
-    )
-
-
-_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a text", lambda value: isinstance(value, str) and value.strip() != ""),
-    "int": ("a whole number above 0", _is_count),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "float": ("a number above 0", _positive),
-    "latency": ("a number of seconds, at least 0", lambda value: value == 0 or _positive(value)),
-    "tuple[int, int]": (
-        "two numbers",
-        lambda x: isinstance(x, list) and [n == 0 or _is_count(n) for n in x] == [True] * 2,
-    ),
-    "Mapping[str, float]": (
-        "an object of positive rates by dtype, with float32 among them",
-        lambda value: isinstance(value, dict) and "float32" in value and all(map(_positive, value.values())),
-    ),
-    "Chip | None": (f"an object of {', '.join(f.name for f in fields(Chip))}", _is_chip),
-}
-"""What a file's values must be, by the type of their field: in words, and as a test."""
+    data = dict(read_mapping(Path(name_or_path), "target file"))
+    base, place, found = data.pop("base", None), f"target {name_or_path}", Collected(Target)
+    if base is not None and str(base) not in TARGETS:
+        found.problem(place, f"base is {base!r}; known: {', '.join(TARGETS)}")
+    stem = Path(name_or_path).stem
+    found.add_table({"name": stem, "description": stem, **data}, place)
+    if base is None:
+        found.add_missing(place, "without a base it needs")
+    found.refuse()
+    return found.made(Target) if base is None else replace(TARGETS[base], **found.values)

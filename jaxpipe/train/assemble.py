@@ -39,9 +39,8 @@ from jaxpipe.schedule.placement import Edges
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, cut_edges, plan_stages
-from jaxpipe.train.own_schedules import made_by_function, traversed
+from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
-from jaxpipe.train.towers import towers_of
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]

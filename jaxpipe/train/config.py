@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,7 +19,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.train import settings
 from jaxpipe.train.rules import broken_rules
 from jaxpipe.train.sections import Sections
-from jaxpipe.train.settings import Collected, Problem
+from jaxpipe.train.settings import Collected
+from jaxpipe.wording import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,19 @@ class TrainConfig(Sections):
     """
 
     def __post_init__(self) -> None:
-        found = Collected()
-        settings.collect_mapping(TrainConfig, settings.to_mapping(self), "", found)
-        _raise_if([*found.problems, *broken_rules(self, found.bad_keys)])
+        found = Collected(TrainConfig)
+        found.add_table(self.to_dict(), "")
+        found.problems += broken_rules(self, found.bad_keys)
+        found.refuse()
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], place: str = "config") -> TrainConfig:
         """The config of sections and keys as :meth:`to_dict` gives them; absent keys keep their defaults."""
-        found = Collected()
-        settings.collect_mapping(cls, mapping, place, found)
-        return _finish(found)
+        return _config(mapping, place)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections and keys as plain values that JSON can hold."""
-        return settings.to_mapping(self)
+        return {name: settings.plain(getattr(self, name)) for name in _SECTIONS}
 
     def to_toml(self) -> str:
         """TOML text; :func:`load_config` reads it back to an equal config."""
@@ -56,9 +56,7 @@ class TrainConfig(Sections):
 
     def override(self, overrides: Sequence[str]) -> TrainConfig:
         """This config with ``section.key=value`` overrides applied in order; the last one of a key wins."""
-        found = Collected()
-        settings.collect_mapping(TrainConfig, self.to_dict(), "", found)
-        return _finish(found, overrides)
+        return _config(self.to_dict(), "", overrides)
 
     def describe(self) -> str:
         """All settings, one a line, aligned; those that differ from the default are marked ``*``."""
@@ -68,8 +66,7 @@ class TrainConfig(Sections):
             for section, leaves in self.to_dict().items()
             for i, (key, value) in enumerate(leaves.items())
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(f"{s:<{widths[0]}} {mark} {key:<{widths[2]}}  {value}" for s, mark, key, value in rows)
+        return "\n".join(aligned(rows, left=range(4)))
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -79,28 +76,20 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: the file can't be read, or any value is wrong: one line with all problems. Also when a path has characters
             that this system's file names can't have.
     """
-    found = Collected()
-    if path is not None:
-        settings.collect_mapping(TrainConfig, settings.read_mapping(Path(path)), str(path), found)
-    config = _finish(found, overrides)
-    _raise_if([Problem(message, ()) for message in _unspellable(config)])
-    return config
-
-
-def _unspellable(config: TrainConfig) -> Iterator[str]:
-    """Paths that file names can't spell in this process: with an ASCII locale, what is not ASCII."""
+    config = _config({} if path is None else settings.read_mapping(Path(path)), str(path), overrides)
     paths = {
         "data.path": config.data.path,
         "data.tokenizer": config.data.tokenizer,
         "pipeline.schedule": config.pipeline.schedule,
         "run.out_dir": config.run.out_dir,
     }
-    for key, path in paths.items():
+    for key, name in paths.items():
         try:
-            os.fsencode(path)
+            os.fsencode(name)
         except UnicodeEncodeError:
-            encoding = sys.getfilesystemencoding()
-            yield f"{key} is {path!r}, and file names here are {encoding}: set PYTHONUTF8=1, or use other characters"
+            here = f"file names here are {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or use other characters"
+            raise ConfigError(f"{key} is {name!r}, and {here}") from None
+    return config
 
 
 def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
@@ -119,32 +108,26 @@ def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]]
 _SECTIONS: Mapping[str, Any] = get_type_hints(Sections)
 
 
-def _finish(found: Collected, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The config of the collected values, after overrides; raises with all problems, each with its place."""
+def _config(mapping: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The config of sections and keys found at ``place``, after overrides.
+
+    Raises:
+        ConfigError: one line with all problems, each with its place.
+    """
+    found = Collected(TrainConfig)
+    found.add_table(mapping, place)
     for override in overrides:
-        settings.collect_override(TrainConfig, override, found)
-    overridden = {key for key, place in found.places.items() if place.startswith(('override "', "override '"))}
-    if "pipeline.schedule" in overridden:
-        asked = found.values["pipeline.schedule"]
+        found.add_override(override)
+    if "pipeline.schedule" in found.overridden:
+        asked = found.values.get("pipeline.schedule")
         for name, prefix in (("traverse", "traverse."), ("towers", "pipeline.towers")):
-            for key in [k for k in found.values if k.startswith(prefix) and k not in overridden and name != asked]:
+            for key in [
+                k for k in found.values if k.startswith(prefix) and k not in found.overridden and name != asked
+            ]:
                 del found.values[key]  # rules for the schedule that is not asked for any more
-    given: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-    for key, value in found.values.items():
-        section, _, leaf = key.partition(".")
-        given[section][leaf] = value
-    sections = {name: section_type(**given[name]) for name, section_type in _SECTIONS.items()}
-    broken = [
-        replace(problem, place=found.places.get(problem.keys[0], "")) if len(problem.keys) == 1 else problem
-        for problem in broken_rules(Sections(**sections), found.bad_keys)
-    ]
-    _raise_if([*found.problems, *broken])
-    return TrainConfig(**sections)
-
-
-def _raise_if(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError("; ".join(" ".join(str(problem).split()) for problem in problems))
+    found.problems += broken_rules(found.made(Sections), found.bad_keys)
+    found.refuse()
+    return found.made(TrainConfig)
 
 
 def _show(value: Any) -> str:

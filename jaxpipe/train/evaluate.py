@@ -27,7 +27,7 @@ from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batch, Dataset
-from jaxpipe.train.rules import names_function
+from jaxpipe.train.sections import names_function
 from jaxpipe.train.setup import build_model, load_dataset, read_by
 from jaxpipe.train.stored import stored_params
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer

@@ -1,17 +1,75 @@
-"""The eight sections of a training config, and all of them together, unchecked: :mod:`.rules` says what they must satisfy."""
+"""The eight sections of a training config, and all of them together, unchecked. The annotations say what each value must
+satisfy, :mod:`.rules` what several must together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from math import inf
+from typing import Annotated, Any, Literal
+
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.stage.split.policies import POLICIES
+from jaxpipe.train.settings import in_float32, not_empty, positive, within
+from jaxpipe.wording import nearest
+
+_SCHEDULE_FILES = (".sched", ".json", ".csv")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def names_function(text: str) -> bool:
+    """Whether ``text`` is ``module:function``."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
+def _is_target(text: str) -> str:
+    return "" if names_function(text) else "expected module:function such as models.gpt:GPT"
+
+
+def _is_suffix(text: str) -> str:
+    return "" if text.startswith(".") else "expected suffixes that start with a dot, such as .txt"
+
+
+def _is_schedule(text: str) -> str:
+    names = (*FAMILIES, "traverse", "towers")
+    if text in names or text.endswith(_SCHEDULE_FILES) or names_function(text):
+        return ""
+    known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
+    return f"which is no schedule: {_advice(text, names, known)}"
+
+
+def _is_policy(text: str) -> str:
+    unknown = [part for part in text.split("+") if part.strip() not in POLICIES]
+    known = f"known: {', '.join(POLICIES)}, or several joined by +"
+    return f"and {unknown[0]!r} is no policy: {_advice(unknown[0], POLICIES, known)}" if unknown else ""
+
+
+def _advice(word: str, known: Iterable[str], otherwise: str) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
+def _rises(cut: tuple[int | str, ...]) -> str:
+    layers = [0, *(layer for layer in cut if isinstance(layer, int))]
+    rises = all(a < b for a, b in itertools.pairwise(layers))
+    return "" if rises else "stages start at increasing layers above 0, such as [2, 4, 6]"
+
+
+_Count = Annotated[int, within(1)]
+_Whole = Annotated[int, within(0)]  # from zero
+_Name = Annotated[str, not_empty]
+_Policy = Annotated[str, _is_policy]
+_Positive = Annotated[float, positive]
+_Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in float32
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """``target``: ``module:function`` that makes the model. ``options``: its keyword arguments."""
 
-    target: str = "models.gpt:GPT"
+    target: Annotated[str, _is_target] = "models.gpt:GPT"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -25,13 +83,13 @@ class DataConfig:
     the sequences.
     """
 
-    path: str = "stdlib"
-    tokenizer: str = "byte"
-    seq_len: int = 128
-    holdout: float = 0.05
+    path: _Name = "stdlib"
+    tokenizer: _Name = "byte"
+    seq_len: _Count = 128
+    holdout: Annotated[float, within(0, 0.5)] = 0.05
     split: Literal["blocks", "files"] = "blocks"
-    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
-    seed: int = 0
+    suffixes: tuple[Annotated[str, _is_suffix], ...] = (".txt", ".md", ".rst", ".py")
+    seed: Annotated[int, within(0, 2**63 - 1)] = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,15 +113,15 @@ class PipelineConfig:
     backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
     """
 
-    ranks: int = 4
-    tp: int = 1
-    dp: int = 1
-    microbatches: int = 8
-    chunks: int = 1
-    schedule: str = "1f1b"
-    memory_limit: float | None = None
-    recompute: str | tuple[str, ...] = "none"
-    cut: Literal["analytic", "measured"] | tuple[int | str, ...] = "analytic"
+    ranks: Annotated[int, within(1, 4096)] = 4
+    tp: Annotated[int, within(1, 65536)] = 1
+    dp: Annotated[int, within(1, 65536)] = 1
+    microbatches: _Count = 8
+    chunks: Annotated[int, within(1, 1024)] = 1
+    schedule: Annotated[str, _is_schedule] = "1f1b"
+    memory_limit: _Positive | None = None
+    recompute: _Policy | tuple[_Policy, ...] = "none"
+    cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
     sequence_parallel: bool = False
     fused_residual: bool = False
     zero1: bool = False
@@ -86,8 +144,8 @@ class OffloadConfig:
     slowly, where the devices have no pinned host memory.
     """
 
-    fraction: float = 1.0
-    host_memory_gb: float | None = None
+    fraction: Annotated[float, within(0, 1)] = 1.0
+    host_memory_gb: _Positive | None = None
     fallback: bool = False
 
 
@@ -97,13 +155,13 @@ class OptimizerConfig:
     ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
     """
 
-    lr: float = 1e-3
-    warmup_steps: int = 20
-    min_lr_ratio: float = 0.1
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip_norm: float = 1.0
+    lr: Annotated[float, positive, in_float32] = 1e-3
+    warmup_steps: _Whole = 20
+    min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
+    weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    eps: Annotated[float, positive, in_float32] = 1e-8
+    clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +176,24 @@ class RunConfig:
     this, and than 20 times the median, ends the run as hung (0: none does).
     """
 
-    steps: int = 200
-    batch: int = 32
-    seed: int = 0
+    steps: _Count = 200
+    batch: _Count = 32
+    seed: _Whole = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    eval_every: int = 50
-    eval_batches: int = 8
-    out_dir: str = "runs/default"
-    checkpoint_every: int = 50
-    keep_last: int = 2
-    keep_best: int = 1
+    eval_every: _Whole = 50
+    eval_batches: _Count = 8
+    out_dir: _Name = "runs/default"
+    checkpoint_every: _Whole = 50
+    keep_last: _Count = 2
+    keep_best: _Whole = 1
     resume: Literal["auto", "never", "must"] = "auto"
-    log_every: int = 10
+    log_every: _Count = 10
     tensorboard: bool = False
     platform: Literal["auto", "cpu", "gpu"] = "auto"
-    devices: int = 0
+    devices: _Whole = 0
     on_nonfinite: Literal["skip", "abort"] = "skip"
-    max_skipped: int = 5
-    watchdog_s: float = 60.0
+    max_skipped: _Whole = 5
+    watchdog_s: Annotated[float, within(0, inf)] = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +208,11 @@ class ReplanConfig:
     """
 
     enabled: bool = False
-    min_gain: float = 0.01
-    time_limit_s: float = 60.0
-    workers: int = 1
-    drift: float = 0.1
-    memory_limit: float | None = None
+    min_gain: Annotated[float, within(0, 1)] = 0.01
+    time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
+    workers: Annotated[int, within(1, 1024)] = 1
+    drift: _Positive = 0.1
+    memory_limit: _Positive | None = None
     split: bool = True
 
 

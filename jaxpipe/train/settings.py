@@ -1,12 +1,16 @@
-"""Typed settings: frozen dataclasses of sections, filled from TOML or JSON files and from dotted overrides.
+"""Typed settings: frozen dataclasses filled from TOML or JSON files and from dotted overrides.
 
-What: :func:`collect` turns a mapping (a parsed file) and overrides such as ``run.steps=200`` into checked values by dotted
-key; every problem found is kept, with its place (file or override) and key, so that a user mends all of them at once.
-A record class has one level of sections; the fields of a section are leaves. Leaf types understood: ``bool int float str``,
-``Literal`` of strings, ``X | None``, unions, ``tuple[X, ...]``, ``tuple[X, Y]`` and ``Mapping[str, Any]`` (an open table).
+What: :class:`Collected` takes a mapping (a parsed file) and overrides such as ``run.steps=200`` and keeps checked values by
+dotted key; every problem found is kept, with its place (file or override) and key, so that a user mends all of them at once.
+:func:`decode` does so for one table. A field that is itself a record is a section; the others are leaves. Leaf types that are
+understood: ``bool int float str``, ``Literal`` of strings, ``X | None``, unions, ``tuple[X, ...]``, ``tuple[X, Y]``,
+``Mapping[str, X]`` and ``Mapping[str, Any]`` (an open table); in a union or a mapping also a record. ``Annotated[X, test, …]``
+adds tests of the value: functions that say what is wrong with it, such as :func:`within`.
 A value that TOML, strict JSON or a file name can't hold is refused: integers beyond 64 bits, NaN and infinity, text with null
 characters or bytes that are no UTF-8, tables nested more than 32 levels deep.
 Does not model: environment variables, includes, interpolation, several files.
+By hand, as libraries (msgspec, pydantic, cattrs) tell the first problem only, or read ``"3"`` as a number, and know none of
+the refusals above.
 """
 
 from __future__ import annotations
@@ -16,295 +20,327 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.files import read_file, unique_keys
 from jaxpipe.wording import nearest
 
 Hint = Any  # a type annotation
-_LARGEST = sys.float_info.max
+Test = Callable[[Any], str]  # what is wrong with a value, such as "must be at least 1"; empty: nothing
+_T = TypeVar("_T")
 _DEEPEST = 32  # tables and lists inside one another
 _SHOWN = 60  # characters of a value in a message
+_origin: Callable[[Hint], Any] = get_origin
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "none"}
+
+
+def within(low: float, high: float = 2**31 - 1) -> Test:
+    """A test of numbers from ``low`` to ``high``; by default what JAX counts steps and positions with."""
+
+    def test(value: float) -> str:
+        return f"must be at least {low}" if value < low else f"must be at most {high}" if value > high else ""
+
+    return test
+
+
+def positive(value: float) -> str:
+    """A test of numbers."""
+    return "" if value > 0 else "must be greater than 0"
+
+
+def in_float32(value: float) -> str:
+    """A test of numbers."""
+    return (
+        "" if value == 0 or 1.2e-38 <= abs(value) <= 3.4e38 else "which float32 does not hold: use 1.2e-38 to 3.4e+38"
+    )
+
+
+def not_empty(text: str) -> str:
+    """A test of strings."""
+    return "" if text.strip() else "must not be empty"
 
 
 class _MisfitError(Exception):
-    """A value does not fit its type hint. The text says why, where the expectation alone would not."""
+    """A value is of another type than its hint. The text says what is expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing wrong: what (``message`` names the key), the dotted ``keys`` it involves, and its ``place`` (a file, an
-    override, or empty for values made in Python)."""
-
-    message: str
-    keys: tuple[str, ...]
-    place: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.message}" if self.place else self.message
+def _refuse(key: str, value: Any, wrong: str) -> None:
+    """Raises ConfigError if anything is ``wrong`` with a value."""
+    if wrong:
+        raise ConfigError(f"{_clipped(key)} is {_shown(value)}, {wrong}")
 
 
-@dataclass(slots=True)
-class Collected:
-    """Values by dotted key, the place that each came from, and the problems met on the way. Keys not given are absent."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-
-    def add(self, key: str, value: Any, place: str) -> None:
-        self.values[key], self.places[key] = value, place
-
-    @property
-    def bad_keys(self) -> set[str]:
-        return {key for problem in self.problems for key in problem.keys}
-
-
-def _anatomy(hint: Hint) -> tuple[Any, tuple[Any, ...]]:
-    """Origin and arguments: ``tuple[int, ...]`` gives ``tuple, (int, Ellipsis)``; a plain class ``None, ()``."""
-    return get_origin(hint), get_args(hint)
-
-
-def expected(hint: Hint) -> str:
-    """The hint in words: ``an integer``, ``one of 'auto', 'never'``, ``a list of 2 numbers`` …"""
-    simple = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "none"}
-    if hint in simple:
-        return simple[hint]
-    origin, args = _anatomy(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, args))
-    if origin in (Union, UnionType):
-        return " or ".join(map(expected, args))
-    if origin is tuple:
-        parts = get_args(args[0]) or (args[0],)
-        plural = " or ".join({int: "integers", float: "numbers", str: "strings"}.get(part, "values") for part in parts)
-        return f"a list of {plural}" if args[-1] is Ellipsis else f"a list of {len(args)} {plural}"
-    return "a table"
-
-
-def fit(value: Any, hint: Hint) -> Any:
+def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
     """``value`` (as TOML, JSON or Python gives it) as the hint wants it; integers pass as numbers, lists become tuples.
 
+    ``key``: what messages call it. ``text``: it is the text of an override, in which lists are ``1,2,3`` or ``[1, 2, 3]``, and
+    ``none`` is None.
+
     Raises:
-        _MisfitError: it does not fit.
+        ConfigError: it is of another type, one of the tests says what is wrong with it, or no file can hold it.
     """
-    origin, args = _anatomy(hint)
+    try:
+        return _fit(value, hint, key, text)
+    except _MisfitError as wanted:
+        _refuse(key, value, f"expected {wanted}")
+
+
+def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
+    """As :func:`fit`, but for a value of another type, which raises _MisfitError."""
+    origin, args = _origin(hint), get_args(hint)
+    if origin is Annotated:
+        fitted = _fit(value, args[0], key, text)
+        for test in args[1:]:
+            _refuse(key, fitted, test(fitted))
+        return fitted
     if origin in (Union, UnionType):
-        return _first_fit(fit, value, args)
+        return _first_fit(value, args, key, text)
+    if origin is tuple:
+        if text:
+            listed = value.strip().removeprefix("[").removesuffix("]").split(",")
+            value = [item.strip().strip("\"'") for item in listed if item.strip()]
+        if not isinstance(value, (list, tuple)) or (args[-1] is not Ellipsis and len(value) != len(args)):
+            raise _MisfitError("a list" if args[-1] is Ellipsis else f"a list of {len(args)} values")
+        return tuple(fit(item, args[0], f"{key}[{k}]", text=text) for k, item in enumerate(value))
+    if text:
+        value = _said(value, hint, key)
     if origin is Literal:
-        if value in args and isinstance(value, str):
+        if isinstance(value, str) and value in args:
             return value
         near = nearest(str(value), args, 0.6)
-        raise _MisfitError(f"did you mean {near!r}?" if near else "")
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)) or (args[-1] is not Ellipsis and len(value) != len(args)):
-            raise _MisfitError
-        return tuple(fit(x, args[0]) for x in value)
-    if hint is float and type(value) in (int, float):
-        if not -_LARGEST <= value <= _LARGEST:
-            raise _MisfitError("not finite")
-        return float(value)
-    if isinstance(hint, type):
-        if type(value) is hint:
-            return _storable(value)
-        raise _MisfitError
+        raise _MisfitError(f"one of {', '.join(map(repr, args))}" + (f" (did you mean {near!r}?)" if near else ""))
+    if hint in _SCALARS:
+        if hint is float and type(value) is int:
+            value = float(value) if abs(value) <= sys.float_info.max else math.inf
+        if type(value) is not hint:
+            raise _MisfitError(_SCALARS[hint])
+        _refuse(key, value, "" if value is None else _unstorable(value))
+        return value
     if not isinstance(value, Mapping):
-        raise _MisfitError
-    return _fit_open(value, _DEEPEST)
+        raise _MisfitError("a table")
+    if is_dataclass(hint):
+        return decode(hint, value, f"{key}.")  # type: ignore[arg-type]  # a class
+    if args[1] is Any:
+        _refuse(key, value, _unstorable(value))
+        return plain(value)
+    return {name: fit(x, args[1], f"{key}.{name}") for name, x in value.items()}
 
 
-def _fit_open(value: Any, levels: int) -> Any:
-    """A value of an open table: a scalar, a list or a table of such, nested at most ``levels`` deep."""
-    if isinstance(value, (Mapping, list, tuple)):
-        if not levels:
-            raise _MisfitError(f"nested more than {_DEEPEST} levels deep")
-        if isinstance(value, Mapping):
-            return {_storable(key): _fit_open(x, levels - 1) for key, x in value.items()}
-        return [_fit_open(x, levels - 1) for x in value]
-    if type(value) not in (bool, int, float, str):
-        raise _MisfitError(f"holds {value!r}: use numbers, strings, true, false, lists and tables")
-    return _storable(value)
-
-
-def _storable(value: Any) -> Any:
-    """A scalar that TOML, strict JSON and file names can hold."""
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        raise _MisfitError("too large: integers have 64 bits")
-    if type(value) is float and not math.isfinite(value):
-        raise _MisfitError("not finite")
-    if type(value) is str and "\0" in value:
-        raise _MisfitError("it holds a null character")
-    if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
-        raise _MisfitError("it is not UTF-8 text")
-    return value
-
-
-def _first_fit(convert: Any, value: Any, hints: Sequence[Hint]) -> Any:
-    """The first hint that fits; strings last, since they fit any text. The most telling misfit is passed on."""
-    telling = _MisfitError()
-    for hint in sorted(hints, key=lambda h: h is str):
+def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
+    """By the first hint that fits; strings last, since they fit any text."""
+    wanted = []
+    one_word = text and not re.search(r"^\s*\[|,", value)  # a misspelt one would be a list of one string
+    for hint in sorted(hints, key=lambda h: _bare(h) is str):
         try:
-            return convert(value, hint)
+            if one_word and _origin(_bare(hint)) is tuple:
+                raise _MisfitError("a list")
+            return _fit(value, hint, key, text)
         except _MisfitError as misfit:
-            telling = misfit if str(misfit) else telling
-    raise telling
+            wanted.append(str(misfit))
+    raise _MisfitError(" or ".join(wanted))
 
 
-def parse(text: str, hint: Hint) -> Any:
-    """``text`` of an override as the hint wants it. Lists are ``1,2,3`` or ``[1, 2, 3]``; ``none`` is None.
+def _bare(hint: Hint) -> Hint:
+    """The hint without tests."""
+    return get_args(hint)[0] if _origin(hint) is Annotated else hint
 
-    Raises:
-        _MisfitError: it can't be read so.
-    """
-    origin, args = _anatomy(hint)
-    if origin in (Union, UnionType):
-        listed = text.strip().startswith("[") or "," in text  # else a misspelt word would be a list of one string
-        return _first_fit(parse, text, [arg for arg in args if listed or get_origin(arg) is not tuple])
-    if hint is str or origin is Literal:
-        return fit(text, hint)
-    stripped = text.strip()
-    if origin is tuple:
-        items = [x.strip().strip("\"'") for x in stripped.removeprefix("[").removesuffix("]").split(",") if x.strip()]
-        if args[-1] is not Ellipsis and len(items) != len(args):
-            raise _MisfitError
-        return tuple(parse(x, args[0]) for x in items)
-    if hint is bool or hint is NoneType:
-        words: dict[str, bool | None] = {"true": True, "false": False} if hint is bool else {"none": None, "null": None}
-        if stripped.lower() not in words:
-            raise _MisfitError
-        return words[stripped.lower()]
+
+def _said(text: str, hint: Hint, key: str) -> Any:
+    """What the text of an override says to this hint; the text itself if nothing."""
+    if hint is str or _origin(hint) is Literal:
+        return text
+    text = text.strip()
+    if hint in (bool, NoneType):
+        return _WORDS.get(text.lower(), text)
     if hint in (int, float):
         try:
-            return fit(hint(stripped), hint)
+            return hint(text)
         except ValueError:
-            raise _MisfitError from None
-    return fit(_parse_open(stripped), hint)
+            return text
+    return _parse_open(text, key)
 
 
-def _parse_open(text: str) -> Any:
+def _parse_open(text: str, key: str) -> Any:
     """A value for an open table: what TOML makes of it, or the text itself."""
     try:
         document = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
     except RecursionError:
-        raise _MisfitError(f"nested more than {_DEEPEST} levels deep") from None
+        raise ConfigError(f"{key} is nested more than {_DEEPEST} levels deep") from None
     except ValueError:  # more digits than Python reads
-        raise _MisfitError("too large: integers have 64 bits") from None
+        raise ConfigError(f"{key} is too large: integers have 64 bits") from None
     return document["x"] if len(document) == 1 else text
 
 
-@cache
-def leaf_hints(record: type) -> Mapping[str, Hint]:
-    """Type hints of a record's leaves by dotted key, in order of declaration."""
-    hints: dict[str, Hint] = {}
-    for section, section_type in get_type_hints(record).items():
-        if is_dataclass(section_type):
-            hints |= {f"{section}.{name}": hint for name, hint in get_type_hints(section_type).items()}
-    return hints
+def _unstorable(value: Any, levels: int = _DEEPEST) -> str:
+    """Why TOML, strict JSON or file names can't hold a value nested at most ``levels`` deep; empty if they can."""
+    if isinstance(value, (Mapping, list, tuple)):
+        if not levels:
+            return f"nested more than {_DEEPEST} levels deep"
+        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return next(filter(None, (_unstorable(x, levels - 1) for x in inside)), "")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return "too large: integers have 64 bits"
+    if type(value) is float and not math.isfinite(value):
+        return "which is not finite"
+    if type(value) is str and "\0" in value:
+        return "which holds a null character"
+    if type(value) is str and any("\ud800" <= character <= "\udfff" for character in value):
+        return "which is not UTF-8 text"
+    if type(value) not in (bool, int, float, str):
+        return f"which holds {value!r}: use numbers, strings, true, false, lists and tables"
+    return ""
 
 
-def _sections(record: type) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key.split(".")[0] for key in leaf_hints(record)))
-
-
-def _unknown(record: type, key: str, place: str) -> Problem:
-    """The problem of a key that does not exist, with a suggestion: the key meant, or those that there are."""
-    hints, sections = leaf_hints(record), _sections(record)
-    section, _, leaf = key.partition(".")
-    siblings = [k.split(".")[1] for k in hints if k.startswith(section + ".")]
-    near = [f"{section}.{found}" for found in [nearest(leaf, siblings, 0.6)] if found]
-    near += [k for k in hints if k.split(".")[1] == (leaf or section)]
-    if not siblings:
-        near += [found for found in [nearest(key, hints if leaf else sections, 0.6)] if found]
-    if near:
-        advice = f"did you mean {near[0]}?"
-    else:
-        advice = f"[{section}] has {', '.join(siblings)}" if siblings else f"sections: {', '.join(sections)}"
-    return Problem(f"unknown key {key}: {advice}", (key,), place)
-
-
-def _misfit(key: str, value: Any, hint: Hint, why: _MisfitError, place: str) -> Problem:
-    shown = _clipped(json.dumps(_outline(value, 4), ensure_ascii=False, default=repr))
-    wanted = "" if hint is None else f", expected {expected(hint)}"
-    reason = f" ({why})" if str(why) else ""
-    return Problem(f"{_clipped(key)} is {shown}{wanted}{reason}", (key,), place)
+def _shown(value: Any) -> str:
+    try:
+        return _clipped(json.dumps(value, ensure_ascii=False, default=repr))
+    except (RecursionError, ValueError):  # nested too deeply, more digits than Python prints
+        return "a value too long to print"
 
 
 def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def _outline(value: Any, levels: int) -> Any:
-    """``value`` with what is nested deeper than ``levels`` left out, and without numbers too long to print."""
-    if isinstance(value, (Mapping, list, tuple)) and not levels:
-        return "..."
-    if isinstance(value, Mapping):
-        return {key: _outline(x, levels - 1) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_outline(x, levels - 1) for x in value]
-    return "a number of many digits" if type(value) is int and value.bit_length() > 200 else value
+@cache
+def leaf_hints(record: type) -> Mapping[str, Hint]:
+    """Type hints, with their tests, of a record's leaves by dotted key, in order of declaration."""
+    hints: dict[str, Hint] = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if is_dataclass(hint):
+            hints |= {f"{name}.{leaf}": x for leaf, x in leaf_hints(hint).items()}  # type: ignore[arg-type]  # a class
+        else:
+            hints[name] = hint
+    return hints
 
 
-def collect_mapping(record: type, mapping: Mapping[str, Any], place: str, into: Collected) -> None:
-    """Check the sections and leaves of ``mapping`` against ``record`` and add them to ``into``."""
-    hints = leaf_hints(record)
-    for section, content in mapping.items():
-        if section not in _sections(record):
-            into.problems.append(_unknown(record, section, place))
-            continue
-        if not isinstance(content, Mapping):
-            message = f"{section} is a section: write a table with its keys"
-            keys = tuple(k for k in hints if k.startswith(section + "."))
-            into.problems.append(Problem(message, keys, place))
-            continue
-        for leaf, value in content.items():
-            key = f"{section}.{leaf}"
-            if key not in hints:
-                into.problems.append(_unknown(record, key, place))
-                continue
+@dataclass(slots=True)
+class Collected:
+    """Values by dotted key for a record, and the problems met on the way, each a line, with the keys that they involve.
+
+    Keys not given are absent. ``prefix``: what messages put before keys. ``overridden``: keys that overrides gave.
+    """
+
+    record: type
+    prefix: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    overridden: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    bad_keys: set[str] = field(default_factory=set)
+
+    def problem(self, place: str, message: str, *keys: str) -> None:
+        """Note what is wrong; ``message`` names the keys."""
+        self.problems.append(" ".join(f"{place}: {message}".removeprefix(": ").split()))
+        self.bad_keys.update(keys)
+
+    def add(self, key: str, value: Any, place: str, *, text: bool = False) -> None:
+        """Check one leaf, and keep it if it is right. ``text``: as in :func:`fit`."""
+        hint, name = leaf_hints(self.record)[key], self.prefix + key
+        try:
+            self.values[key] = fit(value, hint, name, text=text)
+        except ConfigError as error:
+            self.problem(place, str(error), key)
+
+    def add_table(self, table: Mapping[str, Any], place: str, section: str = "") -> None:
+        """Check the sections and leaves of a mapping."""
+        hints = leaf_hints(self.record)
+        for name, value in table.items():
+            key = section + name
+            inside = [k for k in hints if k.startswith(f"{key}.")]
+            if key in hints:
+                self.add(key, value, place)
+            elif not inside:
+                self._unknown(key, place)
+            elif isinstance(value, Mapping):
+                self.add_table(value, place, f"{key}.")
+            else:
+                self.problem(place, f"{key} is a section: write a table with its keys", *inside)
+
+    def add_override(self, override: str) -> None:
+        """Check one ``section.key=value``; ``section.table.name=value`` sets inside an open table."""
+        hints, place = leaf_hints(self.record), f"override {_clipped(override)!r}"
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        section, *path = key.split(".")
+        table = ".".join([section, *path[:1]])
+        if not equals or not key:
+            self.problem(place, "write it as section.key=value", key)
+        elif key in hints:
+            self.add(key, text, place, text=True)
+        elif any(k.startswith(f"{key}.") for k in hints):
+            self.problem(place, f"{key} is a section: set one of its keys, {key}.NAME=value", key)
+        elif _origin(hints.get(table)) is Mapping and all(path):
             try:
-                into.add(key, fit(value, hints[key]), place)
-            except _MisfitError as why:
-                into.problems.append(_misfit(key, value, hints[key], why, place))
+                self.add(
+                    table, _with_nested(self.values.get(table, {}), path[1:], _parse_open(text.strip(), key)), place
+                )
+            except ConfigError as error:
+                self.problem(place, str(error), key)
+        else:
+            self._unknown(key, place)
+        self.overridden.add(table)
+
+    def add_missing(self, place: str, needs: str = "needs") -> None:
+        """Note the record's own fields that have no default and are not given."""
+        required = [f for f in fields(self.record) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [f"{self.prefix}{f.name}" for f in required if f.name not in self.values.keys() | self.bad_keys]
+        if missing:
+            self.problem(place, f"{needs} {', '.join(missing)}")
+
+    def _unknown(self, key: str, place: str) -> None:
+        """Note a key that does not exist, and the key meant, or those that there are."""
+        hints = leaf_hints(self.record)
+        section, _, leaf = key.partition(".")
+        inside = [k.removeprefix(f"{section}.") for k in hints if leaf and k.startswith(f"{section}.")]
+        known = inside or list(dict.fromkeys(k.partition(".")[0] for k in hints))
+        meant = [k for k in hints if k.endswith("." + (leaf or section))]
+        if not meant and (near := nearest(leaf if inside else section, known, 0.6)):
+            meant = [f"{section}.{near}" if inside else near]
+        advice = f"did you mean {self.prefix}{meant[0]}?" if meant else f"there are {', '.join(known)}"
+        self.problem(place, f"unknown key {self.prefix}{key}: {advice}", key)
+
+    def refuse(self) -> None:
+        """Raises ConfigError with all problems on one line, if there are any."""
+        if self.problems:
+            raise ConfigError("; ".join(self.problems))
+
+    def made(self, record: type[_T], section: str = "") -> _T:
+        """A record like the one that the values are for."""
+        given = {}
+        for name, hint in get_type_hints(record).items():
+            if is_dataclass(hint):
+                given[name] = self.made(hint, f"{section}{name}.")  # type: ignore[arg-type]  # a class
+            elif section + name in self.values:
+                given[name] = self.values[section + name]
+        return record(**given)
 
 
-def collect_override(record: type, override: str, into: Collected) -> None:
-    """Check one ``section.key=value`` and add it to ``into``; ``section.table.name=value`` sets inside an open table."""
-    hints, place = leaf_hints(record), f"override {_clipped(override)!r}"
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        into.problems.append(Problem("write it as section.key=value", (key,), place))
-        return
-    table = ".".join(key.split(".")[:2])
-    if key in _sections(record):
-        into.problems.append(Problem(f"{key} is a section: set one of its keys, {key}.NAME=value", (key,), place))
-    elif key in hints:
-        try:
-            into.add(key, parse(text, hints[key]), place)
-        except _MisfitError as why:
-            into.problems.append(_misfit(key, text, hints[key], why, place))
-    elif get_origin(hints.get(table)) in (Mapping, dict) and all(key.split(".")):
-        try:
-            value = _with_nested(into.values.get(table, {}), key.split(".")[2:], _parse_open(text.strip()))
-            into.add(table, _fit_open(value, _DEEPEST), place)
-        except _MisfitError as why:
-            into.problems.append(_misfit(key, text, None, why, place))
-    else:
-        into.problems.append(_unknown(record, key, place))
+def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
+    """The record that ``table`` describes. ``prefix``: what messages put before its keys.
+
+    Raises:
+        ConfigError: all that is wrong with it, on one line.
+    """
+    found = Collected(record, prefix)
+    found.add_table(table, "")
+    found.add_missing("")
+    found.refuse()
+    return found.made(record)
 
 
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
     if len(path) > _DEEPEST:
-        raise _MisfitError(f"nested more than {_DEEPEST} levels deep")
+        raise ConfigError(f"{_clipped('.'.join(path))} is nested more than {_DEEPEST} levels deep")
     head, rest = path[0], path[1:]
     inner = table.get(head)
     new = _with_nested(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value
@@ -339,43 +375,24 @@ def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
     return document
 
 
-def to_mapping(record: Any) -> dict[str, dict[str, Any]]:
-    """Sections and leaves as plain values that JSON can hold: tuples become lists."""
-    return {
-        section.name: {
-            leaf.name: _plain(getattr(getattr(record, section.name), leaf.name))
-            for leaf in fields(getattr(record, section.name))
-        }
-        for section in fields(record)
-    }
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Records, mappings and tuples inside one another as what JSON can hold."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(x) for key, x in value.items()}
-    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
+        return {key: plain(x) for key, x in value.items()}
+    return [plain(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def to_toml(mapping: Mapping[str, Mapping[str, Any]]) -> str:
     """TOML text of sections and leaves. None is left out, as TOML has no word for it: such leaves must default to None."""
     parts = []
     for section, leaves in mapping.items():
-        lines = [f"{_toml_key(key)} = {_toml(value)}" for key, value in leaves.items() if value is not None]
-        parts.append("\n".join([f"[{_toml_key(section)}]", *lines]))
+        lines = [f"{key} = {_toml(value)}" for key, value in leaves.items() if value is not None]
+        parts.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
-
-
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(x)}" for k, x in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
+    """As JSON writes it, but for ``=`` in tables and a character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")

@@ -23,7 +23,7 @@ from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.rules import names_function
+from jaxpipe.train.sections import names_function
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes

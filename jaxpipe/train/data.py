@@ -16,16 +16,17 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpipe.errors import DataError
+from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.train.corpus import Corpus, Document, check_extent
 from jaxpipe.train.permutation import Permutation, mix
+from jaxpipe.train.settings import decode, within
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -43,8 +44,8 @@ _MIN_BLOCK_TOKENS = 4096
 class DataState:
     """Where a run is in its data, for checkpoints: ``position`` sequences were consumed when ``step`` steps were done."""
 
-    step: int
-    position: int
+    step: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
+    position: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
     seed: int
     seq_len: int
     fingerprint: str
@@ -60,15 +61,10 @@ class DataState:
         Raises:
             DataError: keys are missing, unknown, or of the wrong type.
         """
-        kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
-        wrong = sorted(kinds.keys() ^ mapping.keys())
-        wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
-        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_SEQUENCES]
-        if wrong:
-            raise DataError(
-                f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"
-            )
-        return cls(**mapping)
+        try:
+            return decode(cls, mapping)
+        except ConfigError as error:
+            raise DataError(f"data state: {error}; the checkpoint is damaged or older") from None
 
 
 class Rows(Protocol):

@@ -66,11 +66,8 @@ class SplitModule:
 
     def skeleton(self) -> nnx.Module:
         """The module, in training mode, with types of arrays in place of parameters and random streams."""
-        leaves = {
-            path: _filled(leaf, self.constants[path]) if path in self.constants else leaf
-            for path, leaf in self.leaves.items()
-        }
-        return nnx.merge(self.definitions[True], nnx.from_flat_state({**leaves, **self.streams}))
+        constants = {path: _filled(self.leaves[path], value) for path, value in self.constants.items()}
+        return nnx.merge(self.definitions[True], nnx.from_flat_state({**self.leaves, **constants, **self.streams}))
 
     def call(
         self,

@@ -20,7 +20,7 @@ from jax.interpreters import batching
 
 from jaxpipe._jax_compat import (
     Atom,
-    ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     ScanParts,
@@ -117,7 +117,8 @@ batching.primitive_batchers[_BLOCK] = _vmapped
 @dataclass(frozen=True, slots=True)
 class Outline:
     """``invars``: of the traced call. ``output``: what it returns, arrays as atoms. ``lost``: values that a scan over blocks
-    collects, and that blocks by themselves do not make."""
+    collects, and that blocks by themselves do not make. ``wires``: what goes into the first block of each entry, and what comes
+    out of the last."""
 
     label: str
     invars: tuple[Var, ...]
@@ -126,17 +127,12 @@ class Outline:
     entries: tuple[Entry, ...]
     output: Any
     lost: frozenset[Var]
+    wires: Mapping[Wire, Atom]
 
     @property
     def results(self) -> list[Atom]:
         """The arrays that the call returns."""
         return [leaf for leaf in jax.tree.leaves(self.output) if isinstance(leaf, Var | Literal)]
-
-    @property
-    def wires(self) -> dict[Wire, Atom]:
-        """What goes into the first blocks of entries, and what comes out of the last."""
-        entering = {("in", e.first, i): a for e in self.entries for i, a in enumerate(e.entering)}
-        return entering | {w: v for e in self.entries for w, v in e.results.items()}
 
     def returned(self, values: Sequence[Any]) -> Any:
         """What the call returns, from the values of :attr:`results`."""
@@ -187,11 +183,13 @@ def trace_outline(stubs: Stubs, call: Callable[[list[Any]], Any], inputs: Sequen
         returned.append(call(arrays))
         return array_leaves(returned[-1])
 
-    lifting = _Lifting(stubs)
-    results = lifting.take(jax.make_jaxpr(traced)(list(inputs)))
-    output = fill(returned[-1], results)
-    invars, eqns, entries = tuple(lifting.invars), tuple(lifting.eqns), tuple(lifting.entries.values())
-    return Outline(stubs.label, invars, lifting.consts, eqns, entries, output, frozenset(lifting.lost))
+    lifting, closed = _Lifting(stubs), jax.make_jaxpr(traced)(list(inputs))
+    output = fill(returned[-1], lifting.take(closed.jaxpr, closed.consts, {}))
+    invars, eqns, entries = tuple(closed.jaxpr.invars), tuple(lifting.eqns), tuple(lifting.entries.values())
+    wires: dict[Wire, Atom] = {}
+    for e in entries:
+        wires |= {("in", e.first, i): atom for i, atom in enumerate(e.entering)} | e.results
+    return Outline(stubs.label, invars, lifting.consts, eqns, entries, output, frozenset(lifting.lost), wires)
 
 
 @dataclass(slots=True)
@@ -199,21 +197,18 @@ class _Lifting:
     """Gathers the equations around the blocks, and the blocks' entries by number, in the order of their calls."""
 
     stubs: Stubs
-    invars: list[Var] = field(default_factory=list)
     consts: dict[Var, Any] = field(default_factory=dict)
     eqns: list[JaxprEqn] = field(default_factory=list)
     entries: dict[int, Entry] = field(default_factory=dict)
     lost: set[Var] = field(default_factory=set)
 
-    def take(self, closed: ClosedJaxpr) -> list[Atom]:
-        """Take up a program; returns what its results are called."""
-        env: dict[Var, Atom] = {}
-        for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+    def take(self, jaxpr: Jaxpr, consts: Sequence[Any], env: dict[Var, Atom]) -> list[Atom]:
+        """Take up a program, whose inputs are called as ``env`` says; returns what its results are called."""
+        for v, c in zip(jaxpr.constvars, consts, strict=True):
             self.consts[_renamed(env, v)] = c
-        self.invars += [_renamed(env, v) for v in closed.jaxpr.invars]
-        for eqn in closed.jaxpr.eqns:
+        for eqn in jaxpr.eqns:
             self.add(eqn, env)
-        return [called(env, a) for a in closed.jaxpr.outvars]
+        return [called(env, a) for a in jaxpr.outvars]
 
     def add(self, eqn: JaxprEqn, env: dict[Var, Atom]) -> None:
         invars = [called(env, a) for a in eqn.invars]
@@ -223,13 +218,8 @@ class _Lifting:
         elif not _blocks_in(eqn):
             self.eqns.append(eqn.replace(invars=invars, outvars=[_renamed(env, v) for v in eqn.outvars]))
         elif call is not None and not eqn.primitive.name.startswith("custom"):
-            body, consts = call
-            inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
-            for v, c in zip(body.constvars, consts, strict=True):
-                self.consts[_renamed(inner, v)] = c
-            for sub in body.eqns:
-                self.add(sub, inner)
-            env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+            results = self.take(*call, dict(zip(call[0].invars, invars, strict=True)))
+            env.update(zip(eqn.outvars, results, strict=True))
         elif scan is not None:
             self._loop(eqn, scan, invars, env)
         else:
@@ -248,16 +238,16 @@ class _Lifting:
     def _loop(self, eqn: JaxprEqn, scan: ScanParts, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
         """A scan over a stack of blocks: an entry of as many blocks as it has iterations."""
         inner = _Lifting(self.stubs)
-        ends = inner.take(ClosedJaxpr(scan.body, list(scan.body_consts)))
+        ends = inner.take(scan.body, scan.body_consts, {})
         (entry, *more) = inner.entries.values()
         if more or entry.count > 1 or scan.reverse:
             self.stubs.refuse(
                 entry.first, "is called with others in one scan" if more else "is called in an unusual scan"
             )
         self.consts.update(inner.consts)
-        operand: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
-        carries = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
-        xs = set(inner.invars[scan.num_consts + scan.num_carry :])
+        operand: dict[Var, Atom] = dict(zip(scan.body.invars, invars, strict=True))
+        carries = scan.body.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+        xs = set(scan.body.invars[scan.num_consts + scan.num_carry :])
         result = {v: j for j, v in enumerate(entry.leaving)}
         end_of = dict(zip(carries, ends, strict=False))
         flow: dict[int, int] = {}

@@ -157,9 +157,9 @@ class ParamLayout:
             for path, leaf in leaves_of(name, params)
             if (name, path) not in aliases
         ]
-        _check_ties(leaves, aliases, shared)
-        lie = _sharding(layers, tp)
-        _check_tied_shards(lie, aliases)
+        have, lie = {(name, path) for name, path, _ in leaves}, _sharding(layers, tp)
+        assert shared.keys() <= have, "parameters that stage_params selects"
+        _check_ties(have, lie, aliases)
         own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
         slots, buffers, num_trained, kinds = _assign(own, lie, shared, small_bytes)
         return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
@@ -295,28 +295,19 @@ def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Plac
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
-    aliases: dict[Place, Place] = {}
-    shared: dict[Place, Place] = {}
-    for layer in layers:
-        for path, (owner, owner_path) in layer.tied.items():
-            (aliases if owner in here else shared)[(layer.name, tuple(path))] = (owner, tuple(owner_path))
-    return aliases, shared
+    ties = [((layer.name, path), (owner, tuple(at))) for layer in layers for path, (owner, at) in layer.tied.items()]
+    return {place: x for place, x in ties if x[0] in here}, {place: x for place, x in ties if x[0] not in here}
 
 
-def _check_ties(
-    leaves: Sequence[tuple[str, Path, Any]], aliases: Mapping[Place, Place], shared: Mapping[Place, Place]
-) -> None:
-    have = {(name, path) for name, path, _ in leaves}
+def _check_ties(have: Collection[Place], lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
+    """Raise StageError unless the leaves tied within a stage are there, and lie on the shards as their owners do."""
     for (layer, path), (owner, owner_path) in aliases.items():
+        tie = f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}"
         if (owner, owner_path) not in have:
+            raise StageError(f"{tie}, which does not exist or is itself tied; tie to the layer that creates the leaf")
+        if lie.get((layer, path)) != lie.get((owner, owner_path)):
             raise StageError(
-                f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist or is "
-                "itself tied; tie to the layer that creates the leaf"
-            )
-    for layer, path in shared:
-        if (layer, path) not in have:
-            raise StageError(
-                f"tied leaf {'/'.join((layer, *path))} was not given; select parameters with stage_params()"
+                f"{tie}, which lies differently on tensor-parallel shards; name the same axis in shards() of both"
             )
 
 
@@ -373,15 +364,6 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shar
             )
         shape[axis] //= shards
     return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
-
-
-def _check_tied_shards(lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
-    for (layer, path), owner in aliases.items():
-        if lie.get((layer, path)) != lie.get(owner):
-            raise StageError(
-                f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner[0], *owner[1]))}, which lies differently on "
-                "tensor-parallel shards; name the same axis in shards() of both"
-            )
 
 
 def _assign(

@@ -12,13 +12,12 @@ from dataclasses import fields
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams
-from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Params, Path, key_aval
 from jaxpipe.stage.model.nnx_modules import drawn, mode_keyword, typed_key
 from jaxpipe.stage.model.outline import Stubs
@@ -146,19 +145,12 @@ def _check_params(label: str, given: Mapping[Path, Any], types: Mapping[Path, ja
     """Raise StageError unless ``given`` are the parameters of the module, in their shapes."""
     if given.keys() != types.keys() and {path[0] for path in given if path} == {"params"}:
         raise StageError(f'{label}: params= holds {{"params": …}}; give what is in it, variables["params"]')
-    for path in given:
-        if path not in types:
-            raise StageError(
-                f"{label} has no parameter {'/'.join(path)!r}, which params= holds{nearest(path, types)}; give its "
-                'variables["params"]'
-            )
-    for path, leaf in types.items():
+    check_leaves(
+        label, given, {path: leaf.shape for path, leaf in types.items()}, 'give its variables["params"] as params='
+    )
+    for path in types:
         if path not in given:
             raise StageError(f'{label}: params= lacks {"/".join(path)}; give all of its variables["params"]')
-        if np.shape(given[path]) != leaf.shape:
-            raise StageError(
-                f"{label}: params= holds {'/'.join(path)} of shape {np.shape(given[path])}; the module makes it {leaf.shape}"
-            )
 
 
 def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) -> list[tuple[Path, int]]:

@@ -29,7 +29,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
 from jaxpipe.stage.model.outline import Outline, Wire
-from jaxpipe.stage.model.params import find_leaf, nested
+from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Tracing, Wiring, structure_key
 from jaxpipe.wording import closest
 
@@ -47,7 +47,9 @@ class CutModel(Model):
             StageError: one is missing.
         """
         return {
-            name: nested({path: _part(_found(whole, home[0]), home[1]) for path, home in homes.items()})
+            name: nested(
+                {path: _part(required_leaf(whole, home, self.name), index) for path, (home, index) in homes.items()}
+            )
             for name, homes in self.homes.items()
         }
 
@@ -62,7 +64,7 @@ class CutModel(Model):
         single: dict[Path, Any] = {}
         for name, homes in self.homes.items():
             for path, (home, index) in homes.items():
-                leaf = _found(params.get(name, {}), path)
+                leaf = required_leaf(params.get(name, {}), path, f"{self.name}, layer {name!r}")
                 leaf = leaf if isinstance(leaf, jax.core.Tracer) else jax.device_get(leaf)
                 if index is None:
                     single[home] = leaf
@@ -100,9 +102,15 @@ def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.S
     return types
 
 
-def nearest(path: Path, known: Iterable[Path]) -> str:
-    """``; did you mean x?`` for the known path most like ``path``, or nothing."""
-    return closest("/".join(path), ["/".join(p) for p in known])
+def check_leaves(label: str, given: Mapping[Path, Any], shapes: Mapping[Path, tuple[int, ...]], advice: str) -> None:
+    """Raise StageError unless ``given`` are among a module's parameters, in their shapes; ``advice``: what to give."""
+    for path, value in given.items():
+        name = "/".join(path)
+        if path not in shapes:
+            near = closest(name, map("/".join, shapes))
+            raise StageError(f"{label} has no parameter {name!r}{near}; {advice}")
+        if np.shape(value) != shapes[path]:
+            raise StageError(f"{label}: parameter {name} has shape {shapes[path]}, got {np.shape(value)}; {advice}")
 
 
 def cut_module(
@@ -241,7 +249,7 @@ class _Layers:
             flowing = {w: _unboxed(v, shapes[w]) for w, v in entered.items() if w in step.takes}
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
-            own = {path: _found(params, path) for path in step.leaves}
+            own = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
             given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
             leaves = {**self.module.leaves, **own}
             outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
@@ -345,13 +353,6 @@ def _as_written(atom: Atom, value: jax.Array) -> Any:
     return (
         np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
     )
-
-
-def _found(tree: Any, path: Path) -> Any:
-    leaf = find_leaf(tree, path)
-    if leaf is None:
-        raise StageError(f"there is no parameter {'/'.join(path)} in what was given")
-    return leaf
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:

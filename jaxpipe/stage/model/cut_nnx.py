@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Params, Path
 from jaxpipe.stage.model.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
 from jaxpipe.stage.model.outline import Stubs
@@ -69,15 +68,9 @@ def update_module(module: Any, params: Params) -> None:
     """
     variables = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     given = by_path(params)
-    for path, value in given.items():
-        if path not in variables:
-            raise StageError(
-                f"nnx module {type(module).__name__} has no parameter {joined(path)!r}{nearest(path, variables)}; give what "
-                "module_params gives, or a part of it"
-            )
-        shape = variables[path].get_value().shape
-        if np.shape(value) != shape:
-            raise StageError(f"parameter {joined(path)} has shape {shape}, got {np.shape(value)}")
+    shapes = {path: variable.get_value().shape for path, variable in variables.items()}
+    advice = "give what module_params gives, or a part of it"
+    check_leaves(f"nnx module {type(module).__name__}", given, shapes, advice)
     for path, value in given.items():
         variables[path].set_value(jax.numpy.asarray(value))
 

@@ -27,7 +27,7 @@ from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Params, key_aval
-from jaxpipe.stage.model.params import find_leaf, nested
+from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on
 
 KeyPath = tuple[Any, ...]
@@ -83,7 +83,8 @@ class SplitModule:
         Raises:
             StageError: a parameter is missing; the call changes a parameter, a constant or an attribute.
         """
-        given = {path: jnp.asarray(self._at(params, path)) for path in self.params} | dict(self.constants)
+        own = {path: required_leaf(params, tuple(map(str, path)), self.label) for path in self.params}
+        given = {path: jnp.asarray(leaf) for path, leaf in own.items()} | dict(self.constants)
 
         def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> tuple[Any, dict[KeyPath, Any]]:
             module = nnx.merge(self.definitions[train], nnx.from_flat_state(self._filled(values, key)))
@@ -157,12 +158,6 @@ class SplitModule:
             f"{self.label} changes its state {joined(path)} ({kind}) in a call, which microbatches in flight would overwrite; "
             "use a layer without it (LayerNorm or RMSNorm in place of BatchNorm, no cache in training)"
         )
-
-    def _at(self, params: Params, path: KeyPath) -> Any:
-        leaf = find_leaf(params, tuple(map(str, path)))
-        if leaf is None:
-            raise StageError(f"{self.label} has no parameter {joined(path)} in what it was given")
-        return leaf
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,6 +409,14 @@ def find_leaf(tree: Any, path: Path) -> Any:
     return tree
 
 
+def required_leaf(tree: Any, path: Path, whose: str) -> Any:
+    """The same; where there is none, StageError, which says that it is a parameter of ``whose``."""
+    leaf = find_leaf(tree, path)
+    if leaf is None:
+        raise StageError(f"{whose} has no parameter {'/'.join(path)} in what was given")
+    return leaf
+
+
 def by_path(tree: Any, path: Path = ()) -> dict[Path, Any]:
     """The leaves of a nested dict by path, keys as strings: the inverse of :func:`nested`."""
     if not isinstance(tree, Mapping):

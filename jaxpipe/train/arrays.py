@@ -19,17 +19,7 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
-from jaxpipe.train.data import (
-    Batch,
-    Batches,
-    DataState,
-    Kind,
-    check_kinds,
-    complement,
-    held_blocks,
-    padded_batches,
-    shown,
-)
+from jaxpipe.train.data import Batch, Batches, DataState, Kind, check_kinds, held_blocks, padded_batches, shown
 from jaxpipe.train.tokenizers import Tokenizer
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -83,13 +73,12 @@ class ArrayDataset:
         whole = cls(source, tokenizer, arrays, arrays)
         n = len(ArrayRows(arrays))
         held = held_blocks(n, holdout, 1)
-        kept = [
-            np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in spans)])
-            for spans in (complement(held, n), held)
-        ]
-        if not len(kept[0]) or (holdout and not len(kept[1])):
+        out = np.zeros(n, dtype=bool)
+        for start, stop in held:
+            out[start:stop] = True
+        if out.all() or (holdout and not out.any()):
             raise DataError(f"data {source}: {n} rows are too few to keep {holdout:g} for evaluation")
-        train, rest = (ArrayRows(arrays).batch(rows) for rows in kept)
+        train, rest = (ArrayRows(arrays).batch(np.flatnonzero(rows)) for rows in (~out, out))
         return replace(whole, train=train, held_out=rest, fingerprint="")
 
     def describe(self) -> str:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 712, 15),
-    "cli": (17, 2161, 6),
+    "cli": (17, 2037, 6),
     "cost": (5, 652, 6),
     "planning": (8, 988, 11),
     "plot": (8, 801, 5),
@@ -34,7 +34,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1015, 14),
     "schedule/passes": (10, 919, 9),
     "schedule/solve": (34, 4077, 38),
-    "stage": (43, 5938, 52),
+    "stage": (43, 5959, 52),
     "train": (49, 6489, 78),
 }
 MOST_OF_SCHEDULE = 7199

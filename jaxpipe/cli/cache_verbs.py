@@ -14,7 +14,7 @@ from jaxpipe.cli.report import print_json
 from jaxpipe.cli.schedule_verbs import add_json_flag
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
-from jaxpipe.wording import closest
+from jaxpipe.wording import aligned, closest
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.solve.cache import ScheduleCache
@@ -129,9 +129,7 @@ def _print_table(entries: Sequence[CacheEntry]) -> None:
         )
         for e in entries
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print("\n".join(aligned(rows)))
 
 
 def _clear(cache: ScheduleCache, as_json: bool) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
+    DEFAULT_SIZES,
     FREE_CHUNKS,
     CostChoice,
     add_chunk_limit_flags,
@@ -21,8 +21,8 @@ from jaxpipe.cli.cost_flags import (
     add_objective_flag,
     add_pass_flags,
     add_size_flags,
+    check_agreement,
     check_limit,
-    check_same_sizes,
     check_size,
     chosen_costs,
     chunks_are_free,
@@ -31,11 +31,11 @@ from jaxpipe.cli.cost_flags import (
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, load_schedule, make, show, simulated, write_outputs
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
     from jaxpipe.schedule.retime import Objective
@@ -74,7 +74,10 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
     if twice is not None:
         raise ConfigError(f"{twice!r} is given twice")
     schedules = {path: load_schedule(path) for path in arguments.files}
-    check_same_sizes(arguments, schedules)
+    check_agreement(arguments, schedules, DEFAULT_SIZES)
+    for flag, default in DEFAULT_SIZES.items():
+        known = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
+        setattr(arguments, flag, known[0] or default)
     return schedules
 
 
@@ -94,6 +97,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 def run_compare(arguments: argparse.Namespace) -> None:
     """Every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
     from jaxpipe.schedule import FAMILIES
+    from jaxpipe.schedule.retime import order_key
 
     if arguments.plot:
         check_outputs([arguments.plot], _PLOTS, "--plot")
@@ -104,7 +108,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     entries = [row(family, arguments, costs, most) for family in FAMILIES.values()]
     entries += [_file_row(path, schedule, arguments, costs) for path, schedule in files.items()]
     records = [e for e in entries if isinstance(e, Record)]
-    records.sort(key=lambda r: (float(f"{r.makespan:.9g}"), float(f"{r.max_span:.9g}"), r.peak))
+    records.sort(key=lambda r: order_key("makespan", r.timeline.makespan, r.timeline.max_span, r.peak))
     ordered: list[Record | Failure] = [*records, *(e for e in entries if isinstance(e, Failure))]
     notes = _notes(arguments, costs, records, explored=arguments.explore)
     if arguments.json:
@@ -165,7 +169,7 @@ def _entry(
     try:
         schedule, profile, timeline = made()
         within = limit if at_most(max(timeline.peak_activations), limit or 0) else None
-        record = Record.of(schedule, timeline, profile, within, **facts)
+        record = Record.of(schedule, profile, timeline, within, **facts)
         check_limit(timeline, limit)
     except JaxpipeError as error:
         reason = f"needs {record.peak:g} activations, limit {limit:g}" if record else _shortened(str(error), name)
@@ -190,16 +194,9 @@ def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, 
         return Failure(family.name, text, _shortened(text, family.name))
 
 
-def _record(candidate: Candidate, limit: float | None) -> Record:
-    setting = candidate.setting
-    return Record.of(
-        candidate.schedule,
-        candidate.timeline,
-        candidate.costs,
-        limit,
-        group=setting.group,
-        family_limit=setting.memory_limit,
-    )
+def _record(found: Candidate, limit: float | None) -> Record:
+    facts = {"group": found.setting.group, "family_limit": found.setting.memory_limit}
+    return Record.of(found.schedule, found.costs, found.timeline, limit, **facts)
 
 
 def _task(
@@ -227,7 +224,7 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
     from jaxpipe.plot.pareto import Point, plot_pareto
 
     points = [
-        Point(record.label, record.peak, record.bubble_rate, record is entry)
+        Point(record.label, record.peak, record.timeline.bubble_rate, record is entry)
         for entry in entries
         for record in (entry if isinstance(entry, Record) else entry.record,)
         if record is not None
@@ -245,64 +242,42 @@ def configure_best(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A schedule that keeps the limit. ``setting``: the family and its parameters, or the file."""
-
-    setting: str
-    record: Record
-    schedule: Schedule
-    costs: CostProfile
-    timeline: Timeline
-
-
 def run_best(arguments: argparse.Namespace) -> None:
     """Explore all families and their parameters, show and write the best schedule among these and the files."""
     from jaxpipe.schedule.retime import order_key
+    from jaxpipe.schedule.search_orders import best_for
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     files = _files(arguments)
     most = most_chunks(arguments, costs)
-    kept = [_kept(path, schedule, arguments, costs) for path, schedule in files.items()]
-    choices = [choice for choice in kept if choice is not None]
+    choices = [choice for path, schedule in files.items() for choice in _kept(path, schedule, arguments, costs)]
     try:
-        choices.insert(0, _best_family(arguments, costs, most))
-    except ScheduleError:
+        found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
+        choices.insert(0, (str(found.setting), _record(found, arguments.memory_limit)))
+    except ScheduleError:  # no family keeps the limit
         if not choices:
             raise
-    objective = arguments.objective
-    best = min(choices, key=lambda c: order_key(objective, c.record.makespan, c.record.max_span, c.record.peak))
-    write_outputs(arguments.output, best.schedule, best.timeline, best.costs, costs)
-    notes = _notes(arguments, costs, [best.record], explored=True)
-    if arguments.json:
-        print_json({**best.record.json(), "setting": best.setting, "notes": notes})
-        return
-    print(f"best: {best.setting}")
-    show(arguments, best.record, best.timeline, costs)
-    for note in notes:
-        print(f"  {note}")
+
+    def key(choice: tuple[str, Record]) -> tuple[float, float, float]:
+        timeline = choice[1].timeline
+        return order_key(arguments.objective, timeline.makespan, timeline.max_span, choice[1].peak)
+
+    setting, best = min(choices, key=key)
+    notes = _notes(arguments, costs, [best], explored=True)
+    conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
 
 
-def _best_family(arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> _Choice:
-    """Raises ScheduleError if no family keeps the limit."""
-    from jaxpipe.schedule.search_orders import best_for
-
-    found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
-    record = _record(found, arguments.memory_limit)
-    return _Choice(str(found.setting), record, found.schedule, found.costs, found.timeline)
-
-
-def _kept(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> _Choice | None:
-    """A schedule that was read, or None where a notice says why it can't be chosen."""
+def _kept(
+    path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
+) -> Iterator[tuple[str, Record]]:
+    """The file and the schedule read from it; nothing where a notice says why it can't be chosen."""
     try:
         schedule, profile, timeline = simulated(schedule, arguments, costs)
         check_limit(timeline, arguments.memory_limit)
+        yield path, Record.of(schedule, profile, timeline, arguments.memory_limit, file=path)
     except JaxpipeError as error:
         notice(f"{path}: not possible: {' '.join(str(error).split())}")
-        return None
-    record = Record.of(schedule, timeline, profile, arguments.memory_limit, file=path)
-    return _Choice(path, record, schedule, profile, timeline)
 
 
 class _Progress:

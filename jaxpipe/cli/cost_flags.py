@@ -7,12 +7,13 @@ given as ``--costs`` has an entry per stage and is used as it is.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.cli.parser import amount, cost_triple, whole_number
+from jaxpipe.cli.parser import add_value, amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,39 +29,24 @@ FREE_CHUNKS = 4
 
 def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
     """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
-    note = "; must agree with the file" if from_file else ""
-    group = parser.add_argument_group("sizes")
-    for flag, metavar, most in (
+    group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
+    for name, metavar, most in (
         ("ranks", "P", MOST_RANKS),
         ("microbatches", "M", MOST_MICROBATCHES),
         ("chunks", "V", MOST_CHUNKS),
     ):
-        default = DEFAULT_SIZES.get(flag)
-        shown = note or (f" (default {default})" if default else " per rank (default: the family's own)")
-        group.add_argument(
-            f"--{flag}",
-            metavar=metavar,
-            type=whole_number(flag, most),
-            default=None if from_file else default,
-            help=f"number of {flag}{shown}",
-        )
+        default = None if from_file else DEFAULT_SIZES.get(name)
+        text = f"number of {name}" if from_file or default else "chunks per rank (default: the family's own)"
+        add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
 
 
 def add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     """``--layers --max-chunks``: how many chunks per rank may be tried."""
     group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
-    group.add_argument(
-        "--layers",
-        metavar="N",
-        type=whole_number("layers", MOST_LAYERS),
-        help="layers of the model: ranks x chunks is at most this",
-    )
-    group.add_argument(
-        "--max-chunks",
-        metavar="V",
-        type=whole_number("chunks", MOST_CHUNKS),
-        help=f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)",
-    )
+    text = "layers of the model: ranks x chunks is at most this"
+    add_value(group, "--layers", "N", whole_number("layers", MOST_LAYERS), text)
+    text = f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)"
+    add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
 def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
@@ -90,12 +76,8 @@ def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
 
 def add_group_flag(parser: argparse.ArgumentParser) -> None:
     """``--group``."""
-    parser.add_argument(
-        "--group",
-        metavar="G",
-        type=whole_number("group", MOST_MICROBATCHES),
-        help="microbatches that run in turn through one chunk, for families that take it (default: the family's own)",
-    )
+    text = "microbatches that run in turn through one chunk, for families that take it (default: the family's own)"
+    add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
@@ -103,41 +85,21 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
     )
-    group.add_argument("--cost", metavar="F,B,W", type=cost_triple, help="time of F, B and W (default 1,1,1)")
-    group.add_argument(
-        "--comm", metavar="C", type=amount("time of a transfer"), help="time of one transfer between ranks (default 0)"
-    )
-    group.add_argument(
-        "--w-residual",
-        metavar="X",
-        type=amount("fraction", most=1),
-        help="fraction of an activation kept from B's end to W's end (default 1)",
-    )
-    group.add_argument(
-        "--offload-time",
-        metavar="T",
-        type=amount("offload time"),
-        help="time to copy a share's activations to the host and back (0: none); without it nothing may offload",
-    )
+    add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
+    add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
+    text = "fraction of an activation kept from B's end to W's end (default 1)"
+    add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
+    text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
+    add_value(group, "--offload-time", "T", amount("offload time"), text)
+    text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
+    add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
+    text = "how many collectives that is in each stage; two a layer are usual (default 1)"
+    add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
+    add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
     group.add_argument(
         "--host-link",
         choices=("shared", "duplex"),
         help="whether copies to the host and back share one lane (default: duplex, or what --costs says)",
-    )
-    group.add_argument(
-        "--tp-comm",
-        metavar="T",
-        type=amount("time of TP collectives"),
-        help="time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)",
-    )
-    group.add_argument(
-        "--tp-collectives",
-        metavar="N",
-        type=whole_number("number of collectives", MOST_CHUNKS),
-        help="how many collectives that is in each stage; two a layer are usual (default 1)",
-    )
-    group.add_argument(
-        "--costs", metavar="FILE", help="cost profile (JSON) with seconds and bytes of each stage, instead"
     )
 
 
@@ -172,12 +134,8 @@ def add_pass_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     """``--memory-limit``."""
-    parser.add_argument(
-        "--memory-limit",
-        metavar="L",
-        type=amount("limit", zero=False),
-        help="live activations allowed on a rank, in its share of one microbatch (1F1B needs p)",
-    )
+    text = "live activations allowed on a rank, in its share of one microbatch (1F1B needs p)"
+    add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,36 +249,23 @@ def check_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def check_agreement(arguments: argparse.Namespace, schedule: Schedule, path: str) -> None:
-    """Refuse size flags that differ from the schedule in a file.
+def check_agreement(arguments: argparse.Namespace, schedules: Mapping[str, Schedule], flags: Iterable[str]) -> None:
+    """Refuse schedules, keyed by file, that differ in size, and size flags that differ from them.
 
     Raises:
-        ConfigError: names the flag and both values.
+        ConfigError: names the flag and both values, or the files.
     """
-    sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches, "chunks": schedule.num_chunks}
-    for flag, actual in sizes.items():
-        asked = getattr(arguments, flag)
-        if asked is not None and asked != actual:
-            raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {actual} {flag}")
-
-
-def check_same_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
-    """Set ``--ranks`` and ``--microbatches`` to those of the schedules, keyed by file, or to the defaults without any.
-
-    Raises:
-        ConfigError: files differ in them, or a flag differs from the files.
-    """
-    for flag, default in DEFAULT_SIZES.items():
+    for flag in flags:
         sizes = {path: getattr(schedule, f"num_{flag}") for path, schedule in schedules.items()}
-        first, size = next(iter(sizes.items()), ("", getattr(arguments, flag) or default))
-        other = next((path for path, x in sizes.items() if x != size), None)
-        if other is not None:
-            raise ConfigError(
-                f"{first} has {size} {flag} and {other} has {sizes[other]}; compare schedules of one size"
-            )
-        if getattr(arguments, flag) not in (None, size):
-            raise ConfigError(f"--{flag} {getattr(arguments, flag)} contradicts {first}, which has {size} {flag}")
-        setattr(arguments, flag, size)
+        for first, path in itertools.pairwise(sizes):
+            if sizes[first] != sizes[path]:
+                raise ConfigError(
+                    f"{first} has {sizes[first]} {flag} and {path} has {sizes[path]}; compare schedules of one size"
+                )
+        asked = getattr(arguments, flag)
+        for path, size in sizes.items():
+            if asked not in (None, size):
+                raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {size} {flag}")
 
 
 def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:

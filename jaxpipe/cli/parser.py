@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
@@ -59,6 +59,19 @@ class Parser(argparse.ArgumentParser):
             else:
                 joined.append(argument)
         return joined
+
+
+def add_value(
+    where: argparse._ActionsContainer,
+    flag: str,
+    metavar: str,
+    kind: Callable[[str], Any],
+    text: str,
+    default: Any = None,
+) -> None:
+    """Add a flag that takes one value of a ``kind``, such as :func:`amount`; its help is ``text`` and the default."""
+    shown = "" if default is None else f" (default {default:g})"
+    where.add_argument(flag, metavar=metavar, type=kind, default=default, help=text + shown)
 
 
 def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:

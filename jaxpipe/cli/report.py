@@ -25,105 +25,86 @@ _FINER = (3, 2, 1)  # columns that the shortest action gets in a rounded picture
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sizes, times and peaks of one schedule under given costs. Times are in the unit of the costs.
+    """A schedule simulated under given costs, and what is said of it. Times are in the unit of the costs.
 
-    ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none.
     ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
     ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
-    was told, where it takes them. ``rank_shares``: what one activation is on each rank, its residuals of one microbatch (of the
-    first flow) in the unit of the costs. ``free_copies``: whether it offloads and that takes no time. ``file``: where the
-    schedule was read, if it was.
+    was told, where it takes them. ``file``: where the schedule was read, if it was.
     """
 
-    name: str
-    ranks: int
-    microbatches: int
-    chunks: int
-    makespan: float
-    max_span: float
-    bubble_rate: float
-    span_bubble_rate: float
-    peak_activations: tuple[float, ...]
+    schedule: Schedule
+    costs: CostProfile
+    timeline: Timeline
     lower_bound: float
     span_lower_bound: float
     offloaded_share: float
     memory_limit: float | None
-    group: int | None
-    family_limit: float | None
-    tp_exposed_s: tuple[float, ...] = ()
-    rank_shares: tuple[float, ...] = ()
-    free_copies: bool = False
+    group: int | None = None
+    family_limit: float | None = None
     file: str | None = None
 
     @classmethod
     def of(
-        cls,
-        schedule: Schedule,
-        timeline: Timeline,
-        costs: CostProfile,
-        memory_limit: float | None = None,
-        *,
-        group: int | None = None,
-        family_limit: float | None = None,
-        file: str | None = None,
+        cls, schedule: Schedule, costs: CostProfile, timeline: Timeline, memory_limit: float | None, **facts: Any
     ) -> Record:
-        from jaxpipe.schedule.memory import rank_share
+        """``facts``: the fields that have a default."""
         from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
 
         offloaded = offloaded_share(schedule, costs)
-        makespan, span = bounds_within(
-            schedule.placement, schedule.num_microbatches, costs, memory_limit, offload=offloaded > 0
-        )
-        return cls(
-            name=schedule.name,
-            ranks=schedule.num_ranks,
-            microbatches=schedule.num_microbatches,
-            chunks=schedule.num_chunks,
-            makespan=timeline.makespan,
-            max_span=timeline.max_span,
-            bubble_rate=timeline.bubble_rate,
-            span_bubble_rate=timeline.span_bubble_rate,
-            peak_activations=tuple(timeline.peak_activations),
-            lower_bound=makespan,
-            span_lower_bound=span,
-            offloaded_share=offloaded,
-            memory_limit=memory_limit,
-            group=group,
-            family_limit=family_limit,
-            tp_exposed_s=tuple(timeline.tp_exposed_s),
-            rank_shares=tuple(rank_share(schedule.placement, costs, rank, 0) for rank in range(schedule.num_ranks)),
-            free_copies=copies_are_free(schedule, costs),
-            file=file,
-        )
+        sizes = schedule.placement, schedule.num_microbatches
+        bounds = bounds_within(*sizes, costs, memory_limit, offload=offloaded > 0)
+        return cls(schedule, costs, timeline, *bounds, offloaded, memory_limit, **facts)
 
     def json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        """``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none."""
+        timed = ("makespan", "max_span", "bubble_rate", "span_bubble_rate", "peak_activations")
+        own = ("lower_bound", "span_lower_bound", "offloaded_share", "memory_limit", "group", "family_limit")
+        return {
+            "name": self.schedule.name,
+            "ranks": self.schedule.num_ranks,
+            "microbatches": self.schedule.num_microbatches,
+            "chunks": self.schedule.num_chunks,
+            **{name: getattr(self.timeline, name) for name in timed},
+            **{name: getattr(self, name) for name in own},
+            "tp_exposed_s": self.timeline.tp_exposed_s,
+            "rank_shares": self.rank_shares,
+            "free_copies": self.free_copies,
+            "file": self.file,
+        }
 
     @property
     def label(self) -> str:
         """What a table and a picture call it."""
-        return self.file or self.name
+        return self.file or self.schedule.name
 
     @property
     def peak(self) -> float:
         """The highest peak over all ranks."""
-        return max(self.peak_activations, default=0.0)
+        return max(self.timeline.peak_activations, default=0.0)
 
     @property
-    def tp_exposed(self) -> float:
-        """Part of all ranks' time in which compute waits for TP collectives; it is part of the bubble."""
-        total = self.ranks * self.makespan
-        return sum(self.tp_exposed_s) / total if total > 0 else 0.0
+    def rank_shares(self) -> tuple[float, ...]:
+        """What one activation is on each rank: its residuals of one microbatch (of the first flow) in the unit of the costs."""
+        from jaxpipe.schedule.memory import rank_share
+
+        return tuple(
+            rank_share(self.schedule.placement, self.costs, rank, 0) for rank in range(self.schedule.num_ranks)
+        )
+
+    @property
+    def free_copies(self) -> bool:
+        """Whether it offloads and that takes no time."""
+        return copies_are_free(self.schedule, self.costs)
 
     @property
     def above_bound(self) -> str:
         """How far the makespan lies above the lower bound, in percent."""
-        return _above(self.makespan, self.lower_bound)
+        return _above(self.timeline.makespan, self.lower_bound)
 
     @property
     def span_above_bound(self) -> str:
         """How far the longest span lies above its lower bound, in percent."""
-        return _above(self.max_span, self.span_lower_bound)
+        return _above(self.timeline.max_span, self.span_lower_bound)
 
 
 def _above(value: float, bound: float) -> str:
@@ -172,43 +153,39 @@ def print_json(document: object) -> None:
     print(json.dumps(document, allow_nan=False))
 
 
-def print_summary(record: Record, timeline: Timeline, units: Units) -> None:
+def print_summary(record: Record, units: Units) -> None:
     """The record for people, one quantity a line."""
     from jaxpipe.schedule.tolerance import at_most
 
-    time = time_scale(record.makespan, units)
+    timeline, schedule = record.timeline, record.schedule
+    time = time_scale(timeline.makespan, units)
     limit = f" within {number(record.memory_limit)} activations" if record.memory_limit else ""
-    span, span_bound = time.show(record.max_span), time.show(record.span_lower_bound)
+    bound = f"{time.show(record.lower_bound)} of its placement{limit} (makespan is {record.above_bound} above)"
+    span, span_bound = time.show(timeline.max_span), time.show(record.span_lower_bound)
     rows = [
-        ("makespan", f"{time.show(record.makespan)}"),
-        (
-            "lower bound",
-            f"{time.show(record.lower_bound)} of its placement{limit} (makespan is {record.above_bound} above)",
-        ),
+        ("makespan", time.show(timeline.makespan)),
+        ("lower bound", bound),
         ("longest rank span", f"{span} (lower bound {span_bound}, {record.span_above_bound} above)"),
-        ("bubble", f"{record.bubble_rate:.1%}, by longest span {record.span_bubble_rate:.1%}"),
-        ("peak activations", f"{number(record.peak)} (by rank: {_each(record.peak_activations)})"),
+        ("bubble", f"{timeline.bubble_rate:.1%}, by longest span {timeline.span_bubble_rate:.1%}"),
+        ("peak activations", f"{number(record.peak)} (by rank: {_each(timeline.peak_activations)})"),
     ]
     largest = max(record.rank_shares)
     if not at_most(largest, min(record.rank_shares)):
         memory = memory_scale(largest, units)
         each = _each([x * memory.factor for x in record.rank_shares])
         rows.append(("", f"each rank counts in its own share of a microbatch: {each} {memory.name}".rstrip()))
-    if record.tp_exposed_s:
-        longest = time.show(max(record.tp_exposed_s))
-        rows.append(
-            ("TP exposed", f"{record.tp_exposed:.1%} of all time, part of the bubble (at most {longest} on a rank)")
-        )
+    if timeline.tp_exposed_s:
+        longest = time.show(max(timeline.tp_exposed_s))
+        exposed = f"{timeline.tp_exposed_rate:.1%} of all time, part of the bubble"
+        rows.append(("TP exposed", f"{exposed} (at most {longest} on a rank)"))
     if record.offloaded_share:
         free = f"; {FREE_COPIES}" if record.free_copies else ""
         rows.append(("offloaded", f"{record.offloaded_share:.0%} of all activations{free}"))
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         rows.append(("peak memory", f"{memory_scale(most, units).show(most)} on the fullest rank"))
-    plural = "s" if record.chunks > 1 else ""
-    print(
-        f"{record.name}: {record.ranks} ranks, {record.microbatches} microbatches, {record.chunks} chunk{plural} per rank"
-    )
+    chunks = f"{schedule.num_chunks} chunk{'s' if schedule.num_chunks > 1 else ''} per rank"
+    print(f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {chunks}")
     for label, text in rows:
         print(f"  {label:<18} {text}")
 
@@ -224,19 +201,19 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
     ``front`` marks what no other row beats in bubble and peak both.
     """
     records = [e for e in entries if isinstance(e, Record)]
-    time = time_scale(max((r.makespan for r in records), default=0.0), units)
+    time = time_scale(max((r.timeline.makespan for r in records), default=0.0), units)
     best = {id(r) for r in front(records)}
     columns: list[tuple[str, list[str]]] = [
         ("schedule", [r.label for r in records]),
-        ("chunks", [str(r.chunks) for r in records]),
+        ("chunks", [str(r.schedule.num_chunks) for r in records]),
         ("group", ["" if r.group is None else str(r.group) for r in records]),
         ("limit", ["" if r.family_limit is None else number(r.family_limit) for r in records]),
-        ("makespan", [time.show(r.makespan) for r in records]),
+        ("makespan", [time.show(r.timeline.makespan) for r in records]),
         ("above bound", [r.above_bound for r in records]),
-        ("longest span", [time.show(r.max_span) for r in records]),
-        ("bubble", [f"{r.bubble_rate:.1%}" for r in records]),
-        ("span bubble", [f"{r.span_bubble_rate:.1%}" for r in records]),
-        ("TP exposed", [f"{r.tp_exposed:.1%}" if r.tp_exposed_s else "" for r in records]),
+        ("longest span", [time.show(r.timeline.max_span) for r in records]),
+        ("bubble", [f"{r.timeline.bubble_rate:.1%}" for r in records]),
+        ("span bubble", [f"{r.timeline.span_bubble_rate:.1%}" for r in records]),
+        ("TP exposed", [f"{r.timeline.tp_exposed_rate:.1%}" if r.timeline.tp_exposed_s else "" for r in records]),
         ("peak activations", [number(r.peak) for r in records]),
         ("offloaded", [f"{r.offloaded_share:.0%}" if r.offloaded_share else "" for r in records]),
         ("front", ["*" if id(r) in best else "" for r in records]),
@@ -256,15 +233,16 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
 
 def front(records: Sequence[Record]) -> list[Record]:
     """The Pareto front: records that no other beats in makespan or peak without losing in the other, by rising peak."""
+    from jaxpipe.schedule.tolerance import nine_digits
+
+    def key(record: Record) -> tuple[float, float]:
+        return nine_digits(record.peak), nine_digits(record.timeline.makespan)
+
     found: list[Record] = []
-    for record in sorted(records, key=lambda r: (_rounded(r.peak), _rounded(r.makespan))):
-        if not found or _rounded(record.makespan) < _rounded(found[-1].makespan):
+    for record in sorted(records, key=key):
+        if not found or key(record)[1] < key(found[-1])[1]:
             found.append(record)
     return found
-
-
-def _rounded(x: float) -> float:
-    return float(f"{x:.9g}")
 
 
 def sketch(timeline: Timeline, width: int, units: Units) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
     CostChoice,
@@ -23,9 +23,9 @@ from jaxpipe.cli.cost_flags import (
     require_file,
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import amount
+from jaxpipe.cli.parser import add_value, amount
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, notice, print_json, print_summary, sketch
+from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.plot.units import number, time_scale
@@ -70,12 +70,8 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_limit_flag(parser)
     add_objective_flag(parser)
     add_pass_flags(parser)
-    parser.add_argument(
-        "--offload",
-        metavar="FRACTION",
-        type=amount("fraction", most=1),
-        help="offload up to this part of each rank's activations to the host, the longest lived first",
-    )
+    text = "offload up to this part of each rank's activations to the host, the longest lived first"
+    add_value(parser, "--offload", "FRACTION", amount("fraction", most=1), text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -93,20 +89,17 @@ def run_schedule(arguments: argparse.Namespace) -> None:
             family, arguments, costs, arguments.chunks, arguments.group, arguments.objective
         )
         told = arguments.memory_limit if "memory_limit" in family.options else None
-    offloaded = None
+    heading = ""
     if arguments.offload is not None:
         from jaxpipe.schedule import simulate
         from jaxpipe.schedule.passes import offload
 
         offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
         check_copies(offloaded.schedule, profile, costs)
-        schedule, timeline = offloaded.schedule, simulate(offloaded.schedule, profile)
+        schedule, timeline, heading = offloaded.schedule, simulate(offloaded.schedule, profile), str(offloaded)
     check_limit(timeline, arguments.memory_limit)
-    write_outputs(arguments.output, schedule, timeline, profile, costs)
-    record = Record.of(schedule, timeline, profile, arguments.memory_limit, group=arguments.group, family_limit=told)
-    if offloaded is not None and not arguments.json:
-        print(offloaded)
-    show(arguments, record, timeline, costs)
+    facts = {"group": arguments.group, "family_limit": told}
+    conclude(arguments, costs, Record.of(schedule, profile, timeline, arguments.memory_limit, **facts), heading)
 
 
 _FILE_RULES = (
@@ -131,11 +124,10 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     schedule = load_schedule(arguments.file)
-    check_agreement(arguments, schedule, arguments.file)
+    check_agreement(arguments, {arguments.file: schedule}, ("ranks", "microbatches", "chunks"))
     schedule, profile, timeline = simulated(schedule, arguments, costs)
     check_limit(timeline, arguments.memory_limit)
-    write_outputs(arguments.output, schedule, timeline, profile, costs)
-    show(arguments, Record.of(schedule, timeline, profile, arguments.memory_limit), timeline, costs)
+    conclude(arguments, costs, Record.of(schedule, profile, timeline, arguments.memory_limit))
 
 
 def load_schedule(path: str) -> Schedule:
@@ -261,32 +253,37 @@ def after_passes(schedule: Schedule, costs: CostProfile, arguments: argparse.Nam
     return braid(schedule, costs, memory_limit=limit) if arguments.braid else schedule
 
 
-def write_outputs(
-    paths: Sequence[str], schedule: Schedule, timeline: Timeline, profile: CostProfile, costs: CostChoice
+def conclude(
+    arguments: argparse.Namespace,
+    costs: CostChoice,
+    record: Record,
+    heading: str = "",
+    notes: Sequence[str] | None = None,
+    **facts: Any,
 ) -> None:
-    """Each of ``-o``: a schedule or a picture, as its suffix says."""
-    for path in paths:
+    """Write what ``-o`` names, a schedule or a picture as its suffix says; then show the record: as JSON with ``facts`` and
+    ``notes``, or for people below ``heading``, with a picture where it fits and ``notes``."""
+    schedule = record.schedule
+    for path in arguments.output:
         if is_picture(path):
             from jaxpipe.plot import plot_timelines
 
             title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
-            title += f", {FREE_COPIES}" if copies_are_free(schedule, profile) else ""
-            plot_timelines([timeline], path, title=title, units=costs.units)
+            title += f", {FREE_COPIES}" if record.free_copies else ""
+            plot_timelines([record.timeline], path, title=title, units=costs.units)
         else:
             from jaxpipe.schedule import write_schedule
 
             write_schedule(schedule, path)
-
-
-def show(arguments: argparse.Namespace, record: Record, timeline: Timeline, costs: CostChoice) -> None:
-    """The record as JSON, or for people with a picture where it fits."""
     if arguments.json:
-        print_json(record.json())
+        print_json({**record.json(), **facts, **({} if notes is None else {"notes": notes})})
         return
-    print_summary(record, timeline, costs.units)
-    print(sketch(timeline, _terminal_width(), costs.units))
-    for path in arguments.output:
-        print(f"  wrote {path}")
+    if heading:
+        print(heading)
+    print_summary(record, costs.units)
+    print(sketch(record.timeline, _terminal_width(), costs.units))
+    for note in (*(f"wrote {path}" for path in arguments.output), *(notes or ())):
+        print(f"  {note}")
 
 
 def _terminal_width() -> int:

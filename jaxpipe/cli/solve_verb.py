@@ -22,10 +22,10 @@ from jaxpipe.cli.cost_flags import (
     most_chunks,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
-from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Record, notice, print_json
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, show, write_outputs
+from jaxpipe.cli.report import Record, notice
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, conclude
 from jaxpipe.cli.traverse_flags import PLACEMENTS
 from jaxpipe.errors import ConfigError, ScheduleError
 
@@ -61,17 +61,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="makespan",
         help="minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded",
     )
-    group.add_argument(
-        "--time-limit",
-        metavar="S",
-        type=amount("time limit", zero=False),
-        default=60.0,
-        help="seconds to search (default 60); Ctrl-C ends it earlier with the best so far",
-    )
-    group.add_argument("--seed", metavar="N", type=whole_number("seed", _MOST_SEEDS, least=0), default=0)
-    group.add_argument(
-        "--workers", metavar="N", type=whole_number("workers", _MOST_WORKERS), default=2, help="processes (default 2)"
-    )
+    text = "seconds to search; Ctrl-C ends it earlier with the best so far"
+    add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
+    add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
+    add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)
     group.add_argument(
         "--reproducible",
         action="store_true",
@@ -102,22 +95,16 @@ def run(arguments: argparse.Namespace) -> None:
     if any(profile.tp_comm_s):
         schedule = after_passes(schedule, profile, arguments)
         timeline = simulate(schedule, profile)
-    write_outputs(arguments.output, schedule, timeline, profile, costs)
-    record = _with_proof(Record.of(schedule, timeline, profile, arguments.memory_limit), solution)
+    record = _with_proof(Record.of(schedule, profile, timeline, arguments.memory_limit), solution)
     notes = [_FREE_CHUNKS] if tasks[1:] and chunks_are_free(arguments, costs) else []
-    if arguments.json:
-        tried = [{"placement": t.placement.kind, "chunks": t.placement.num_chunks} for t in tasks]
-        print_json({**record.json(), **_facts(solution), "placements": tried, "notes": notes})
-        return
-    print(_headline(solution, len(tasks)))
-    show(arguments, record, timeline, costs)
-    for note in notes:
-        print(f"  {note}")
+    tried = [{"placement": t.placement.kind, "chunks": t.placement.num_chunks} for t in tasks]
+    facts = {**_facts(solution), "placements": tried}
+    conclude(arguments, costs, record, _headline(solution, len(tasks)), notes, **facts)
 
 
 def _with_proof(record: Record, solution: Solution) -> Record:
     """``record`` with what the search proved for its placement; it searched without braids, so only where none can be."""
-    if record.tp_exposed_s:
+    if record.timeline.tp_exposed_s:
         return record
     proven = solution.placement_bound
     if solution.task.objective == "span":

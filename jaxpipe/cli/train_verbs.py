@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
-    parser.add_argument(
-        "--step",
-        type=_step,
-        metavar="N",
-        help="the checkpoint of step N, or 'best' (lowest loss); the newest by default",
-    )
+    add_value(parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default")
     parser.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
@@ -105,21 +100,10 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-def _from_zero(text: str) -> int:
-    """Type of ``--seed`` and ``--top-k``."""
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} can't be; want a whole number from 0 to {_MOST - 1}")
-    return int(text)
-
-
 def _configure_eval(parser: argparse.ArgumentParser) -> None:
     _configure_checkpoint(parser)
-    parser.add_argument(
-        "--batch", type=whole_number("sequences", 65536), default=16, metavar="N", help="sequences at a time"
-    )
-    parser.add_argument(
-        "--batches", type=whole_number("batches", _MOST), metavar="N", help="at most N batches; all by default"
-    )
+    add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
+    add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
     parser.add_argument(
         "--baselines", action="store_true", help="also score unigram and bigram models of the same text"
     )
@@ -161,14 +145,11 @@ def _eval(args: argparse.Namespace) -> int:
 def _configure_generate(parser: argparse.ArgumentParser) -> None:
     _configure_checkpoint(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
-    parser.add_argument("--tokens", type=whole_number("tokens", 10**6), default=200, metavar="N", help="tokens to add")
-    parser.add_argument(
-        "--temperature", type=amount("temperature", most=100), default=0.8, help="0 takes the likeliest token"
-    )
-    parser.add_argument(
-        "--top-k", type=_from_zero, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)"
-    )
-    parser.add_argument("--seed", type=_from_zero, default=0, metavar="N", help="same seed, same text")
+    add_value(parser, "--tokens", "N", whole_number("tokens", 10**6), "tokens to add", 200)
+    add_value(parser, "--temperature", "T", amount("temperature", most=100), "0 takes the likeliest token", 0.8)
+    top_k, seed = whole_number("tokens", _MOST - 1, least=0), whole_number("as a seed", _MOST - 1, least=0)
+    add_value(parser, "--top-k", "K", top_k, "sample among the K likeliest tokens; 0: all", 0)
+    add_value(parser, "--seed", "N", seed, "same seed, same text", 0)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -189,20 +170,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _configure_profile(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
-    parser.add_argument(
-        "--repeats",
-        type=whole_number("repeats", 1000),
-        default=5,
-        metavar="N",
-        help="timed samples per function; the median counts",
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=whole_number("warm-up calls", 1000, least=0),
-        default=1,
-        metavar="N",
-        help="untimed calls before them, beside the one that compiles",
-    )
+    repeats, warm_up = whole_number("repeats", 1000), whole_number("warm-up calls", 1000, least=0)
+    add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
+    add_value(parser, "--warm-up", "N", warm_up, "untimed calls before them, beside the one that compiles", 1)
     parser.add_argument(
         "--no-host-link", action="store_true", help="don't measure copies to pinned host memory and back"
     )

@@ -10,13 +10,19 @@ and ``checkpoint_name``, whose names are returned beside the equations as ``name
 
 A checkpoint body that depends on a cotangent is the transposed one: what it computes from saved values is recomputation, and
 belongs to the backward pass although it does not depend on the cotangent. Its equations are returned as ``recomputed``.
+
+A product over leading axes of both operands (a weight gradient over batch and time) becomes one of two matrices: given more
+axes, XLA's CPU backend copies an operand transposed, and computes in each copy all that leads to it. The numbers are the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxpipe._jax_compat import (
     Atom,
@@ -27,10 +33,12 @@ from jaxpipe._jax_compat import (
     called_jaxpr,
     checkpoint_name_of,
     close_jaxpr,
+    dtype_of,
     fresh_var,
     is_checkpoint,
     map_bodies,
     plain_collective,
+    shape_of,
     with_outer_names,
     without_varying,
 )
@@ -99,7 +107,7 @@ class _Flattening:
             env[eqn.outvars[0]] = self._identity(eqn, invars[0])
             return
         tainted = any(isinstance(a, Var) and a in self.tainted for a in invars)
-        call = called_jaxpr(eqn)
+        call = called_jaxpr(eqn) or _of_matrices(eqn)
         if call is None:
             outvars = [_bind(env, v) for v in eqn.outvars]
             plain = plain_collective(map_bodies(eqn, self._flat_body))
@@ -133,6 +141,28 @@ class _Flattening:
             self.tainted.add(value)
         self.names.append((name, value))
         return value
+
+
+def _of_matrices(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """A product over leading axes, as a body that flattens its operands; None for others, and if they are matrices."""
+    if eqn.primitive.name != "dot_general" or all(len(shape_of(a)) <= 2 for a in eqn.invars):
+        return None
+    (left, right), (batch, _) = eqn.params["dimension_numbers"]
+    leading = tuple(range(len(left)))
+    if not leading or batch or tuple(left) != leading or tuple(right) != leading:
+        return None
+    params = eqn.params | {"dimension_numbers": (((0,), (0,)), ((), ())), "out_sharding": None}
+    rows = math.prod(shape_of(eqn.invars[0])[: len(left)])
+    shapes = [(rows, math.prod(shape_of(a)[len(left) :])) for a in eqn.invars]
+
+    def product(*operands: jax.Array) -> jax.Array:
+        made = eqn.primitive.bind(*map(jax.lax.reshape, operands, shapes), **params)
+        return jax.lax.reshape(made, shape_of(eqn.outvars[0]))
+
+    avals = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]
+    body = jax.make_jaxpr(product)(*avals).jaxpr
+    traceback = eqn.source_info.traceback
+    return body.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in body.eqns]), ()
 
 
 def _bind(env: dict[Var, Atom], var: Var) -> Var:

@@ -250,9 +250,8 @@ class _Layers:
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
             own = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
-            given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
             leaves = {**self.module.leaves, **own}
-            outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
+            outline = self.tracing.outline(leaves, data, (context.train, None), key, flowing)
             self._check_calls(outline)
             inputs = [*(own.get(path) for path in leaves), *data, key]
             known = {v: x for v, x in zip(outline.invars, inputs, strict=True) if x is not None}

@@ -76,10 +76,10 @@ class Entry:
 
 
 class Stubs:
-    """Stands in for the blocks of a module while its call is traced. ``given``: known results, by block and position.
+    """Stands in for the blocks of a module while its call is traced. ``given``: what is known of their results.
     ``arguments``: by block, what it was called with."""
 
-    def __init__(self, label: str, results: Results, given: Mapping[tuple[int, int], Any]) -> None:
+    def __init__(self, label: str, results: Results, given: Mapping[Wire, Any]) -> None:
         self.label = label
         self.results = results
         self.given = given
@@ -97,7 +97,7 @@ class Stubs:
         self.arguments[block] = fill(given, [type_of(leaf) for leaf in arrays])
         results = self.results(block, given)
         zeros = [jnp.zeros(v.shape, v.dtype) for v in array_leaves(results)]
-        avals = tuple(jax.typeof(self.given.get((block, j), zero)) for j, zero in enumerate(zeros))
+        avals = tuple(jax.typeof(self.given.get(("out", block, j), zero)) for j, zero in enumerate(zeros))
         return fill(results, _BLOCK.bind(*map(jnp.asarray, arrays), stubs=self, block=block, avals=avals))
 
     def refuse(self, block: int, what: str) -> NoReturn:

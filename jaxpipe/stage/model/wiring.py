@@ -98,7 +98,7 @@ class Tracing:
         data: Sequence[Any],
         mode: Mode,
         key: Any = None,
-        given: Mapping[tuple[int, int], Any] | None = None,
+        given: Mapping[Wire, Any] | None = None,
     ) -> Outline:
         """The outline with inputs ``leaves`` (in order), ``data``, the key. ``given``: known results of blocks."""
         stubs = Stubs(self.module.label, lambda block, args: self.probe(block, args, mode)[0], given or {})

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import jax
@@ -179,13 +180,10 @@ def cut_edges(taken: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The ways to give each of some branches 1 to ``most`` stages, ``total`` in all."""
-    if not most:
-        if total == 0:
-            yield ()
-        return
-    for count in range(1, min(most[0], total - len(most) + 1) + 1):
-        for rest in _divided(total - count, most[1:]):
-            yield count, *rest
+    for ends in combinations(range(1, total), len(most) - 1):
+        parts = tuple(b - a for a, b in pairwise([0, *ends, total]))
+        if all(map(operator.le, parts, most)):
+            yield parts
 
 
 def _evenly(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -31,10 +32,12 @@ from jaxpipe.cost import (
     time_function,
 )
 from jaxpipe.cost.host_link import Fit, fit
+from jaxpipe.cost.seconds import time_at_once
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Link, circular, generate, read_costs
+from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
 from jaxpipe.stage.compiled.footprint import footprint
+from jaxpipe.stage.functions import StageFunction
 from models.llama import Llama
 from tests.pipelines import compiled
 from tests.schedule_strategies import random_schedule
@@ -107,6 +110,48 @@ def test_calls_are_counted(op: str) -> None:
     calls.clear()
     time_function(replace(function, call=counting), 3, 0)
     assert len(calls) == 1 + 3  # a CPU gets one call a sample
+
+
+@pytest.mark.usefixtures("x64")
+def test_emulated_ranks_are_timed_while_the_others_are_busy() -> None:
+    """A thread a rank; nobody rests before all have their samples, and one that fails is not waited for."""
+    ranks = [[stage.functions[op] for op in ("F", "W")] for stage in _pipe().stages]
+    threads: dict[int, set[int]] = {0: set(), 1: set()}
+
+    def watched(function: StageFunction, rank: int) -> StageFunction:
+        def call(*arrays: Any) -> Any:
+            threads[rank].add(get_ident())
+            return function.call(*arrays)
+
+        return replace(function, call=call)
+
+    timings = time_at_once([[watched(f, r) for f in functions] for r, functions in enumerate(ranks)], 3, 1)
+    assert [[t.count for t in found] for found in timings] == [[3, 3], [3, 3]]
+    assert all(t.median_s > 0 for found in timings for t in found)
+    main = get_ident()
+    assert all(len(own - {main}) == 1 for own in threads.values())
+    assert threads[0] & threads[1] == {main}, "where they are compiled"
+
+    def fail(*_: Any) -> Any:
+        if get_ident() != main:
+            raise RuntimeError("no memory")
+        return ranks[0][0].call(*_)
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        time_at_once([[replace(ranks[0][0], call=fail)], ranks[1]], 3)
+
+
+def test_fewer_cores_than_devices_are_shared_by_those_that_are_busy() -> None:
+    """Together the ranks take what all work takes on cores that are never idle, and no less than each alone."""
+    schedule, costs = generate("1f1b", 4, 8), CostProfile.uniform(4)
+    alone = simulate(schedule, costs)
+    assert cost.at_ranks_share(costs, schedule, 4, cores=4) == costs
+    for cores in (1, 2):
+        shared = cost.at_ranks_share(costs, schedule, 4, cores=cores)
+        assert simulate(schedule, shared).makespan == pytest.approx(alone.makespan * (1 - alone.bubble_rate))
+        assert shared.residual_bytes == costs.residual_bytes
+    three = cost.at_ranks_share(costs, schedule, 4, cores=3)
+    assert simulate(schedule, three).makespan == pytest.approx(alone.makespan * 3 / 4)
 
 
 @pytest.mark.usefixtures("x64")

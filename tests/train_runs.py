@@ -50,6 +50,7 @@ def settings(text: Path, out_dir: Path, *more: str) -> list[str]:
         "data.holdout=0.1",
         "pipeline.ranks=2",
         "pipeline.microbatches=4",
+        "pipeline.split_backwards=never",  # a measurement would decide, and two runs are to have the same bits
         "optimizer.lr=1e-2",
         "optimizer.warmup_steps=2",
         f"run.steps={STEPS}",

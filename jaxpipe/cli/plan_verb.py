@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import amount
 from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,15 +114,12 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
-    bench, compiler = workbench(config, target, efficiency, progress), None
+    bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
+        compiler = Compiler(target, lambda text: notice(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
         bench.temp_of = compiler
     prediction = predict(config, bench, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
@@ -134,7 +131,7 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
         found = suggest(
             prediction,
             lambda c, transform: predict(c, bench, limit, transform),
-            progress,
+            notice,
             args.suggest_seconds,
         )
     lines = assumptions(prediction, efficiency, workspace)

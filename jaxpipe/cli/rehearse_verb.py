@@ -71,7 +71,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     size = config.pipeline.dp * config.pipeline.tp
     request_devices(size, config.run.platform)
     from jaxpipe.cost import measure_host_link
-    from jaxpipe.rehearsal.ranks import Rehearsed, pipeline_on_one_rank, rehearsals, rehearsed_json, rehearsed_text
+    from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
     from jaxpipe.train.setup import prepare
 
@@ -80,25 +80,23 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
     prepared = prepare(config)
-    pipeline = pipeline_on_one_rank(prepared, devices, progress)
+    rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):
         measured = None
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = measure_host_link(devices[:1])
-        host = measured.host_link() if measured is not None else None
-        chosen = rehearsals(
+        done = rehearse(
             prepared,
-            pipeline,
+            devices,
             range(ranks) if args.all_ranks else [args.rank],
+            progress,
+            steps=args.steps,
             optimizer=not args.no_optimizer,
             memory_limit_bytes=args.memory,
-            host=host,
+            link=Link(args.link_latency * 1e-6, rate),
+            host=measured.host_link() if measured is not None else None,
         )
-        reports = [r.run(steps=args.steps, progress=progress) for r in chosen]
-    rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
-    link = Link(args.link_latency * 1e-6, rate)
-    done = Rehearsed.of(config, pipeline, reports, link=link, host=host)
     if args.output:
         write_costs(done.costs, args.output)
     print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))

@@ -5,13 +5,14 @@ from jaxpipe.cost.profile import (
     DEFAULT_FLOPS_PER_S,
     StageMeasurements,
     analytic_profile,
+    at_ranks_share,
     cost_profile,
     measure_stages,
     with_measured_times,
     with_missing_ops,
     with_offloadable_bytes,
 )
-from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function
+from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function, usable_cores
 
 __all__ = [
     "DEFAULT_FLOPS_PER_S",
@@ -19,12 +20,14 @@ __all__ = [
     "StageMeasurements",
     "Timing",
     "analytic_profile",
+    "at_ranks_share",
     "cost_profile",
     "measure_host_link",
     "measure_stages",
     "measured_layer_costs",
     "time_collectives",
     "time_function",
+    "usable_cores",
     "with_measured_times",
     "with_missing_ops",
     "with_offloadable_bytes",

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from jaxpipe.cost.host_link import HostLinkMeasurement
 from jaxpipe.cost.memory import compiled_bytes, passing_bytes
-from jaxpipe.cost.seconds import Seconds, Timing, flop_seconds, ops_of, time_collectives, time_function
-from jaxpipe.schedule import CostProfile, HostLink, Link, op_spec
+from jaxpipe.cost.seconds import (
+    Seconds,
+    Timing,
+    devices_of,
+    flop_seconds,
+    measured_seconds,
+    medians,
+    ops_of,
+    time_at_once,
+    time_collectives,
+    time_function,
+)
+from jaxpipe.schedule import CostProfile, HostLink, Link, Schedule, op_spec, simulate
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.stage.compiled.footprint import Footprint, footprint, total_device_bytes
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.weave.units import UnitCosts, collectives
 
 DEFAULT_FLOPS_PER_S = 1e11
@@ -114,19 +126,13 @@ class StageMeasurements:
 
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
-        stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
-        medians = {at: timing.median_s for at, timing in self.timings.items()}
-        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
-        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
-        if any(comm):
-            for op in ("F", "B"):
-                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
-        apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
-        seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        ops = {op for op, _ in self.timings}
+        exchanged = medians(self.collectives)
+        comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
         workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
         return cost_profile(
             self.stages,
-            seconds,
+            measured_seconds(self.stages, medians(self.timings), comm),
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
             workspace=workspace,
             state_bytes=code,
@@ -145,7 +151,7 @@ def measure_stages(
     fused: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> StageMeasurements:
-    """Run every function of every stage alone.
+    """Run every function of every stage alone; on emulated devices with the other ranks as busy.
 
     Args:
         stages: in order.
@@ -157,11 +163,15 @@ def measure_stages(
     """
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
+    wanted = {
+        (op, s): f for s, x in enumerate(stages) for op, f in x.functions.items() if fused or not op_spec(op).parts
+    }
+    shared = _times_at_once(wanted, repeats, warm_up)
     for s, stage in enumerate(stages):
         for op, function in stage.functions.items():
-            if op_spec(op).parts and not fused:
+            if (op, s) not in wanted:
                 continue
-            timings[(op, s)] = time_function(function, repeats, warm_up)
+            timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
             if memory:
                 footprints[(op, s)] = footprint(function)
             tell(f"stage {s} {op}: {timings[(op, s)]}")
@@ -170,6 +180,33 @@ def measure_stages(
             exchanged[s] = alone
             tell(f"stage {s} collectives of F: {alone}")
     return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
+
+
+def _times_at_once(
+    functions: Mapping[tuple[str, int], StageFunction], repeats: int, warm_up: int
+) -> dict[tuple[str, int], Timing]:
+    """Of functions on emulated devices of several ranks; of others nothing."""
+    ranks: dict[frozenset[Any], list[tuple[str, int]]] = {}
+    for at, function in functions.items():
+        ranks.setdefault(devices_of(function), []).append(at)
+    if len(ranks) < 2 or any(device.platform != "cpu" for device in frozenset().union(*ranks)):
+        return {}
+    timings = time_at_once([[functions[at] for at in there] for there in ranks.values()], repeats, warm_up)
+    return dict(zip(chain.from_iterable(ranks.values()), chain.from_iterable(timings), strict=True))
+
+
+def at_ranks_share(costs: CostProfile, schedule: Schedule, devices: int, cores: int) -> CostProfile:
+    """``costs`` that were measured with all of ``devices`` emulated ones busy, on fewer ``cores``: while some ranks of
+    ``schedule`` wait, the others have more of them. Seconds of computation are scaled alike, so that all of them together take
+    what they do on cores that are never idle, as long as there are enough busy ranks."""
+    if devices <= cores:
+        return costs
+    share = max(cores / devices, 1 - simulate(schedule, costs).bubble_rate)
+    specs = [op_spec(action.op) for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    names = {"f_s", "b_s", "w_s", "bw_s", "tp_comm_s", *(x.cost for x in specs if x.lane == "compute" and x.cost)}
+    for name in sorted(names):
+        costs = costs.with_values(name, tuple(share * x for x in costs.values(name)))
+    return costs
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:

@@ -6,17 +6,26 @@ up counts more than once a sample. The CPU backend gets one call a sample (its d
 a function's time is what a pipeline step sees). The median of several samples counts, after calls that warm up; quartiles tell
 the spread.
 
+*Emulated devices* share the cores and memory of one machine. A function that is timed alone gets all of them, in a pipeline
+only its share: so the functions of all ranks are timed at once (:func:`time_at_once`), as in a run.
+
 What a function takes without its tensor-parallel collectives is its own time less theirs, as long as nothing in it hides them,
 which holds for F and B (`stp.txt` section 4.3).
+
+Every source of seconds ends as :data:`Seconds`: :func:`flop_seconds`, :func:`measured_seconds` (functions alone, or in a
+rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.costs`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -24,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -67,6 +77,11 @@ class Timing:
         return f"{self.median_s * 1e3:.3f} ms ±{half}"
 
 
+def medians(timings: Mapping[Any, Timing]) -> dict[Any, float]:
+    """Of each timing, in seconds."""
+    return {key: t.median_s for key, t in timings.items()}
+
+
 def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
     """FLOPs ÷ ``flops_per_s``."""
     return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
@@ -77,10 +92,15 @@ def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op for s in stages for op in s.functions))
 
 
-def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
-    """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
-    is known nowhere)."""
+def measured_seconds(
+    stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
+) -> Seconds:
+    """What is ``known`` by (op, stage), of functions or copies that ran alone. The rest: of an op that does the work of several
+    (BW) what these take, of others FLOPs at the rate of the same op where it is known (of all ops, if it is known nowhere).
 
+    ``comm_s``: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
+    any, BW takes no longer than B and W.
+    """
     every = ops_of(stages)
 
     def seconds_per_flop(*ops: str) -> float:
@@ -89,10 +109,15 @@ def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, i
         return sum(x for _, x in found) / flops if flops else 0.0
 
     rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
-    return {
-        op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
-        for op, rate in rates.items()
-    }
+
+    def seconds(op: str, s: int) -> float:
+        spec = op_spec(op)
+        if spec.parts and (any(comm_s) or (op, s) not in known):
+            return min(known.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
+        whole = known.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
+        return max(0.0, whole - comm_s[s]) if comm_s and spec.collective else whole
+
+    return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in every}
 
 
 def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
@@ -107,10 +132,51 @@ def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
 
 
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
-    """Seconds of one call on arrays of ones. Accumulators go round and round, as in a run.
+    """Seconds of one call on arrays of ones.
 
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
     """
+    sample = _sampler(function)
+    sample(1)  # compiles
+    warm = [sample(1) for _ in range(warm_up)]
+    if calls is None and all(device.platform == "cpu" for device in devices_of(function)):
+        calls = 1
+    elif calls is None:
+        once = min(warm) if warm else sample(1)
+        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
+    return Timing.of([sample(calls) for _ in range(repeats)])
+
+
+def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up: int = 1) -> list[list[Timing]]:
+    """Seconds of one call of each function, those of a rank one after another, while all other ranks run theirs: a thread a
+    rank, which goes on until the last one has ``repeats`` samples of everything. For devices that share a machine."""
+    samplers = [[_sampler(function) for function in functions] for functions in ranks]
+    for sample in chain.from_iterable(samplers):
+        sample(1)  # compiles
+    behind = set(range(len(ranks)))
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # of this thread
+
+    def run(rank: int) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in samplers[rank]]
+        try:
+            with jax.enable_x64(wide):
+                while behind:
+                    for sample, samples in zip(samplers[rank], found, strict=True):
+                        samples.append(sample(1))
+                    if len(found[0]) == warm_up + repeats:
+                        behind.discard(rank)
+        except BaseException:
+            behind.clear()  # nobody waits for this rank
+            raise
+        return found
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        every = list(pool.map(run, range(len(ranks))))
+    return [[Timing.of(samples[warm_up : warm_up + repeats]) for samples in found] for found in every]
+
+
+def _sampler(function: StageFunction) -> Callable[[int], float]:
+    """Seconds of a call, the mean of so many back to back, on arrays of ones. Accumulators go round and round."""
     inputs = [_ones(aval) for aval in function.avals_in]
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
 
@@ -123,14 +189,7 @@ def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, ca
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / count
 
-    sample(1)  # compiles
-    warm = [sample(1) for _ in range(warm_up)]
-    if calls is None and _on_cpu(function):
-        calls = 1
-    elif calls is None:
-        once = min(warm) if warm else sample(1)
-        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
-    return Timing.of([sample(calls) for _ in range(repeats)])
+    return sample
 
 
 def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:
@@ -139,16 +198,22 @@ def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) ->
     return None if made is None else timed(lambda: made[0](*made[1]), repeats, 1 + warm_up)
 
 
-def _on_cpu(function: StageFunction) -> bool:
+def devices_of(function: StageFunction) -> frozenset[jax.Device]:
+    """The devices of a function's rank."""
     sharding = (*function.avals_in, *function.avals_out)[0].sharding
     assert sharding is not None, "stage functions know their devices"
-    return all(d.platform == "cpu" for d in sharding.device_set)
+    return frozenset(sharding.device_set)
 
 
 def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
     key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     made: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
     return made
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:

@@ -251,7 +251,7 @@ def final_order(
     * the memory limit would break with the bytes that stages really hold. What waits for W may be larger than what F saved
       (with recomputation it often is), which is known once stages are split;
     * ``pipe`` asks for passes: gradients separated, neighbours braided where collectives take time; or ``split``: backwards
-      split for a run that is re-planned, if the limit allows that.
+      split, as ``pipe`` may ask for too, for a run that is re-planned; if the limit allows that.
 
     Depends on shapes only, so a resumed run gets the same order.
 
@@ -284,7 +284,7 @@ def final_order(
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
     if pipe.braid and pipe.braid_adjacent and any(costs.tp_comm_s):
         schedule = braid(schedule, costs, memory_limit=limit)
-    if split and fused_backwards(schedule):
+    if (split or pipe.split_backwards == "always") and fused_backwards(schedule):
         apart = split_backwards(schedule)
         if limit == math.inf or at_most(peak(apart), limit):
             schedule = apart

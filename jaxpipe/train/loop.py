@@ -81,7 +81,7 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             prepared = prepare(config)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
-            trainer = compile_setup(prepared, devices, out.print)
+            trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
             return _Run(prepared, trainer, start, held_out, folder, out, stop).run(started)
@@ -372,6 +372,7 @@ class _Run:
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
         meta["first_loss"] = self.first_loss
+        meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
 

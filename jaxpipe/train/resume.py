@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.errors import CheckpointError, DataError
+from jaxpipe.schedule import Schedule
+from jaxpipe.schedule.passes.backwards import fused_stages
 from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.plan import Cut
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
@@ -35,13 +38,14 @@ _HOW_OFTEN = (
 @dataclass(frozen=True, slots=True)
 class Start:
     """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``first_loss``: of
-    the run's first step, if it is known."""
+    the run's first step, if it is known. ``fused``: the stages that run BW, if that was chosen before for the same stages."""
 
     step: int
     batches: Batches
     params: Mapping[str, Params] | None = None
     optimizer: Mapping[str, Any] | None = None
     first_loss: float | None = None
+    fused: tuple[int, ...] | None = None
 
 
 def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
@@ -110,7 +114,24 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     for remark in remarks:
         note(remark)
     first = meta.get("first_loss")
-    return Start(origin.step, batches, loaded.params, loaded.optimizer, first if isinstance(first, float) else None)
+    first = first if isinstance(first, float) else None
+    return Start(origin.step, batches, loaded.params, loaded.optimizer, first, _fused(meta, prepared.plan.cut))
+
+
+def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:
+    """What a checkpoint keeps of how backwards run: the stages, and which of them have a BW."""
+    return {"cut": [list(stage) for stage in cut], "fused": list(fused_stages(schedule))}
+
+
+def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
+    """The stages that ran BW, out of :func:`backwards_of`; every one in a checkpoint from before it was kept."""
+    match meta.get("backwards"):
+        case None:
+            return tuple(range(len(cut)))
+        case {"cut": list(then), "fused": list(fused)} if then == [list(stage) for stage in cut]:
+            return tuple(stage for stage in range(len(cut)) if stage in fused)
+        case _:
+            return None
 
 
 def _batches(prepared: Prepared, state: DataState | None) -> Batches:

@@ -110,7 +110,9 @@ class PipelineConfig:
     are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
     of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
     braid two actions that stand side by side, too, where the cost model says that it pays. ``separate_gradients``: split full
-    backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
+    backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one). ``split_backwards``:
+    run B and then W in place of BW ``always`` (if the memory limit allows it), ``never``, or on the stages where they were
+    measured to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ).
     """
 
     ranks: Annotated[int, within(1, 4096)] = 4
@@ -128,6 +130,7 @@ class PipelineConfig:
     braid: bool = True
     braid_adjacent: bool = False
     separate_gradients: bool = False
+    split_backwards: Literal["auto", "never", "always"] = "auto"
     towers: Mapping[str, Any] = field(default_factory=dict)
 
     @property

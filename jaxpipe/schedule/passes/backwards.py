@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import BW, Action, B, Braid, Schedule, Slot, W
+
+_CLEARLY = 1.1
+_WORTH_S = 1e-3
+"""Of a measurement: what it may be wrong by on a busy machine, and what another instruction may cost the host."""
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
@@ -27,6 +32,27 @@ def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
     """The (stage, microbatch) of each BW."""
     actions = (a for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
     return frozenset((a.stage, a.microbatch) for a in actions if a.op == BW.name)
+
+
+def fused_stages(schedule: Schedule) -> tuple[int, ...]:
+    """The stages that have a BW."""
+    return tuple(sorted({stage for stage, _ in fused_backwards(schedule)}))
+
+
+def costly_backwards(schedule: Schedule, costs: CostProfile) -> tuple[int, ...]:
+    """The stages whose BW takes clearly longer than B and then W do: by a tenth, and by a millisecond."""
+
+    def is_costly(stage: int) -> bool:
+        apart_s = costs.b_s[stage] + costs.w_s[stage]
+        return costs.bw_s[stage] > max(_CLEARLY * apart_s, apart_s + _WORTH_S)
+
+    return tuple(stage for stage in fused_stages(schedule) if is_costly(stage))
+
+
+def with_fused_stages(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+    """``schedule`` with B and then W in place of each BW of all other stages."""
+    kept = set(stages)
+    return with_fused(schedule, frozenset((s, i) for s, i in fused_backwards(schedule) if s in kept))
 
 
 def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:

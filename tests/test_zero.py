@@ -89,7 +89,7 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
     step = TrainStep(sharded, optimizer(), zero1=zero1)
     shards = {s: StageShards(stage.layout, sharded.submeshes[s], zero1) for s, stage in enumerate(sharded.stages)}
     optimizers = stage_optimizers(optimizer(), shards, {})
-    for s, state in step.stage_states().items():
+    for s, state in step.states.items():
         update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs)
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
@@ -155,7 +155,7 @@ def test_state_lies_as_predicted(dtype: str, zero1: bool) -> None:
     step = TrainStep(pipeline(case), optimizer(), zero1=zero1)
     state = step.init(params_for(case), *_fresh(case))
     whole = 0
-    for s, predicted in step.stage_states().items():
+    for s, predicted in step.states.items():
         at = step.pipeline.primary(s)
         for got, want in ((state.master[at], predicted.master), (state.optimizer[s], predicted.optimizer)):
             assert jax.tree.map(_aval, got) == jax.tree.map(_aval, want)

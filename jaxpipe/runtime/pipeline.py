@@ -32,7 +32,7 @@ from jaxpipe.cost import (
     with_missing_ops,
     with_offloadable_bytes,
 )
-from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program
@@ -276,7 +276,7 @@ class Pipeline(Assembly):
         if not self.costs.boundary_buffers:
             return self.costs
         m = self.schedule.num_microbatches
-        batch = [float(batch_bytes(s, m, calls_of(self.programs, s.stage))) for s in self.stages]
+        batch = [float(batch_bytes(s, self.programs, m)) for s in self.stages]
         static = tuple(a + b for a, b in zip(self.costs.optimizer_bytes, batch, strict=True))
         return replace(self.costs, optimizer_bytes=static)
 
@@ -318,14 +318,14 @@ class Pipeline(Assembly):
             braids=self.braids,
         )
 
-    def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
+    def measure_costs(self, *, repeats: int = 5) -> CostProfile:
         """Run every stage function and time it (BW only if the schedule has one), on emulated devices at the share of the
         machine that a rank will have; time the link to the host, if the schedule uses it."""
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
         fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
-        measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
+        measured = measure_stages(self.stages, repeats=repeats, fused=fused)
         costs = replace(measured, host=host).costs()
         devices = [device for mesh in self.submeshes for device in mesh.devices.flat]
         if any(device.platform != "cpu" for device in devices):

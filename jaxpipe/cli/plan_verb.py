@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import amount
+from jaxpipe.cli.parser import add_value, amount
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
@@ -49,31 +49,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)",
     )
-    parser.add_argument(
-        "--memory-limit-gb",
-        type=amount("memory limit", zero=False),
-        metavar="GB",
-        help="bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory",
-    )
+    text = "bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory"
+    add_value(parser, "--memory-limit-gb", "GB", amount("memory limit", zero=False), text)
     for flag, text in _EFFICIENCIES.values():
-        parser.add_argument(flag, type=amount(flag.strip("-"), most=1, zero=False), metavar="X", help=text)
-    parser.add_argument(
-        "--compile-seconds",
-        type=amount("seconds"),
-        default=60.0,
-        metavar="S",
-        help="compile stage functions for the target to know their workspace, for about S seconds (default 60; 0: estimate)",
-    )
+        add_value(parser, flag, "X", amount(flag.strip("-"), most=1, zero=False), text)
+    text = "compile stage functions for the target to know their workspace, for about S seconds; 0: estimate"
+    add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
     parser.add_argument(
         "--suggest", action="store_true", help="also where it fits: changes that fit, the fastest first"
     )
-    parser.add_argument(
-        "--suggest-seconds",
-        type=amount("seconds"),
-        default=60.0,
-        metavar="S",
-        help="try changes for about S processor seconds (default 60)",
-    )
+    add_value(parser, "--suggest-seconds", "S", amount("seconds"), "try changes for about S processor seconds", 60.0)
     parser.add_argument("--schedules", metavar="DIR", help="write schedules of suggestions that need a file into DIR")
     parser.add_argument(
         "--costs-out", metavar="FILE", help="write the cost profile (for --costs of the schedule verbs)"

@@ -9,7 +9,7 @@ import re
 import sys
 
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
@@ -33,23 +33,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--rank", type=whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse")
     which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
-    parser.add_argument(
-        "--steps", type=whole_number("steps", 10_000), default=5, metavar="N", help="timed steps, beside the first"
-    )
-    parser.add_argument(
-        "--memory", type=memory_size, metavar="SIZE", help="rehearse on a device of this size, such as 80GB"
-    )
+    add_value(parser, "--steps", "N", whole_number("steps", 10_000), "timed steps, beside the first", 5)
+    add_value(parser, "--memory", "SIZE", memory_size, "rehearse on a device of this size, such as 80GB")
     parser.add_argument("--no-optimizer", action="store_true", help="leave out master parameters and optimizer state")
     parser.add_argument("--no-host-link", action="store_true", help="don't measure copies to the host and back")
-    parser.add_argument(
-        "--link-bandwidth",
-        type=amount("bandwidth", zero=False),
-        metavar="GB/S",
-        help="between ranks, for the prediction (default: transfers are free)",
-    )
-    parser.add_argument(
-        "--link-latency", type=amount("latency"), default=0.0, metavar="US", help="of a transfer, in microseconds"
-    )
+    text = "between ranks, for the prediction (default: transfers are free)"
+    add_value(parser, "--link-bandwidth", "GB/S", amount("bandwidth", zero=False), text)
+    add_value(parser, "--link-latency", "US", amount("latency"), "of a transfer, in microseconds", 0.0)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
     )

@@ -23,7 +23,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import PlannedStage, Workbench, planner
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
-from jaxpipe.schedule.costs import k_of
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.footprint import total_device_bytes
@@ -120,6 +120,9 @@ def predict(
     ops |= {"B", "W"} if pipe.separate_gradients else set()
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
+    own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
+    for op in own:
+        costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
     schedule = final_order(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
         schedule = transform(schedule, costs)
@@ -140,7 +143,7 @@ def predict(
         update_s=2 * static_bytes / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced,
         model_flops=flops,
         num_params=sum(s.num_params for s in plan.stages),
-        remarks=remarks([s.functions for s in stages]),
+        remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
     )
 
 

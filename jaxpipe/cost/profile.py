@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import jax
+
 from jaxpipe.cost.host_link import HostLinkMeasurement
 from jaxpipe.cost.memory import compiled_bytes, passing_bytes
 from jaxpipe.cost.seconds import (
@@ -18,6 +20,8 @@ from jaxpipe.cost.seconds import (
     Timing,
     devices_of,
     flop_seconds,
+    measured_seconds,
+    medians,
     ops_of,
     time_at_once,
     time_collectives,
@@ -124,19 +128,13 @@ class StageMeasurements:
 
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
-        stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
-        medians = {at: timing.median_s for at, timing in self.timings.items()}
-        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
-        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
-        if any(comm):
-            for op in ("F", "B"):
-                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
-        apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
-        seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        ops = {op for op, _ in self.timings}
+        exchanged = medians(self.collectives)
+        comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
         workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
         return cost_profile(
             self.stages,
-            seconds,
+            measured_seconds(self.stages, medians(self.timings), comm),
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
             workspace=workspace,
             state_bytes=code,
@@ -154,6 +152,7 @@ def measure_stages(
     memory: bool = True,
     fused: bool = True,
     progress: Callable[[str], None] | None = None,
+    too_large: Callable[[str], None] | None = None,
 ) -> StageMeasurements:
     """Run every function of every stage alone; on emulated devices with the other ranks as busy.
 
@@ -164,18 +163,25 @@ def measure_stages(
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
         progress: called with a line per function.
+        too_large: called with a line for a function that memory does not suffice for, which is left out; without it, JAX's
+            error ends this.
     """
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
-    wanted = {
-        (op, s): f for s, x in enumerate(stages) for op, f in x.functions.items() if fused or not op_spec(op).parts
-    }
+    wanted = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
     shared = _times_at_once(wanted, repeats, warm_up)
-    for s, stage in enumerate(stages):
+    for stage in stages:
+        s = stage.stage
         for op, function in stage.functions.items():
             if (op, s) not in wanted:
                 continue
-            timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
+            try:
+                timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
+            except jax.errors.JaxRuntimeError as error:
+                if too_large is None or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                too_large(f"no memory for {op} of stage {s} alone: not timed")
+                continue
             if memory:
                 footprints[(op, s)] = footprint(function)
             tell(f"stage {s} {op}: {timings[(op, s)]}")

@@ -109,6 +109,7 @@ class Model:
     over all microbatches: the weights of one are not mixed with another's. Each is reported under its layer's name too.
 
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
+    ``loss_unit``: what the loss is in, and per what its weights count.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Model:
     batch_spec: Callable[[int], Mapping[str, jax.ShapeDtypeStruct]]
     vocab_size: int
     seq_len: int
+    loss_unit: str = field(default="nats/token", kw_only=True)
 
     def __post_init__(self) -> None:
         """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes
@@ -203,10 +205,27 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
 
 def leaf_paths(layer: Layer) -> tuple[Path, ...]:
     """The paths of the floating-point leaves that ``layer`` creates."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    made = jax.tree_util.tree_leaves_with_path(jax.eval_shape(layer.init, key))
+    made = jax.tree_util.tree_leaves_with_path(init_avals(layer))
     floats = [keys for keys, leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return tuple(tuple(str(getattr(k, "key", k)) for k in keys) for keys in floats)
+
+
+def key_aval() -> Any:
+    """The type of a PRNG key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def init_avals(layer: Layer) -> Any:
+    """Shapes and dtypes of what ``init`` makes, without making it.
+
+    Raises:
+        StageError: it makes something else than a dict.
+    """
+    made = jax.eval_shape(layer.init, key_aval())
+    if not isinstance(made, Mapping):
+        what = "an array" if isinstance(made, jax.ShapeDtypeStruct) else f"a {type(made).__name__}"
+        raise StageError(f"layer {layer.name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
+    return made
 
 
 def _model_problems(model: Model) -> list[str]:

@@ -113,7 +113,7 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "weights": jax.ShapeDtypeStruct((microbatch_size,), jnp.float32),
         }
 
-    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len)
+    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len, loss_unit="nats/pair")
 
 
 class Head(nn.Module):

@@ -76,7 +76,7 @@ def run(config: TrainConfig) -> int:
         f"{trained.model.name}, step {trained.step}": held_out_score(trained, batches, dataset.bytes_per_token()),
     }
     print(f"held-out text, {sum(int(b['weights'].sum()) for b in batches):,} tokens:")
-    print(score_table(scores))
+    print(score_table(scores, trained.model.loss_unit))
     print(f"\na sample of {SAMPLE_TOKENS} tokens after {PROMPT!r}:\n")
     print(PROMPT, end="")
     for piece in generate(trained, PROMPT, SAMPLE_TOKENS, temperature=0.7):

@@ -167,7 +167,7 @@ def check_case(case: Case) -> None:
     assert_exact(report, measured)
     for rank in report.ranks:
         assert sum(rank.by_kind.values()) == rank.peak_bytes == rank.live_peak_bytes
-    timed = pipe.memory_report(workspace=False, timed_copies=True)
+    timed = pipe.memory_report(workspace=False, timeline=pipe.predicted_timeline())
     assert all(now <= later for now, later in zip(report.peak_bytes, timed.peak_bytes, strict=True))
     if not any(report.host_peak_bytes):  # with offload the simulator's lanes may reorder O and L
         simulated = pipe.predicted_timeline().peak_bytes

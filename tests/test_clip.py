@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import pytest
 
 from jaxpipe.errors import ConfigError, ProgramError, ScheduleError, StageError
 from jaxpipe.mesh import TensorParallel
+from jaxpipe.program.ir import Send
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
@@ -26,12 +29,14 @@ from jaxpipe.schedule import (
     check_schedule,
     circular,
     explicit,
+    ir,
     one_to_one,
     towers,
     traverse,
     with_span,
 )
 from jaxpipe.schedule.passes import separate_gradients
+from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
 from jaxpipe.train.config import TrainConfig
@@ -115,7 +120,8 @@ def test_a_pair_of_weight_zero_is_nobodys_negative() -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model(tp: int) -> None:
     model, params, m = tiny(), random_params(tiny()), 2
     rows = tuple(tuple(Action(op, s, i) for op in ("F", "BW") for i in range(m)) for s in range(3))
     schedule = Schedule("two towers", explicit(3, [0, 1, 2], [(0, 2), (1, 2)]), m, rows)
@@ -126,6 +132,7 @@ def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model() ->
         microbatch_size=3,
         boundaries=[(0, text), (text, loss), (loss, len(model.layers))],
         compute_dtype=jnp.float64,
+        tp=TensorParallel(tp),
     )
     flat = random_batch(6)
     batch = {name: array.reshape(m, 3, *array.shape[1:]) for name, array in flat.items()}
@@ -163,28 +170,33 @@ def mixed(placement: Placement, m: int) -> Schedule:
 @functools.cache
 def grouped(group: int, dp: int, order: Any, m: int = 4) -> tuple[Pipeline, Any, Any]:
     """A pipeline, a batch of it, and its parameters."""
-    model = CLIP(**{**SMALL, "image_layers": 2, "group": group})
+    model = in_groups(group)
     schedule = order(tower_placement(group), m)
     check_schedule(schedule)
     pipe = Pipeline.build(model, schedule, microbatch_size=2 * dp, compute_dtype=jnp.float64, dp=dp)
-    batch = {name: x.reshape(m, 2 * dp, *x.shape[1:]) for name, x in random_batch(m * 2 * dp).items()}
-    return pipe, batch, random_params(model)
+    return pipe, microbatches(m, dp), random_params(model)
 
 
-def unsplit(pipe: Pipeline, batch: Mapping[str, Any], params: Any) -> tuple[float, Any]:
+def in_groups(group: int) -> Model:
+    return CLIP(**{**SMALL, "image_layers": 2, "group": group})
+
+
+def microbatches(m: int, dp: int) -> dict[str, np.ndarray]:
+    return {name: x.reshape(m, 2 * dp, *x.shape[1:]) for name, x in random_batch(m * 2 * dp).items()}
+
+
+def unsplit(model: Model, dp: int, batch: Mapping[str, Any], params: Any) -> tuple[float, Any]:
     """Mean loss and gradients of the whole model, each dp shard with groups of its own."""
-    group, dp = pipe.model.span, pipe.dp
-    rows = {name: x.reshape(-1, group, dp, 2, *x.shape[2:]) for name, x in batch.items()}
+    rows = {}
+    for name, x in batch.items():
+        parts = x.reshape(-1, model.span, dp, 2, *x.shape[2:]).swapaxes(1, 2)
+        rows[name] = parts.reshape(-1, 2 * model.span, *x.shape[2:])
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def mean(params: Any) -> Any:
         def loss(p: Any) -> Any:
-            parts = [
-                apply_model(pipe.model, p, {n: x[j, :, r].reshape(-1, *x.shape[4:]) for n, x in rows.items()})
-                for j in range(len(rows["weights"]))
-                for r in range(dp)
-            ]
-            return sum(part[0] for part in parts) / sum(part[1] for part in parts)
+            total, weight = jax.vmap(lambda part: apply_model(model, p, part))(rows)
+            return total.sum() / weight.sum()
 
         return jax.value_and_grad(loss)(params)
 
@@ -194,12 +206,12 @@ def unsplit(pipe: Pipeline, batch: Mapping[str, Any], params: Any) -> tuple[floa
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("group", "dp"),
-    [pytest.param(1, 1, marks=pytest.mark.soak), (2, 1), (4, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.soak)],
+    [(2, 1), (4, 1), (2, 2), *(pytest.param(*more, marks=pytest.mark.soak) for more in ((1, 1), (1, 2), (4, 2)))],
 )
 def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(group: int, dp: int) -> None:
     pipe, batch, params = grouped(group, dp, one_f_one_b)
     got = pipe.loss_and_grads(placed := pipe.place(params), batch)
-    loss, grads = unsplit(pipe, batch, params)
+    loss, grads = unsplit(pipe.model, dp, batch, params)
     np.testing.assert_allclose(np.asarray(got[0]), loss, rtol=1e-10)
     assert float(grads["loss"]["log_scale"]) != 0
     jax.tree.map(
@@ -214,8 +226,10 @@ def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(g
 
 
 @pytest.mark.usefixtures("x64")
-def test_groups_of_one_and_of_all_are_other_losses() -> None:
-    one, every = (unsplit(*grouped(group, 1, one_f_one_b))[1] for group in (1, 4))
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_groups_of_one_and_of_all_are_other_losses(dp: int) -> None:
+    params = random_params(in_groups(1))
+    one, every = (unsplit(in_groups(group), dp, microbatches(4, dp), params)[1] for group in (1, 4))
     differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), one, every)
     assert all(jax.tree.leaves(differ))
 
@@ -233,6 +247,34 @@ def test_orders_of_towers_have_the_same_bits_and_the_predicted_memory() -> None:
         for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
             assert told.live_bytes == got.live_bytes
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
+
+
+def test_towers_exchange_their_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, x64: None) -> None:
+    """The worked example of ``stage/GUIDE.md``: each end has the other's rows, of all of dp; gradients are the same."""
+    monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
+    monkeypatch.setattr(instructions, "_BUILDS", instructions._BUILDS.copy())
+    page = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8")
+    (tmp_path / "outside_exchange.py").write_text(page.split("```python\n")[2].split("```")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exchanging = __import__("outside_exchange").exchanging
+    monkeypatch.delitem(sys.modules, "outside_exchange")
+    dp = 2
+    plain, batch, params = grouped(2, dp, one_f_one_b)
+    pipe = plain.with_schedule(exchanging(plain.schedule))
+    placed = pipe.place(params)
+    out = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.all_instances}, batch)
+    assert {*out.user} == {"found"} and {*out.user["found"]} == {(s, i) for s in (3, 5) for i in range(4)}
+    for i in range(4):
+        image, text = model_output(pipe.model, params, {name: x[i] for name, x in batch.items()})
+        for stage, scores in ((3, image @ text.T), (5, text @ image.T)):
+            assert out.user["found"][stage, i] == (scores.argmax(1) == np.arange(2 * dp)).sum()
+    results = [p.loss_and_grads(placed, batch) for p in (plain, pipe)]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
+    measured = measured_peaks(pipe, placed, batch, None)
+    for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+        assert told.live_bytes == got.live_bytes
+    sent = [x for x in pipe.programs[1].instructions if isinstance(x, Send) and x.action.op == "Share"]
+    assert [x.dst for x in sent] == [3] * 4
 
 
 def test_the_span_is_the_models() -> None:
@@ -260,7 +302,7 @@ def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:
     padded = {k: np.concatenate([v, np.zeros((2, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
     whole, more = (held_out_score(trained, [b], None) for b in (batch, padded))
     assert whole.bits_per_byte is None and set(whole.metrics) == {"retrieval"}
-    np.testing.assert_allclose(whole.nats_per_token, more.nats_per_token, rtol=1e-5)
+    np.testing.assert_allclose(whole.loss, more.loss, rtol=1e-5)
     assert whole.metrics == more.metrics
 
 

@@ -313,7 +313,7 @@ BAD_FILES = {
     "900 lists in one another": (
         "c.json",
         '{"model": {"options": {"a": ' + "[" * 900 + "]" * 900 + "}}}",
-        "[[..., nested more than 32 levels deep",
+        "[[…, nested more than 32 levels deep",
     ),
     "more lists than Python reads": ("c.json", "[" * 100_000, "nested more than 32 levels deep"),
     "more lists than TOML reads": ("c.toml", "a = " + "[" * 3000, "nested more than 32 levels deep"),

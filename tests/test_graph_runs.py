@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,20 @@ from train_runs import deterministic, final, run
 
 from jaxpipe import Trainer
 from jaxpipe.cli import main
-from jaxpipe.schedule import FAMILIES, CostProfile, check_schedule, generate, simulate
+from jaxpipe.schedule import (
+    FAMILIES,
+    CostProfile,
+    Traversal,
+    check_schedule,
+    circular,
+    generate,
+    ir,
+    one_to_one,
+    simulate,
+    traverse,
+)
+from jaxpipe.schedule import towers as towers_of
+from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import init_params, metrics_of
 from jaxpipe.train import run_directory
@@ -118,6 +133,31 @@ def test_a_loss_over_two_microbatches_trained_evaluated_rehearsed_and_planned(
     assert code == 0 and out.count("predicted ÷ measured 1.000") == 3, err
     code, out, err = cli(capsys, "plan", file, *overrides)
     assert code == 0 and "towers on 3 ranks" in out, err
+
+
+def test_towers_that_exchange_trained_rehearsed_and_planned(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The ops of ``stage/GUIDE.md`` in a schedule file, by ``--import``: each rank alone gets values of the other's op."""
+    monkeypatch.setattr(run_directory, "PICTURES", ())
+    monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
+    monkeypatch.setattr(instructions, "_BUILDS", instructions._BUILDS.copy())
+    page = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8")
+    example = page.split("```python\n")[2].split("```")[0].replace("{3: 5, 5: 3}", "{1: 3, 3: 1}")
+    (file.parent / "outside_exchange.py").write_text(example)
+    monkeypatch.syspath_prepend(file.parent)
+    exchanging = __import__("outside_exchange").exchanging
+    request.addfinalizer(partial(sys.modules.pop, "outside_exchange"))
+    placement = towers_of({"a": one_to_one(2), "b": circular(1, 2)}, join=("b",))
+    schedule = exchanging(traverse(placement, 4, Traversal("backward", in_flight_per_stage=4)))
+    (file.parent / "exchange.sched").write_text(str(schedule))
+    given = ("--import", "outside_exchange", f"pipeline.schedule={file.parent / 'exchange.sched'}")
+    code, _, err = cli(capsys, "train", "--config", file, *given, "run.steps=2", f"run.out_dir={file.parent / 'run'}")
+    assert code == 0, err
+    code, out, err = cli(capsys, "rehearse", file, *given, "--all-ranks", "--steps", 1, "--no-host-link")
+    assert code == 0 and out.count("predicted ÷ measured 1.000") == 3 and out.count("Meet") == 2, err
+    code, out, err = cli(capsys, "plan", file, *given)
+    assert code == 0 and "on 3 ranks" in out and "but Meet, an op of your own, takes no time" in out, err
 
 
 def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

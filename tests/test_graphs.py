@@ -412,6 +412,24 @@ def test_insert_waits_in_its_row_for_what_other_ranks_make() -> None:
     assert row[:4] == ["F2.0", "F2.1", "Sync2.0", "BW2.0"]
 
 
+def test_what_peers_wait_for() -> None:
+    """Ends of towers that exchange: a transfer each way, behind the F of either, and nothing else is later for it."""
+    register_op(OpSpec("Share", "compute", (Wait(("F",), "self"),), "share_s", sends="peer"))
+    register_op(OpSpec("Meet", "compute", (Wait(("Share",), "self"), Wait(("Share",), "peer")), "meet_s"))
+    placement = towers({"image": one_to_one(2), "text": one_to_one(1)}, join=("image",))
+    assert [placement.peers(s) for s in range(4)] == [(), (2,), (1,), ()]
+    costs = replace(_free_loss(placement), link=Link(0.25), extra=(("share_s", (0.0,) * 4), ("meet_s", (0.0,) * 4)))
+    schedule = traverse(placement, 4, Traversal("backward", in_flight=(3, 2, 4)), costs)
+    made = insert(insert(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
+    ended = {str(e.action): e for e in simulate(made, costs).events if e.lane == "compute"}
+    for i in range(4):
+        both = {s: ended[f"Share{s}.{i}"].end_s for s in (1, 2)}
+        assert ended[f"Meet1.{i}"].start_s >= both[2] + 0.25 and ended[f"Meet2.{i}"].start_s >= both[1] + 0.25
+    row = list(map(str, made.rows[2]))
+    assert row.index("F2.1") < row.index("Meet2.0") < row.index("BW2.0")
+    assert simulate(made, costs).makespan == simulate(schedule, costs).makespan
+
+
 def test_inserted_ops_may_wait_for_each_other() -> None:
     register_op(OpSpec("Send", "compute", (Wait(("F",), "self"),), "f_s", sends="succ"))
     register_op(OpSpec("Take", "compute", (Wait(("Send",), "pred"),), "f_s"))

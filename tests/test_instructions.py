@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpipe import Trainer
 from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
 from jaxpipe.plot.cells import colour_of
 from jaxpipe.runtime.memory_probe import probe_step
@@ -145,6 +146,22 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert colour_of("Norm", "compute", 0, 1) == "#7b5ea7"
     finally:
         del sys.modules["outside_noise"]
+
+
+def test_the_example_of_the_readme() -> None:
+    """With a trainer, its state and a batch: each number is that of the microbatch, on one device."""
+    readme = (Path(instructions.__file__).parent / "README.md").read_text(encoding="utf-8")
+    trainer = Trainer(
+        model(), optimizer=optax.sgd(0.1), ranks=2, microbatches=M, microbatch_size=B, cut=["b"], dtype="float64"
+    )
+    whole = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch().items()}
+    scope: dict[str, Any] = {"trainer": trainer, "state": trainer.init(init_params(model(), 0)), "batch": whole}
+    exec(compile(readme.split("```python\n")[1].split("```")[0], "README.md", "exec"), scope)
+    w = np.asarray(init_params(model(), 0)["a"]["w"])
+    assert {*scope["sizes"]} == {(0, i) for i in range(M)}
+    for i in range(M):
+        want = np.sqrt((np.tanh(batch()["x"][i] @ w) ** 2).mean())
+        assert float(scope["sizes"][0, i]) == pytest.approx(want, rel=1e-12)
 
 
 def op(name: str, *waits: str, cost: str = "w_s", where: str = "self") -> None:

@@ -14,7 +14,7 @@ from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import Parser
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.rehearsal.ranks import pipeline_on_one_rank, rehearsals
+from jaxpipe.rehearsal.ranks import rehearse
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.lanes import slot_lanes
@@ -52,13 +52,13 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     sizes = ["pipeline.tp=2", "pipeline.dp=2", "pipeline.zero1=true"]
     made = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
     prepared = prepare(made)
-    pipe = pipeline_on_one_rank(prepared, find_devices(4, tp=2), lambda text: None)
-    (rehearsal,) = rehearsals(prepared, pipe, [1])
-    report = rehearsal.run(steps=1, complete=False)
+    done = rehearse(prepared, find_devices(4, tp=2), [1], lambda text: None, steps=1)
+    (report,) = done.reports
     assert report.device == "4 × cpu"
     assert report.memory.ratio == 1
-    (spread,) = {len(mesh.devices.flat) for mesh in pipe.submeshes}
-    assert spread == 4
+    (measured,) = report.collectives.values()
+    assert done.costs.tp_comm_s[1] == measured.median_s
+    assert done.costs.f_s[1] == max(0.0, report.timings["F", 1].median_s - measured.median_s)
 
 
 def test_costs_of_a_run_are_compute_beside_the_collectives() -> None:

@@ -166,11 +166,19 @@ def test_checker_catches(mutant: str) -> None:
 
 
 HOST_MUTANTS: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], str]] = {
-    "computes on the host": (Offload, lambda i: (i, Run(Action("B", 0, 0), i.host, ())), r"Run B0\.0 .* on the host"),
-    "sends from the host": (Offload, lambda i: (i, Send(i.action, 1, i.host)), r"Send .* on the host"),
-    "offloads from the host": (Offload, lambda i: (i, Offload(i.action, i.host, i.device)), r"Offload .* on the host"),
-    "loads from the device": (Offload, lambda i: (Reload(i.action, i.device, i.host),), r"Reload .* on the device"),
-    "waits for the device": (Offload, lambda i: (Sync(i.action, i.device), i), r"Sync .* on the device"),
+    "computes on the host": (
+        Offload,
+        lambda i: (i, Run(Action("B", 0, 0), i.outputs, ())),
+        r"Run B0\.0 .* on the host",
+    ),
+    "sends from the host": (Offload, lambda i: (i, Send(i.action, i.outputs, (), 1)), r"Send .* on the host"),
+    "offloads from the host": (
+        Offload,
+        lambda i: (i, Offload(i.action, i.outputs, i.inputs)),
+        r"Offload .* on the host",
+    ),
+    "loads from the device": (Offload, lambda i: (Reload(i.action, i.inputs, i.outputs),), r"Reload .* on the device"),
+    "waits for the device": (Offload, lambda i: (Sync(i.action, i.inputs), i), r"Sync .* on the device"),
 }
 
 

@@ -121,11 +121,11 @@ def test_unknown_policies_are_refused() -> None:
         compare_policies(stages, toy.init_params(stages[0]), toy.batch_avals(), pipeline_submeshes(1), ("cheap+x",))
 
 
-def test_the_readme_shows_what_the_script_prints() -> None:
+def test_the_page_shows_what_the_script_prints() -> None:
     """Up to what versions of JAX trace differently."""
-    readme = (ROOT / "jaxpipe" / "stage" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "jaxpipe" / "stage" / "GUIDE.md").read_text(encoding="utf-8")
     head, _, *rows = table().splitlines()
-    shown = readme.partition(head)[2].splitlines()[2 : 2 + len(rows)]
+    shown = page.partition(head)[2].splitlines()[2 : 2 + len(rows)]
     for got, want in zip(shown, rows, strict=True):
         assert got.split("|")[1] == want.split("|")[1]
         numbers = [

@@ -132,7 +132,7 @@ def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.Monkey
         logs.append(Log(*args, **kwargs))
         return logs[-1]
 
-    monkeypatch.setattr("jaxpipe.rehearsal.rank.Executor", logging)
+    monkeypatch.setattr("jaxpipe.runtime.pipeline.Executor", logging)
     for rank in range(P):
         report = rehearsed(schedule, rank)
         program = pipeline(schedule).programs[rank]
@@ -230,7 +230,7 @@ def test_stand_ins_have_the_shapes_that_neighbours_send() -> None:
                 sender = pipe.stages[instruction.action.stage].functions[instruction.action.op]
                 sent = [a for p, a in zip(sender.outputs, sender.avals_out, strict=True) if p.kind in ("y", "dx")]
                 assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in sent]
-                assert len(got) == len(instruction.slots)
+                assert len(got) == len(instruction.outputs)
             elif isinstance(instruction, Send):
                 stand_ins.send(numbers[(program.rank, instruction.dst, instruction.action)], instruction.dst, [])
 

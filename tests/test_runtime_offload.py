@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.cost import with_offloadable_bytes
 from jaxpipe.errors import ProgramError, ScheduleError, StageError
-from jaxpipe.program.liveness import host_bytes, live_host_bytes
+from jaxpipe.program.liveness import host_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds
 from jaxpipe.runtime import executor, host_memory, offload
@@ -136,7 +136,7 @@ def test_programs_move_what_the_stage_chose(seed: int, m: int, fraction: float) 
             if type(instruction).__name__ in ("Offload", "Reload"):
                 stage = stages[instruction.action.stage]  # type: ignore[union-attr]
                 assert sum(written) == stage.offloadable_bytes and len(written) == len(stage.offloaded)
-        assert max(live_host_bytes(program)) == _host_peak(schedule, program.rank, stages)
+        assert host_bytes([program]) == _host_peak(schedule, program.rank, stages)
     assert host_bytes(programs) == sum(_host_peak(schedule, r, stages) for r in range(2))
 
 
@@ -495,6 +495,6 @@ def test_holds_wait_for_what_is_on_the_host_and_in_time_order(seed: int, time: f
                 assert set(slots) <= on_host and action not in seen
                 assert at[action].end_s <= at[instruction.action].start_s  # type: ignore[union-attr]
                 seen.add(action)
-            on_host |= set(getattr(instruction, "host", ())) if type(instruction).__name__ == "Offload" else set()
-            on_host -= set(instruction.host) if type(instruction).__name__ == "Reload" else set()  # type: ignore[union-attr]
+            on_host |= set(instruction.outputs) if type(instruction).__name__ == "Offload" else set()  # type: ignore[union-attr]
+            on_host -= set(instruction.inputs) if type(instruction).__name__ == "Reload" else set()  # type: ignore[union-attr]
         assert time > 0 or not waits

@@ -19,6 +19,7 @@ from jaxpipe.schedule import (
     OpSpec,
     Placement,
     Timeline,
+    Wait,
     bidirectional,
     chain,
     circular,
@@ -48,8 +49,14 @@ def test_op_names_that_would_not_parse_are_refused(name: str) -> None:
 
 
 def test_lanes_and_senders() -> None:
-    with pytest.raises(ScheduleError, match="lane 'gpu'; want compute, d2h or h2d"):
+    with pytest.raises(ScheduleError, match="lane 'gpu'; want one of compute, d2h, h2d"):
         register_op(OpSpec("Gpu", "gpu", (), "f_s"))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="'Mail' sends to 'next'; want one of succ, pred, peer, none"):
+        register_op(OpSpec("Mail", "compute", (), "f_s", sends="next"))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="'Mail' waits for 'before'; want one of self, group, pred, succ, peer"):
+        register_op(OpSpec("Mail", "compute", (Wait(("F",), "before"),), "f_s"))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"'Mail' waits for 'BW'; want a tuple of names: \('BW',\)"):
+        register_op(OpSpec("Mail", "compute", (Wait("BW", "self"),), "f_s"))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="only compute ops send"):
         register_op(OpSpec("Mail", "d2h", (), "f_s", sends="succ"))
     with pytest.raises(ScheduleError, match="op 'Mail' has no cost, so it only waits, on the compute lane"):

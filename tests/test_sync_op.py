@@ -106,7 +106,7 @@ def test_runtime_waits_and_computes_the_same() -> None:
     assert pipe.measured_timeline(out).makespan > 0 and pipe.replay_ratio(out) > 0.5
     assert np.isfinite(pipe.replay_ratio(out))
     syncs = [i for p in pipe.programs for i in p.instructions if isinstance(i, Sync)]
-    assert len(syncs) == 3 and str(syncs[0]).startswith("Sync S0.0 host (")
+    assert len(syncs) == 3 and str(syncs[0]).startswith("Sync S0.0 (")
 
 
 def test_a_sync_for_something_else_is_not_lowered() -> None:

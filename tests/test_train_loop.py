@@ -425,7 +425,7 @@ def test_evaluation_without_a_pipeline_agrees(text: Path, straight: tuple[Path, 
     batches = load_dataset(trained.config).held_out_batches(2, 8, 8)  # eval_batches · microbatches, of microbatch size
     score = held_out_score(trained, batches, 1.0)
     assert result.eval_loss is not None
-    np.testing.assert_allclose(score.nats_per_token, result.eval_loss, rtol=1e-5)
+    np.testing.assert_allclose(score.loss, result.eval_loss, rtol=1e-5)
     assert {len(a.devices()) for a in jax.tree.leaves(trained.params)} == {1}
     same = load_trained(out_dir / "checkpoints" / f"{STEPS:08d}")
     assert_same_arrays(same.params, trained.params)

@@ -6,7 +6,9 @@ The picture is 4 × 8 in patches of 2, so 8 patches and 2 features; a text is 8 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxpipe import Trainer
+from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
@@ -23,6 +28,7 @@ from jaxpipe.schedule import CostProfile, generate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params, model_output
+from jaxpipe.train import run_directory
 from jaxpipe.train.config import load_config
 from jaxpipe.train.setup import build_model
 from models.vlm import VLM
@@ -134,6 +140,62 @@ def test_frozen_eyes_are_not_trained_and_the_merger_is() -> None:
     frozen = {layer.name for layer in tiny(freeze_vit=True).layers if layer.frozen}
     assert frozen == {"patches", "vit_00"}
     assert not any(layer.frozen for layer in tiny().layers)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_frozen_vit_has_no_w_and_no_optimizer_bytes() -> None:
+    """On a rank of its own: it saves nothing, what stands for its B and W computes nothing, and it does not change."""
+    model = tiny(freeze_vit=True)
+    trainer = Trainer(
+        model, optimizer=optax.adam(1e-2), ranks=2, microbatches=2, microbatch_size=2, cut=["merger"], schedule="zb-h1",
+        dtype="float64",
+    )  # fmt: skip
+    eyes = trainer.pipeline.stages[0]
+    assert all(not f.jaxpr.eqns and not f.inputs for op, f in eyes.functions.items() if op != "F")
+    assert eyes.acc_avals == () and eyes.residual_bytes == eyes.w_residual_bytes == 0
+    state = trainer.init(params := random_params(model))
+    _, optimizer = trainer.train_step.by_layer(state)
+    assert not any(x.ndim for name in ("patches", "vit_00") for x in jax.tree.leaves(optimizer[name]))
+    told = trainer.train_step.memory_report(workspace=False).ranks
+    assert [told[0].peaks.get(kind, 0) for kind in ("gradients", "residuals")] == [0, 0]
+    assert told[0].peaks["optimizer"] <= 4 < told[1].peaks["optimizer"]  # a count of steps
+    batch = random_batch(4)
+    (loss, weight), grads = on_one_device(model, params, batch)
+    assert float(jnp.abs(grads["patches"]["positions"]).max()) > 0  # it would learn
+    state, metrics = trainer.step(state, batch)
+    np.testing.assert_allclose(float(metrics.loss), loss / weight, rtol=1e-10)
+    after = trainer.params(state)
+    jax.tree.map(
+        np.testing.assert_array_equal, *({n: dict(p[n]) for n in ("patches", "vit_00")} for p in (after, params))
+    )
+    assert not np.array_equal(after["merger"]["up"]["kernel"], params["merger"]["up"]["kernel"])
+
+
+def pictures(seq_len: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Data for a config: rows to train on and held-out ones."""
+    every = random_batch(18)
+    return {name: x[:10] for name, x in every.items()}, {name: x[10:] for name, x in every.items()}
+
+
+def test_it_trains_and_evaluates_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures and text of a function, uneven stages; held-out loss over the pipeline and on one device, of whole batches."""
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])
+    monkeypatch.setattr(run_directory, "PICTURES", ())
+    options = [f"model.options.{k}={v}" for k, v in SMALL.items() if k not in ("dtype", "vocab_size")]
+    short = ["run.steps=3", "run.eval_every=3", "run.checkpoint_every=3", "optimizer.warmup_steps=1", "run.batch=8"]
+    data = ["data.path=test_vlm:pictures", "data.seq_len=8"]
+    pipe = ["pipeline.schedule=1f1b", "pipeline.chunks=1", 'pipeline.cut=["embed"]', "pipeline.microbatches=4"]
+    out = tmp_path / "run"
+    config = PLANS.parent / "vlm.toml"
+    given = [*options, *data, *pipe, *short, f"run.out_dir={out}", "--json"]
+    assert main(["train", "--config", str(config), *given]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert main(["eval", str(out), "--data", "test_vlm:pictures", "--batch", "5"]) == 0
+    said = capsys.readouterr().out.splitlines()  # the second batch of 5 ends in two rows of weight 0
+    assert "nats/token" in said[-2] and f" {result['eval_loss']:.4f} " in said[-1]
 
 
 @pytest.mark.parametrize(("file", "billions"), [("vlm-14.9b", 14.9), ("vlm-28.8b", 28.8), ("vlm-30.3b", 30.3)])

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.parser import add_value, amount, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
@@ -81,7 +81,7 @@ def add_group_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --offload-time --host-link --tp-comm --tp-collectives --costs``."""
+    """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
     group = parser.add_argument_group(
         "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
     )
@@ -138,22 +138,26 @@ def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
 
 
+_UNIFORM = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
+"""What a file given as ``--costs`` replaces."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """The costs asked for: a profile read from ``path``, or uniform ones.
-
-    ``offload_time``: None where nothing was said about the host link; see :func:`check_copies`.
-    """
+    """The costs asked for: a profile read from ``path``, or uniform ones, as far as ``said`` by flags."""
 
     path: str | None
     profile: CostProfile | None
-    cost: tuple[float, float, float]
-    comm: float
-    w_residual: float
-    offload_time: float | None = None
-    tp_comm: float = 0.0
-    tp_collectives: int = 1
-    host_link: Literal["shared", "duplex"] | None = None
+    said: Mapping[str, Any]
+
+    @property
+    def comm(self) -> float:
+        return float(self.said.get("comm", 0.0))
+
+    @property
+    def offload_time(self) -> float | None:
+        """None where nothing was said about the host link; see :func:`check_copies`."""
+        return self.said.get("offload_time")
 
     @property
     def units(self) -> Units:
@@ -164,9 +168,9 @@ class CostChoice:
         """The costs in a few words, for a heading."""
         if self.path is not None:
             return f"costs of {Path(self.path).name}"
-        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.cost)]
+        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.said.get("cost", (1, 1, 1)))]
         parts += [f"transfers {self.comm:g}"] if self.comm else []
-        parts += [f"TP collectives {self.tp_comm:g}"] if self.tp_comm else []
+        parts += [f"TP collectives {self.said['tp_comm']:g}"] if self.said.get("tp_comm") else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)
 
@@ -179,21 +183,10 @@ class CostChoice:
         from jaxpipe.schedule import CostProfile
 
         if self.profile is None:
-            f, b, w = self.cost
-            return CostProfile.uniform(
-                placement.num_stages,
-                chunks=placement.num_chunks,
-                f=f,
-                b=b,
-                w=w,
-                comm=self.comm,
-                w_residual=self.w_residual,
-                offload_time=self.offload_time or 0.0,
-                host_mode=self.host_link or "duplex",
-                tp_comm=self.tp_comm,
-                tp_collectives=self.tp_collectives,
-                source="command line",
-            )
+            others = {name: value for name, value in self.said.items() if name != "cost"}
+            others |= zip("fbw", self.said.get("cost", ()), strict=False)
+            chunks = placement.num_chunks
+            return CostProfile.uniform(placement.num_stages, chunks=chunks, source="command line", **others)
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
@@ -209,29 +202,21 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    replaced = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
-    given = [f"--{n.replace('_', '-')}" for n in replaced if getattr(arguments, n) is not None]
-    profile = None
-    if arguments.costs is not None:
-        if given:
-            raise ConfigError(f"--costs FILE and {given[0]} contradict each other; give one of them")
-        from jaxpipe.schedule import read_costs
+    said = {name: value for name in _UNIFORM if (value := getattr(arguments, name)) is not None}
+    link = arguments.host_link
+    if arguments.costs is None:
+        return CostChoice(None, None, said if link is None else {**said, "host_mode": link})
+    if said:
+        raise ConfigError(
+            f"--costs FILE and --{next(iter(said)).replace('_', '-')} contradict each other; give one of them"
+        )
+    from jaxpipe.schedule import read_costs
 
-        require_file(arguments.costs)
-        profile = read_costs(arguments.costs)
-        if arguments.host_link is not None:
-            profile = replace(profile, host=replace(profile.host, mode=arguments.host_link))
-    return CostChoice(
-        path=arguments.costs,
-        profile=profile,
-        cost=arguments.cost or (1.0, 1.0, 1.0),
-        comm=arguments.comm or 0.0,
-        w_residual=1.0 if arguments.w_residual is None else arguments.w_residual,
-        offload_time=arguments.offload_time,
-        tp_comm=arguments.tp_comm or 0.0,
-        tp_collectives=arguments.tp_collectives or 1,
-        host_link=arguments.host_link,
-    )
+    require_file(arguments.costs)
+    profile = read_costs(arguments.costs)
+    if link is not None:
+        profile = replace(profile, host=replace(profile.host, mode=link))
+    return CostChoice(arguments.costs, profile, said)
 
 
 def check_size(ranks: int, microbatches: int, chunks: int) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import amount
+from jaxpipe.cli.parser import add_value, amount
 from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,31 +49,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)",
     )
-    parser.add_argument(
-        "--memory-limit-gb",
-        type=amount("memory limit", zero=False),
-        metavar="GB",
-        help="bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory",
-    )
+    text = "bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory"
+    add_value(parser, "--memory-limit-gb", "GB", amount("memory limit", zero=False), text)
     for flag, text in _EFFICIENCIES.values():
-        parser.add_argument(flag, type=amount(flag.strip("-"), most=1, zero=False), metavar="X", help=text)
-    parser.add_argument(
-        "--compile-seconds",
-        type=amount("seconds"),
-        default=60.0,
-        metavar="S",
-        help="compile stage functions for the target to know their workspace, for about S seconds (default 60; 0: estimate)",
-    )
+        add_value(parser, flag, "X", amount(flag.strip("-"), most=1, zero=False), text)
+    text = "compile stage functions for the target to know their workspace, for about S seconds; 0: estimate"
+    add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
     parser.add_argument(
         "--suggest", action="store_true", help="also where it fits: changes that fit, the fastest first"
     )
-    parser.add_argument(
-        "--suggest-seconds",
-        type=amount("seconds"),
-        default=60.0,
-        metavar="S",
-        help="try changes for about S processor seconds (default 60)",
-    )
+    add_value(parser, "--suggest-seconds", "S", amount("seconds"), "try changes for about S processor seconds", 60.0)
     parser.add_argument("--schedules", metavar="DIR", help="write schedules of suggestions that need a file into DIR")
     parser.add_argument(
         "--costs-out", metavar="FILE", help="write the cost profile (for --costs of the schedule verbs)"
@@ -114,15 +99,12 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
-    bench, compiler = workbench(config, target, efficiency, progress), None
+    bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: progress(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
+        compiler = Compiler(target, lambda text: notice(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
         bench.temp_of = compiler
     prediction = predict(config, bench, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
@@ -134,7 +116,7 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
         found = suggest(
             prediction,
             lambda c, transform: predict(c, bench, limit, transform),
-            progress,
+            notice,
             args.suggest_seconds,
         )
     lines = assumptions(prediction, efficiency, workspace)

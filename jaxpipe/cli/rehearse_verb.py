@@ -9,7 +9,7 @@ import re
 import sys
 
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import amount, whole_number
+from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
@@ -33,23 +33,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--rank", type=whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse")
     which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
-    parser.add_argument(
-        "--steps", type=whole_number("steps", 10_000), default=5, metavar="N", help="timed steps, beside the first"
-    )
-    parser.add_argument(
-        "--memory", type=memory_size, metavar="SIZE", help="rehearse on a device of this size, such as 80GB"
-    )
+    add_value(parser, "--steps", "N", whole_number("steps", 10_000), "timed steps, beside the first", 5)
+    add_value(parser, "--memory", "SIZE", memory_size, "rehearse on a device of this size, such as 80GB")
     parser.add_argument("--no-optimizer", action="store_true", help="leave out master parameters and optimizer state")
     parser.add_argument("--no-host-link", action="store_true", help="don't measure copies to the host and back")
-    parser.add_argument(
-        "--link-bandwidth",
-        type=amount("bandwidth", zero=False),
-        metavar="GB/S",
-        help="between ranks, for the prediction (default: transfers are free)",
-    )
-    parser.add_argument(
-        "--link-latency", type=amount("latency"), default=0.0, metavar="US", help="of a transfer, in microseconds"
-    )
+    text = "between ranks, for the prediction (default: transfers are free)"
+    add_value(parser, "--link-bandwidth", "GB/S", amount("bandwidth", zero=False), text)
+    add_value(parser, "--link-latency", "US", amount("latency"), "of a transfer, in microseconds", 0.0)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
     )
@@ -71,7 +61,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     size = config.pipeline.dp * config.pipeline.tp
     request_devices(size, config.run.platform)
     from jaxpipe.cost import measure_host_link
-    from jaxpipe.rehearsal.ranks import Rehearsed, pipeline_on_one_rank, rehearsals, rehearsed_json, rehearsed_text
+    from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
     from jaxpipe.train.setup import prepare
 
@@ -80,25 +70,23 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
     prepared = prepare(config)
-    pipeline = pipeline_on_one_rank(prepared, devices, progress)
+    rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):
         measured = None
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = measure_host_link(devices[:1])
-        host = measured.host_link() if measured is not None else None
-        chosen = rehearsals(
+        done = rehearse(
             prepared,
-            pipeline,
+            devices,
             range(ranks) if args.all_ranks else [args.rank],
+            progress,
+            steps=args.steps,
             optimizer=not args.no_optimizer,
             memory_limit_bytes=args.memory,
-            host=host,
+            link=Link(args.link_latency * 1e-6, rate),
+            host=measured.host_link() if measured is not None else None,
         )
-        reports = [r.run(steps=args.steps, progress=progress) for r in chosen]
-    rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
-    link = Link(args.link_latency * 1e-6, rate)
-    done = Rehearsed.of(config, pipeline, reports, link=link, host=host)
     if args.output:
         write_costs(done.costs, args.output)
     print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plot.units import Units, memory_scale, number, time_scale
+from jaxpipe.wording import aligned
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
@@ -220,13 +221,9 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
     ]
     failures = [e for e in entries if isinstance(e, Failure)]
     names = max((len(e.label) for e in entries), default=0)
-    if records:
-        shown = [(head, cells) for head, cells in columns if any(cells)]
-        widths = [max(len(head), *map(len, cells)) for head, cells in shown]
-        widths[0] = max(widths[0], names)
-        for row in zip(*((head, *cells) for head, cells in shown), strict=True):
-            aligned = (x.ljust(w) if k == 0 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
-            print("  ".join(aligned).rstrip())
+    shown = [(head.ljust(names * (k == 0)), *cells) for k, (head, cells) in enumerate(columns) if any(cells)]
+    for line in aligned([*zip(*shown, strict=True)], left=(0,)) if records else ():
+        print(line)
     for failure in failures:
         print(f"{failure.label:<{names}}  not possible: {failure.reason}")
 

@@ -138,7 +138,7 @@ def _eval(args: argparse.Namespace) -> int:
         f"step {trained.step}, one device, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
         f"{' of other data than it was trained on' if other else ''}"
     )
-    print(score_table(scores))
+    print(score_table(scores, trained.model.loss_unit))
     return 0
 
 

@@ -25,7 +25,8 @@ code            compiled functions (0 on backends that do not say)
 
 Offloaded residuals give their device bytes back at once, or, given a timeline, before the first function or reload that starts
 in it when the copy to the host has ended: that is what the runtime waits for (:func:`jaxpipe.program.order.holds`). A sync of
-that copy, and its own reload, end it too; a reload takes the bytes back when it is issued.
+that copy, and its own reload, end it too (:func:`~jaxpipe.program.order.offloads_ended`); a reload takes the bytes back when it
+is issued.
 
 :func:`passing_bytes` and :func:`workspace_bytes` are what a cost profile counts while a function runs, for the bound of the
 simulator (:mod:`jaxpipe.cost.profile`).
@@ -41,7 +42,8 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.schedule import Action, Slot, Timeline
+from jaxpipe.program.order import offloads_ended
+from jaxpipe.schedule import Action, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
 from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
 from jaxpipe.wording import aligned, format_bytes
@@ -162,7 +164,8 @@ def account(
         instruction = program.instructions[at]
         if isinstance(instruction, Free):  # the executor folds it into what it stands behind
             continue
-        rank.copies_ended(instruction)
+        for offload in rank.ended.get(at, ()):
+            rank.left(offload.action)
         workspace = 0
         match instruction:
             case Run():
@@ -174,13 +177,13 @@ def account(
                 else:
                     workspace = workspace_bytes(function, found)
                 rank.add("temporaries", workspace)
-            case Send(action, dst, slots):
+            case Send(action, slots, dst=dst):
                 if (receiver := by_rank.get(dst)) is not None:
                     n = sum(b.bytes for slot in slots if (b := rank.slots[slot]) is not None)
                     messages.setdefault((program.rank, dst, action), []).append(n)
                     receiver.add("communication", n)
                     receiver.look(f"{action} arriving")
-            case Recv(action, src, slots):
+            case Recv(action, _, slots, src):
                 if sent := messages.get((src, program.rank, action)):
                     rank.add("communication", -sent.pop(0))
                 for slot, n in zip(slots, program.written_bytes[at], strict=True):
@@ -226,11 +229,9 @@ class _Rank:
         for (value, slot), n in zip(program.bound, program.bound_bytes, strict=True):
             if value.kind == "state":
                 self.fill(slot, n, "user values")
-        events = [e for e in timeline.events if e.rank == program.rank and e.lane != "send"] if timeline else []
-        self.times: dict[Slot, tuple[float, float]] = {
-            a: (e.start_s, e.end_s) for e in events for a in (e.action, *e.action.actions)
-        }
-        self.leaving: list[tuple[Action, list[_Buffer]]] = []
+        self.timed = timeline is not None
+        self.ended = offloads_ended(program, timeline) if timeline is not None else {}
+        self.leaving: dict[Action, list[_Buffer]] = {}
         self.look("before the first instruction")
 
     @property
@@ -279,22 +280,24 @@ class _Rank:
                 self.fill(slot, device_bytes(aval), _KIND_OF_PORT[port.kind])
 
     def offload(self, offload: Offload) -> None:
-        for device, host in zip(offload.device, offload.host, strict=True):
+        for device, host in zip(offload.inputs, offload.outputs, strict=True):
             source = self.slots[device]
             assert source is not None, "residuals are made by the program"
             self.slots[host] = _Buffer(source.bytes, source.kind)
             self.host += source.bytes
 
+    def left(self, offload: Action) -> None:
+        """What it copied has reached the host."""
+        for buffer in self.leaving.pop(offload):
+            self.release(buffer)
+
     def drop(self, instruction: Instruction, at: int) -> None:
         """What the instruction itself empties (device slots of an offload, host slots of a reload), and the frees behind it."""
         match instruction:
             case Offload(action, device, _):
-                gone = [b for slot in device if (b := self.slots.pop(slot)) is not None]
-                if action in self.times:
-                    self.leaving.append((action, gone))
-                else:
-                    for buffer in gone:
-                        self.release(buffer)
+                self.leaving[action] = [b for slot in device if (b := self.slots.pop(slot)) is not None]
+                if not self.timed:
+                    self.left(action)
             case Reload(_, host, _):
                 self.host -= sum(b.bytes for slot in host if (b := self.slots.pop(slot)) is not None)
         for later in self.program.instructions[at + 1 :]:
@@ -302,23 +305,6 @@ class _Rank:
                 break
             for slot in later.slots:
                 self.release(self.slots.pop(slot))
-
-    def copies_ended(self, instruction: Instruction) -> None:
-        """Gives back what has reached the host by the time this instruction starts."""
-        if not self.leaving or isinstance(instruction, Free):
-            return
-        never = float("-inf"), 0.0
-        now, _ = self.times.get(instruction.action, never) if isinstance(instruction, Run | Reload) else never
-        waited = instruction.action if isinstance(instruction, Sync | Reload) else None
-        kept = []
-        for left, buffers in self.leaving:
-            mine = waited is not None and (left.stage, left.microbatch) == (waited.stage, waited.microbatch)
-            if mine or self.times[left][1] <= now:
-                for buffer in buffers:
-                    self.release(buffer)
-            else:
-                kept.append((left, buffers))
-        self.leaving = kept
 
 
 def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:

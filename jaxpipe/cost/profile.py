@@ -18,6 +18,8 @@ from jaxpipe.cost.seconds import (
     Timing,
     devices_of,
     flop_seconds,
+    measured_seconds,
+    medians,
     ops_of,
     time_at_once,
     time_collectives,
@@ -124,19 +126,13 @@ class StageMeasurements:
 
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
-        stages, ops = range(len(self.stages)), {op for op, _ in self.timings}
-        medians = {at: timing.median_s for at, timing in self.timings.items()}
-        seconds = {op: tuple(medians.get((op, s), 0.0) for s in stages) for op in ops_of(self.stages) if op in ops}
-        comm = tuple(self.collectives[s].median_s if s in self.collectives else 0.0 for s in stages)
-        if any(comm):
-            for op in ("F", "B"):
-                seconds[op] = tuple(max(0.0, a - c) for a, c in zip(seconds[op], comm, strict=True))
-        apart = tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True))
-        seconds["BW"] = tuple(map(min, apart, seconds["BW"])) if any(comm) and "BW" in ops else seconds.get("BW", apart)
+        ops = {op for op, _ in self.timings}
+        exchanged = medians(self.collectives)
+        comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
         workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
         return cost_profile(
             self.stages,
-            seconds,
+            measured_seconds(self.stages, medians(self.timings), comm),
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
             workspace=workspace,
             state_bytes=code,

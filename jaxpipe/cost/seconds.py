@@ -11,6 +11,9 @@ only its share: so the functions of all ranks are timed at once (:func:`time_at_
 
 What a function takes without its tensor-parallel collectives is its own time less theirs, as long as nothing in it hides them,
 which holds for F and B (`stp.txt` section 4.3).
+
+Every source of seconds ends as :data:`Seconds`: :func:`flop_seconds`, :func:`measured_seconds` (functions alone, or in a
+rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.costs`).
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.exchange import collectives_alone
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -73,6 +77,11 @@ class Timing:
         return f"{self.median_s * 1e3:.3f} ms ±{half}"
 
 
+def medians(timings: Mapping[Any, Timing]) -> dict[Any, float]:
+    """Of each timing, in seconds."""
+    return {key: t.median_s for key, t in timings.items()}
+
+
 def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
     """FLOPs ÷ ``flops_per_s``."""
     return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
@@ -83,10 +92,15 @@ def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op for s in stages for op in s.functions))
 
 
-def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float]) -> Seconds:
-    """What is ``known`` by (op, stage), and for the rest FLOPs at the rate of the same op where it is known (of all ops, if it
-    is known nowhere)."""
+def measured_seconds(
+    stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
+) -> Seconds:
+    """What is ``known`` by (op, stage), of functions or copies that ran alone. The rest: of an op that does the work of several
+    (BW) what these take, of others FLOPs at the rate of the same op where it is known (of all ops, if it is known nowhere).
 
+    ``comm_s``: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
+    any, BW takes no longer than B and W.
+    """
     every = ops_of(stages)
 
     def seconds_per_flop(*ops: str) -> float:
@@ -95,10 +109,15 @@ def filled_seconds(stages: Sequence[StageFunctions], known: Mapping[tuple[str, i
         return sum(x for _, x in found) / flops if flops else 0.0
 
     rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
-    return {
-        op: tuple(known.get((op, s), max(LEAST_S, rate * x.flops.get(op, 0))) for s, x in enumerate(stages))
-        for op, rate in rates.items()
-    }
+
+    def seconds(op: str, s: int) -> float:
+        spec = op_spec(op)
+        if spec.parts and (any(comm_s) or (op, s) not in known):
+            return min(known.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
+        whole = known.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
+        return max(0.0, whole - comm_s[s]) if comm_s and spec.collective else whole
+
+    return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in every}
 
 
 def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jaxpipe.cost.profile import cost_profile, exchange_s
@@ -31,7 +32,7 @@ def planned_costs(
         seconds,
         workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
         state_bytes=[s.state_bytes / (pipe.dp if pipe.zero1 else 1) for s in stages],
-        link=Link(target.network_latency_s, target.network_bytes_per_s * efficiency.link),
+        link=link_of(target, efficiency),
         links=near_links(target, efficiency, pipe),
         host=host_link(target, efficiency, pipe),
         memory_limit_bytes=(limit_bytes,) * pipe.ranks,
@@ -55,11 +56,18 @@ def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> H
     )
 
 
+def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -> Link:
+    """Between so many neighbouring devices: NVLink where they fit into a node, else the network."""
+    inside = devices <= target.node_size
+    latency_s = target.link_latency_s if inside else target.network_latency_s
+    return Link(latency_s, (target.link_bytes_per_s if inside else target.network_bytes_per_s) * efficiency.link)
+
+
 def near_links(
     target: Target, efficiency: Efficiency, pipe: PipelineConfig
 ) -> tuple[tuple[tuple[int, int], Link], ...]:
     """Links between neighbours (cyclically) that sit in one node; ranks fill nodes in order, ``tp`` devices each."""
-    near = Link(target.link_latency_s, target.link_bytes_per_s * efficiency.link)
+    near = link_of(target, efficiency, 1)
     per_node = max(1, target.node_size // pipe.tp)
     pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
     return tuple(
@@ -68,12 +76,11 @@ def near_links(
 
 
 def unit_costs(target: Target, efficiency: Efficiency, tp: int) -> UnitCosts:
-    """The target's rates as the cost model of units takes them: NVLink within a node, the network beyond it."""
-    inside = tp <= target.node_size
-    rate = target.link_bytes_per_s if inside else target.network_bytes_per_s
+    """The target's rates as the cost model of units takes them."""
+    link = link_of(target, efficiency, tp)
     return UnitCosts(
         flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,
         bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,
-        link_bytes_per_s=rate * efficiency.link,
-        link_latency_s=target.link_latency_s if inside else target.network_latency_s,
+        link_bytes_per_s=link.bytes_per_s,
+        link_latency_s=link.latency_s,
     )

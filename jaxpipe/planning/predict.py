@@ -15,16 +15,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.planning.costs import planned_costs
+from jaxpipe.planning.costs import link_of, planned_costs
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import PlannedStage, Workbench, device_batch
+from jaxpipe.planning.stages import PlannedStage, Workbench, planner
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
-from jaxpipe.schedule.costs import k_of
+from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.footprint import total_device_bytes
@@ -32,6 +31,7 @@ from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.train.assemble import choose, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.setup import microbatch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,15 @@ def predict(
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    schedule, plan = choose(pipe, bench.model, partial(bench.plan, config), config.traverse)
-    stages = bench.stages(plan.cut, pipe.recompute, device_batch(config), config.offload.fraction)
+    schedule, plan = choose(pipe, bench.model, planner(config, bench.model), config.traverse)
+    stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
     ops |= {"B", "W"} if pipe.separate_gradients else set()
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
+    own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
+    for op in own:
+        costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
     schedule = final_order(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
         schedule = transform(schedule, costs)
@@ -139,8 +142,8 @@ def predict(
         limit_bytes=limit_bytes,
         update_s=2 * static_bytes / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced,
         model_flops=flops,
-        num_params=sum(s.num_params for s in stages),
-        remarks=remarks([s.functions for s in stages]),
+        num_params=sum(s.num_params for s in plan.stages),
+        remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
     )
 
 
@@ -185,9 +188,7 @@ def _memory(
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
     """Seconds that dp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
     all-gather of as many bytes of updated parameters."""
-    near = pipe.dp * pipe.tp <= target.node_size
-    rate = target.link_bytes_per_s if near else target.network_bytes_per_s
-    return 2 * (pipe.dp - 1) / pipe.dp * gradient_bytes / (rate * efficiency.link)
+    return 2 * (pipe.dp - 1) / pipe.dp * gradient_bytes / link_of(target, efficiency, pipe.dp * pipe.tp).bytes_per_s
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

@@ -15,10 +15,9 @@ algorithms with other workspace.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -34,7 +33,6 @@ from jaxpipe._jax_compat import aval_bytes, compile_only_devices
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
-from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -42,8 +40,9 @@ from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
-from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, plan_stages
+from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.split.policies import per_stage
+from jaxpipe.train.assemble import Planner, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -78,21 +77,19 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage on one of the rank's ``tp`` devices. ``work`` by operation; ``workspace``: by operation, bytes, estimated unless
-    compiled; ``state_bytes``: master parameters and optimizer state, undivided."""
+    """A stage on one of the rank's ``tp`` devices. ``work`` by operation; ``state_bytes``: master parameters and optimizer
+    state, undivided; ``temps``: workspace in bytes by operation, of those that were compiled."""
 
     key: StageKey
     functions: StageFunctions
     work: Mapping[str, Work]
-    workspace: Mapping[str, float]
     state_bytes: int
+    temps: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def num_params(self) -> int:
-        """Of all ``tp`` devices together."""
-        layout = self.functions.layout
-        floats = (s for s in layout.slots if jnp.issubdtype(s.dtype, jnp.inexact))
-        return sum(math.prod(s.whole_shape(layout.shards)) for s in floats)
+    def workspace(self) -> Mapping[str, float]:
+        """By operation, bytes, estimated unless compiled."""
+        return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
 @dataclass
@@ -110,8 +107,6 @@ class Workbench:
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _temps: dict[Hashable, dict[str, float]] = field(default_factory=dict)
-    _layer_costs: dict[int, Sequence[float]] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -130,16 +125,6 @@ class Workbench:
     @property
     def _master_dtype(self) -> Any:
         return jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32
-
-    def plan(self, config: TrainConfig, num_stages: int, edges: Edges | None = None) -> StagePlan:
-        """How layers become ``num_stages`` stages with these edges: ``pipeline.cut`` where it fits, else by FLOPs."""
-        cut, size = config.pipeline.cut, device_batch(config)
-        if size not in self._layer_costs:
-            self._layer_costs[size] = analytic_layer_costs(self.model, size)
-        given = cut if isinstance(cut, tuple) and len(cut) + 1 == num_stages else None
-        number = num_stages if given is None else None
-        costs = self._layer_costs[size]
-        return plan_stages(self.model, number, boundaries=given, costs=costs, costs_from="analytic", edges=edges)
 
     def stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, offload_fraction: float = 1.0
@@ -162,20 +147,18 @@ class Workbench:
             leaving.append(links.exits(made[-1].functions.y))
         return tuple(made)
 
-    def compiled(self, stages: Sequence[PlannedStage], ops: Iterable[str]) -> tuple[PlannedStage, ...]:
+    def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
         """The stages with workspace from compiling ``ops``, the commonest stages first, and from what was compiled before;
         unchanged where nothing compiles."""
         if self.temp_of is None:
             return tuple(stages)
-        one = {s.key.kind: s for s in stages}
-        wanted = set(ops)
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
-            temps = self._temps.setdefault(kind, {})
-            for op in one[kind].work:
-                if op in wanted and op not in temps and (found := self.temp_of(self, one[kind].key, op)) is not None:
-                    temps[op] = found
-        made = {kind: replace(s, workspace={**s.workspace, **self._temps[kind]}) for kind, s in one.items()}
-        return tuple(made[s.key.kind] for s in stages)
+            stage = self._known[kind]
+            for op in stage.work:
+                if op in ops and op not in stage.temps and (found := self.temp_of(self, stage.key, op)) is not None:
+                    stage = replace(stage, temps={**stage.temps, op: found})
+            self._known[kind] = stage
+        return tuple(self._known[s.key.kind] for s in stages)
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
@@ -192,8 +175,7 @@ class Workbench:
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
         moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
-        workspace = {op: w.workspace_bytes for op, w in work.items()}
-        return PlannedStage(key, functions, work, workspace, sum(map(aval_bytes, (*masters, *moments))))
+        return PlannedStage(key, functions, work, sum(map(aval_bytes, (*masters, *moments))))
 
 
 class Compiler:
@@ -285,6 +267,8 @@ def workbench(
     )
 
 
-def device_batch(config: TrainConfig) -> int:
-    """Sequences of a microbatch that one data-parallel device computes."""
-    return microbatch_size(config) // config.pipeline.dp
+def planner(config: TrainConfig, model: Model) -> Planner:
+    """As training cuts ``model``; by FLOPs where it would time layers."""
+    pipe = config.pipeline
+    counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
+    return stage_planner(counted, model, microbatch_size(config))

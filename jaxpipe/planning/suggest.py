@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, CostProfile, Schedule
+from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.stage.split.policies import STANDARD, per_stage
 from jaxpipe.train.config import TrainConfig
@@ -206,12 +207,10 @@ def _offloads(units: float) -> Iterator[_Change]:
 def _limit_in_activations(current: Prediction) -> float:
     """The memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
     placement, costs = current.schedule.placement, current.costs
-    least = math.inf
-    for rank in range(current.schedule.num_ranks):
+    rooms = []
+    for rank, static in enumerate(static_bytes(placement, costs)):
         mine = placement.stages_of(rank)
-        share = sum(costs.residual_bytes[s] for s in mine)
-        workspace = max((max(values[s] for s in mine) for _, values in costs.temp_bytes), default=0.0)
-        taken = sum(costs.param_bytes[s] + costs.optimizer_bytes[s] for s in mine) + workspace
-        if share > 0:
-            least = min(least, (current.limit_bytes - taken) / share)
-    return least
+        workspace = max((values[s] for _, values in costs.temp_bytes for s in mine), default=0.0)
+        if share := sum(costs.residual_bytes[s] for s in mine):
+            rooms.append((current.limit_bytes - static - workspace) / share)
+    return min(rooms, default=math.inf)

@@ -153,34 +153,32 @@ def device_text(target: Target) -> str:
     chip = target.chip
     if chip is None:
         raise ConfigError(f"target {target.name} has no 'chip' numbers, so XLA can't compile for it without the device")
-    optin = chip.shared_memory_per_core - 1024
-    figures = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 49152,
-        "shared_memory_per_core": chip.shared_memory_per_core,
-        "threads_per_core_limit": 2048,
-        "core_count": chip.cores,
-        "fpus_per_core": chip.fpus_per_core,
-        "block_dim_limit_x": 2147483647,
-        "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535,
-        "memory_bandwidth": int(target.memory_bytes_per_s),
-        "l2_cache_size": chip.l2_bytes,
-        "clock_rate_ghz": chip.clock_ghz,
-        "device_memory_size": int(target.memory_bytes),
-        "shared_memory_per_block_optin": optin,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
-    }
-    lines = [f"  {name}: {value}" for name, value in figures.items()]
     major, minor = chip.capability
-    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    body = "\n".join(lines)
-    return (
-        f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 6 }}\n'
-        f'device_description_str: "{target.description}"\n'
-    )
+    return f"""\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {chip.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {chip.cores}
+  fpus_per_core: {chip.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(target.memory_bytes_per_s)}
+  l2_cache_size: {chip.l2_bytes}
+  clock_rate_ghz: {chip.clock_ghz}
+  device_memory_size: {int(target.memory_bytes)}
+  shared_memory_per_block_optin: {chip.shared_memory_per_core - 1024}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 6 }}
+device_description_str: "{target.description}"
+"""
 
 
 def find_target(name_or_path: str) -> Target:

@@ -55,10 +55,10 @@ def _slot_problems(program: Program) -> Iterator[str]:
 
 def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
     sent = Counter(
-        (p.rank, i.dst, i.action, len(i.slots)) for p in programs for i in p.instructions if isinstance(i, Send)
+        (p.rank, i.dst, i.action, len(i.inputs)) for p in programs for i in p.instructions if isinstance(i, Send)
     )
     received = Counter(
-        (i.src, p.rank, i.action, len(i.slots)) for p in programs for i in p.instructions if isinstance(i, Recv)
+        (i.src, p.rank, i.action, len(i.outputs)) for p in programs for i in p.instructions if isinstance(i, Recv)
     )
     for src, dst, action, n in sorted((sent - received).keys(), key=str):
         yield f"rank {src} sends {n} arrays of {action} to rank {dst}, which does not receive them"

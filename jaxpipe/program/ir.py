@@ -33,7 +33,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Call the function of ``action`` on ``inputs``; results go to ``outputs`` (−1: dropped at once).
+    """Call the function of ``action`` on the arrays in ``inputs``; results go to ``outputs`` (−1: dropped at once).
 
     ``action``: one action, or a braid whose actions are one function. ``parts``: (op, stage) of each.
     """
@@ -47,68 +47,50 @@ class Run:
         return tuple((a.op, a.stage) for a in self.action.actions)
 
     def __str__(self) -> str:
-        return f"Run {self.action} ({_slots(self.inputs)}) -> ({_slots(self.outputs)})"
+        return _text(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Copy ``slots``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it."""
+class _Move:
+    """Arrays in the slots ``inputs`` go elsewhere, arrays from elsewhere into the slots ``outputs``."""
 
     action: Action
-    dst: int
-    slots: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return _text(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Send(_Move):
+    """Copy ``inputs``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it."""
+
+    dst: int = -1
     avals: tuple[Any, ...] = ()
 
-    def __str__(self) -> str:
-        return f"Send {self.action} to rank {self.dst} ({_slots(self.slots)})"
-
 
 @dataclass(frozen=True, slots=True)
-class Recv:
-    """Receive into ``slots`` what rank ``src`` sent for ``action``."""
+class Recv(_Move):
+    """Receive into ``outputs`` what rank ``src`` sent for ``action``."""
 
-    action: Action
-    src: int
-    slots: tuple[int, ...]
+    src: int = -1
     avals: tuple[Any, ...] = ()
 
-    def __str__(self) -> str:
-        return f"Recv {self.action} from rank {self.src} ({_slots(self.slots)})"
+
+@dataclass(frozen=True, slots=True)
+class Offload(_Move):
+    """Copy ``inputs`` to ``outputs`` in pinned host memory and drop the device arrays."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
-    """Copy ``device`` slots to ``host`` slots (pinned host memory) and drop the device arrays."""
-
-    action: Action
-    device: tuple[int, ...]
-    host: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"Offload {self.action} ({_slots(self.device)}) -> host ({_slots(self.host)})"
+class Reload(_Move):
+    """Copy ``inputs`` in pinned host memory back to ``outputs`` and drop the host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
-    """Copy ``host`` slots back to ``device`` slots and drop the host arrays."""
-
-    action: Action
-    host: tuple[int, ...]
-    device: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"Reload {self.action} host ({_slots(self.host)}) -> ({_slots(self.device)})"
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """Go on with this rank only when the copies in ``host`` slots are complete."""
-
-    action: Action
-    host: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"Sync {self.action} host ({_slots(self.host)})"
+class Sync(_Move):
+    """Go on with this rank only when the copies in ``inputs`` in pinned host memory are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,31 +134,26 @@ class Program:
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
     """Slots whose arrays the instruction uses."""
-    match instruction:
-        case Run(inputs=slots) | Send(slots=slots) | Offload(device=slots) | Reload(host=slots) | Sync(host=slots):
-            return slots
-        case Recv() | Free():
-            return ()
+    return () if isinstance(instruction, Free) else instruction.inputs
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
     """Slots that the instruction fills."""
-    match instruction:
-        case Run(outputs=slots):
-            return tuple(s for s in slots if s >= 0)
-        case Recv(slots=slots) | Offload(host=slots) | Reload(device=slots):
-            return slots
-        case Send() | Sync() | Free():
-            return ()
+    return () if isinstance(instruction, Free) else tuple(s for s in instruction.outputs if s >= 0)
 
 
 def drops(instruction: Instruction) -> tuple[int, ...]:
     """Slots that are empty after the instruction."""
-    match instruction:
-        case Free(slots=slots) | Offload(device=slots) | Reload(host=slots):
-            return slots
-        case _:
-            return ()
+    if isinstance(instruction, Free):
+        return instruction.slots
+    return instruction.inputs if isinstance(instruction, Offload | Reload) else ()
+
+
+def _text(of: Run | _Move) -> str:
+    peer = f" to rank {of.dst}" if isinstance(of, Send) else f" from rank {of.src}" if isinstance(of, Recv) else ""
+    return f"{type(of).__name__} {of.action}{peer} " + " -> ".join(
+        f"({_slots(x)})" for x in (of.inputs, of.outputs) if x
+    )
 
 
 def _slots(slots: tuple[int, ...]) -> str:

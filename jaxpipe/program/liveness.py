@@ -7,12 +7,13 @@ Device memory is predicted by :mod:`~jaxpipe.cost.memory`, from what a program w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any
 
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value
-from jaxpipe.schedule.ir import Action, Slot
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Reload, Sync, Value
+from jaxpipe.schedule.ir import Slot
 
 BOUND_KINDS = ("param", "acc", "data", "key", "state")
 RESULT_KINDS = ("acc", "loss")
@@ -22,15 +23,14 @@ UNREAD_KINDS = (*RESULT_KINDS, "user")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instruction over values, before slots exist. ``peer``: the other rank of a send or receive, and ``avals`` what it
-    carries. Only a run is of a braid."""
+    """An instruction over values, before slots exist. ``message``: the other rank of a send or receive, and the shapes of what
+    it carries."""
 
-    kind: Literal["run", "send", "recv", "offload", "reload", "sync"]
+    kind: Callable[..., Instruction]
     action: Slot
     inputs: tuple[Value, ...]
     outputs: tuple[Value | None, ...]
-    peer: int = -1
-    avals: tuple[Any, ...] = ()
+    message: tuple[Any, ...] = ()
 
 
 class _Slots:
@@ -73,8 +73,7 @@ def assign_slots(rank: int, steps: Sequence[Step], value_bytes: Mapping[Value, i
     written: list[tuple[int, ...]] = []
     for k, step in enumerate(steps):
         out.append(_instruction(slots, step))
-        moved = step.inputs if step.kind in ("offload", "reload") else step.outputs
-        written.append(tuple(value_bytes[v] for v in moved if v is not None))
+        written.append(tuple(value_bytes[v] for v in step.outputs if v is not None))
         dead = [v for v in dict.fromkeys(step.inputs) if _is_dead(v, k, last_read, slots)]
         dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in UNREAD_KINDS]
         if dead:
@@ -93,40 +92,20 @@ def _is_dead(value: Value, k: int, last_read: Mapping[Value, int], slots: _Slots
 
 
 def _instruction(slots: _Slots, step: Step) -> Instruction:
-    if step.kind == "run":
-        inputs = tuple(slots.at(v) for v in step.inputs)
-        return Run(step.action, inputs, tuple(-1 if v is None else slots.take(v) for v in step.outputs))
-    action = step.action
-    assert isinstance(action, Action), f"{step.kind} of {action}"
-    match step.kind:
-        case "send":
-            return Send(action, step.peer, tuple(slots.at(v) for v in step.inputs), step.avals)
-        case "recv":
-            return Recv(action, step.peer, tuple(slots.take(v) for v in step.outputs if v is not None), step.avals)
-        case "offload":
-            host = tuple(slots.take(v, "host") for v in step.inputs)
-            return Offload(action, tuple(slots.drop(v) for v in step.inputs), host)
-        case "reload":
-            device = tuple(slots.take(v) for v in step.inputs)
-            return Reload(action, tuple(slots.drop(v, "host") for v in step.inputs), device)
-        case "sync":
-            return Sync(action, tuple(slots.at(v, "host") for v in step.inputs))
-
-
-def live_host_bytes(program: Program) -> tuple[int, ...]:
-    """Host bytes held once each instruction has its results allocated and has dropped nothing yet: offloaded residuals."""
-    size: dict[int, int] = {}
-    held = []
-    for instruction, written in zip(program.instructions, program.written_bytes, strict=True):
-        if isinstance(instruction, Offload):
-            size.update(zip(instruction.host, written, strict=True))
-        held.append(sum(size.values()))
-        if isinstance(instruction, Reload):
-            for slot in instruction.host:
-                del size[slot]
-    return tuple(held)
+    source = "host" if step.kind in (Reload, Sync) else "device"
+    target = "host" if step.kind is Offload else "device"
+    outputs = tuple(-1 if v is None else slots.take(v, target) for v in step.outputs)
+    use = slots.drop if step.kind in (Offload, Reload) else slots.at
+    inputs = tuple(use(v, source) for v in step.inputs)
+    return step.kind(step.action, inputs, outputs, *step.message)
 
 
 def host_bytes(programs: Sequence[Program]) -> int:
     """Host bytes that the process that runs ``programs`` needs for offloads: each rank at its peak, whenever that is."""
-    return sum(max(live_host_bytes(p), default=0) for p in programs)
+
+    def changes(program: Program) -> Iterator[int]:
+        for instruction, moved in zip(program.instructions, program.written_bytes, strict=True):
+            if isinstance(instruction, Offload | Reload):
+                yield sum(moved) if isinstance(instruction, Offload) else -sum(moved)
+
+    return sum(max(accumulate(changes(program)), default=0) for program in programs)

@@ -10,16 +10,16 @@ several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 import jax
 
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
-from jaxpipe.program.ir import Program, Value
+from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, Value
 from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
 from jaxpipe.schedule.placement import Edges
@@ -136,25 +136,18 @@ def _check_sync(rank: int, action: Action) -> None:
         )
 
 
+@dataclass
 class _RankLowering:
     """Walks one row and writes steps over values."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[StageFunctions],
-        braids: Braids,
-        traffic: _Traffic,
-        rank: int,
-    ) -> None:
-        self.schedule = schedule
-        self.stages = stages
-        self.braids = braids
-        self.traffic = traffic
-        self.rank = rank
-        self.steps: list[Step] = []
-        self.value_bytes: dict[Value, int] = {}
-        self.present: set[Value] = set()
+    schedule: Schedule
+    stages: Sequence[StageFunctions]
+    braids: Braids
+    traffic: _Traffic
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    value_bytes: dict[Value, int] = field(default_factory=dict)
+    present: set[Value] = field(default_factory=set)
 
     def program(self) -> Program:
         for slot in self.schedule.rows[self.rank]:
@@ -168,13 +161,19 @@ class _RankLowering:
 
     def _one(self, action: Action) -> None:
         spec = op_spec(action.op)
-        if spec.is_sync:
-            self._on_host(action, "sync")
-        elif spec.lane == "compute":
+        if spec.lane == "compute" and not spec.is_sync:
             function = self.stages[action.stage].functions[action.op]
             self._run(action, function, [0] * len(function.inputs), [0] * len(function.outputs))
+            return
+        moved = tuple(Value("res", action.stage, action.microbatch, k) for k in self.stages[action.stage].offloaded)
+        if spec.is_sync:
+            self.steps.append(Step(Sync, action, moved, ()))
+        elif spec.lane == "d2h":
+            self.steps.append(Step(Offload, action, moved, moved))
+            self.present.difference_update(moved)
         else:
-            self._on_host(action, "offload" if spec.lane == "d2h" else "reload")
+            self.steps.append(Step(Reload, action, moved, moved))
+            self.present.update(moved)
 
     def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
         """One call. ``reads``, ``makes``: which of the slot's actions each input and output port belongs to."""
@@ -189,12 +188,8 @@ class _RankLowering:
             None if port.kind == "token" else _value(self.stages[actions[k].stage], port, actions[k].microbatch)
             for port, k in zip(function.outputs, makes, strict=True)
         ]
-        for value, aval in zip(inputs, function.avals_in, strict=True):
-            self.value_bytes[value] = device_bytes(aval)
-        for out, aval in zip(outputs, function.avals_out, strict=True):
-            if out is not None:
-                self.value_bytes[out] = device_bytes(aval)
-        self.steps.append(Step("run", slot, tuple(inputs), tuple(outputs)))
+        avals = (*function.avals_in, *function.avals_out)
+        self._add(Step(Run, slot, tuple(inputs), tuple(outputs)), zip((*inputs, *outputs), avals, strict=True))
         self.present.update(v for v in outputs if v is not None)
         for action in actions:
             self._send(action)
@@ -211,27 +206,18 @@ class _RankLowering:
                     "is offloaded"
                 )
             carried = self.traffic.message(sender, self.rank)
-            self._move(Step("recv", sender, (), tuple(carried), src, tuple(carried.values())), carried)
+            self._add(Step(Recv, sender, (), tuple(carried), (src, tuple(carried.values()))), carried.items())
             self.present.update(carried)
 
     def _send(self, action: Action) -> None:
         """A message to each other rank that reads of what an action made."""
         for dst in sorted(self.traffic.destinations(action) - {self.rank}):
             carried = self.traffic.message(action, dst)
-            self._move(Step("send", action, tuple(carried), (), dst, tuple(carried.values())), carried)
+            self._add(Step(Send, action, tuple(carried), (), (dst, tuple(carried.values()))), carried.items())
 
-    def _move(self, step: Step, carried: Mapping[Value, jax.ShapeDtypeStruct]) -> None:
-        self.value_bytes.update({value: device_bytes(aval) for value, aval in carried.items()})
+    def _add(self, step: Step, shapes: Iterable[tuple[Value | None, jax.ShapeDtypeStruct]]) -> None:
+        self.value_bytes.update({value: device_bytes(aval) for value, aval in shapes if value is not None})
         self.steps.append(step)
-
-    def _on_host(self, action: Action, kind: Literal["offload", "reload", "sync"]) -> None:
-        chosen = self.stages[action.stage].offloaded
-        residuals = tuple(Value("res", action.stage, action.microbatch, index) for index in chosen)
-        self.steps.append(Step(kind, action, residuals, ()))
-        if kind == "offload":
-            self.present.difference_update(residuals)
-        elif kind == "reload":
-            self.present.update(residuals)
 
 
 def _value(stage: StageFunctions, port: Port, number: int) -> Value:

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Sequence
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.schedule import Action, Slot, Timeline
+from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, reads
+from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
 def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
@@ -62,6 +62,24 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     return tuple(order)
 
 
+def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:
+    """By instruction, the offloads whose memory is free when it is issued, and was not before: those that end in ``timeline``
+    before it starts (a function or a reload), and the one whose copy it waits for or loads back."""
+    times = _times(program, timeline)
+    running: list[Offload] = []
+    found: dict[int, tuple[Offload, ...]] = {}
+    for k, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Offload):
+            running.append(instruction)
+        elif isinstance(instruction, Run | Reload | Sync):
+            now_s = float("-inf") if isinstance(instruction, Sync) else times[instruction.action].start_s
+            ended = [o for o in running if times[o.action].end_s <= now_s or o.outputs == instruction.inputs]
+            if ended:
+                found[k] = tuple(ended)
+                running = [o for o in running if o not in ended]
+    return found
+
+
 def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
     """Which offloads must have ended before an instruction is issued: per instruction, O's and their host slots.
 
@@ -69,25 +87,20 @@ def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action,
     ahead takes no more memory than ``timeline`` says, what starts there after an offload's end waits for that offload. Those
     that take no time there (their costs are not known) hold nothing up, nor does one that is already being loaded back.
     """
+    times = _times(program, timeline)
+    long = {a for a, e in times.items() if e.end_s > e.start_s}
+    found = {
+        k: tuple(
+            (o.action, o.outputs) for o in ended if o.action in long and o.outputs != reads(program.instructions[k])
+        )
+        for k, ended in offloads_ended(program, timeline).items()
+    }
+    return {k: waits for k, waits in found.items() if waits}
+
+
+def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
     events = (e for e in timeline.events if e.rank == program.rank and e.lane != "send")
-    times = {a: e for e in events for a in (e.action, *e.action.actions)}
-    running: dict[tuple[int, ...], Action] = {}
-    found: dict[int, tuple[tuple[Action, tuple[int, ...]], ...]] = {}
-    for k, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Reload):
-            running.pop(instruction.host, None)
-        if isinstance(instruction, Run | Reload):
-            start_s = times[instruction.action].start_s
-            ended = tuple((a, slots) for slots, a in running.items() if times[a].end_s <= start_s)
-            for _, slots in ended:
-                del running[slots]
-            if ended:
-                found[k] = ended
-        if isinstance(instruction, Offload) and instruction.host:
-            event = times[instruction.action]
-            if event.end_s > event.start_s:
-                running[instruction.host] = instruction.action
-    return found
+    return {a: e for e in events for a in (e.action, *e.action.actions)}
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -> list[float]:

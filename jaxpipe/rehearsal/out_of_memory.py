@@ -136,9 +136,9 @@ def _action(instruction: Instruction) -> str:
 
 def _name(instruction: Instruction) -> str:
     match instruction:
-        case Recv(action, src):
+        case Recv(action, src=src):
             return f"receiving {action} from rank {src}"
-        case Send(action, dst):
+        case Send(action, dst=dst):
             return f"sending {action} to rank {dst}"
         case Free():
             return "a free"

@@ -28,23 +28,23 @@ from typing import Any
 
 import jax
 
-from jaxpipe.cost import Timing, time_function
-from jaxpipe.cost.memory import Kind, RankMemory, account
+from jaxpipe.cost import Timing, time_collectives, time_function
+from jaxpipe.cost.memory import Kind, RankMemory
+from jaxpipe.cost.seconds import medians
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Run
-from jaxpipe.program.order import holds, issue_order
 from jaxpipe.rehearsal.out_of_memory import Watch, out_of_memory
 from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, slowdown
 from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.runtime.batches import microbatch_keys
-from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.measured import lengths_by_op
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
-from jaxpipe.schedule import Event, HostLink, Timeline, simulate
+from jaxpipe.schedule import Event, HostLink, Timeline
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
-from jaxpipe.stage.functions import AnyFunction, function_of
+from jaxpipe.stage.functions import function_of
 
 
 class Rehearsal:
@@ -73,7 +73,7 @@ class Rehearsal:
         memory_limit_bytes: float | None = None,
         host: HostLink | None = None,
     ) -> None:
-        self.pipeline, self.rank = pipeline, rank
+        self.rank = rank
         ranks = pipeline.schedule.num_ranks
         if not 0 <= rank < ranks:
             raise ConfigError(
@@ -88,12 +88,12 @@ class Rehearsal:
         (self.devices,) = places
         self.device = self.devices[0]  # whose allocator is asked
         self.program: Program = pipeline.programs[rank]
+        self.pipeline = pipeline.alone(rank, StandIns(self.program, pipeline.programs))
         self.functions = {at: f for at, f in pipeline.functions.items() if at[0] == rank}
         self._vocab = vocab_size if vocab_size is not None else pipeline.model.vocab_size
         self._resident = dict(resident or {})
         self._limit = memory_limit_bytes
         self._host = host
-        self._timeline = pipeline.predicted_timeline()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -101,20 +101,10 @@ class Rehearsal:
         return self.predicted(footprints=False).peak_bytes
 
     def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
-        """What the accounting says this rank's program holds."""
+        """What the accounting says this rank's program holds. ``timeline``: when its copies to the host end."""
         align = ALLOCATOR_BYTES.get(self.device.platform, 1)
-        report = account(
-            [self.program],
-            issue_order([self.program], self._timeline),
-            self.functions,
-            num_microbatches=self.pipeline.schedule.num_microbatches,
-            resident={self.rank: {kind: sum(device_bytes(a, align) for a in r) for kind, r in self._resident.items()}},
-            timeline=timeline,
-            footprint_of=footprint if footprints else None,
-            align=align,
-            braids=self.pipeline.braids,
-        )
-        return report.ranks[0]
+        resident = {kind: sum(device_bytes(a, align) for a in avals) for kind, avals in self._resident.items()}
+        return self.pipeline.memory_report({self.rank: resident}, workspace=footprints, timeline=timeline).ranks[0]
 
     def run(
         self, *, steps: int = 5, complete: bool = True, progress: Callable[[str], None] | None = None
@@ -132,14 +122,14 @@ class Rehearsal:
         """
         tell = progress if progress is not None else lambda text: None
         tell(f"rank {self.rank}: compiling")
-        used = {i.parts: self._function(i) for i in self.program.instructions if isinstance(i, Run)}
-        compiled = {parts: footprint(f) for parts, f in used.items()}
-        footprints = {parts[0]: found for parts, found in compiled.items() if len(parts) == 1}
+        used = dict.fromkeys(i.parts for i in self.program.instructions if isinstance(i, Run))
+        compiled = [footprint(function_of(self.rank, x, self.functions, self.pipeline.braids)) for x in used]
+        footprints = {parts[0]: found for parts, found in zip(used, compiled, strict=True) if len(parts) == 1}
         watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
         if complete:
             tell(f"rank {self.rank}: each function alone")
-        alone = self._alone(steps, tell) if complete else {}
-        executor = self._executor(self._timeline_of(alone))
+        alone, collectives = self._alone(steps, tell) if complete else ({}, {})
+        executor = self._timed(alone, collectives).executor
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
         gc.collect()
         before = self.device.memory_stats() or {}
@@ -179,6 +169,7 @@ class Rehearsal:
             else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
             alone=alone,
+            collectives=collectives,
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
             memory=memory,
@@ -188,30 +179,14 @@ class Rehearsal:
             events=tuple(events[-1]),
         )
 
-    def _function(self, run: Run) -> AnyFunction:
-        return function_of(self.rank, run.parts, self.functions, self.pipeline.braids)
-
-    def _timeline_of(self, alone: Mapping[tuple[str, int], Timing]) -> Timeline:
-        """The schedule simulated with what is known of the costs."""
+    def _timed(self, alone: Mapping[tuple[str, int], Timing], collectives: Mapping[int, Timing]) -> Pipeline:
+        """The pipeline in the order that the times of its functions alone give, where there are any."""
         if not alone:
-            return self._timeline
-        seconds = {key: t.median_s for key, t in alone.items()}
-        costs = costs_from(self.pipeline, seconds, source="functions alone", host=self._host)
-        return simulate(self.pipeline.schedule, costs)
-
-    def _executor(self, timeline: Timeline) -> Executor:
-        pipe = self.pipeline
-        return Executor(
-            [self.program],
-            issue_order([self.program], timeline),
-            pipe.functions,
-            pipe.submeshes,
-            StandIns(self.program, pipe.programs),
-            all_programs=pipe.programs,
-            offload_fallback=pipe.offload.fallback,
-            holds={(0, at): ended for at, ended in holds(self.program, timeline).items()},
-            braids=pipe.braids,
+            return self.pipeline
+        costs = costs_from(
+            self.pipeline, medians(alone), medians(collectives), source="functions alone", host=self._host
         )
+        return self.pipeline.with_costs(costs)
 
     def _placed(self) -> tuple[StepInputs, Any]:
         """What a step starts from, and what else a training step keeps on the device."""
@@ -239,25 +214,29 @@ class Rehearsal:
             return MemoryCheck(
                 predicted, predicted.live_peak_bytes, measured.live_peak_bytes, "live buffers", exact=True
             )
-        predicted = self.predicted(timeline=replace(self._timeline, events=tuple(events)))
+        predicted = self.predicted(timeline=replace(self.pipeline.predicted_timeline(), events=tuple(events)))
         peak = self.device.memory_stats()["peak_bytes_in_use"]
         exact = peak > before["peak_bytes_in_use"]
         most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
         return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
 
-    def _alone(self, repeats: int, tell: Callable[[str], None]) -> dict[tuple[str, int], Timing]:
-        """Every function of the rank's stages. One for which memory does not suffice is left out: should the program call it,
-        its step will say more."""
-        found = {}
+    def _alone(
+        self, repeats: int, tell: Callable[[str], None]
+    ) -> tuple[dict[tuple[str, int], Timing], dict[int, Timing]]:
+        """Every function of the rank's stages, and the collectives of F by stage. One for which memory does not suffice is left
+        out: should the program call it, its step will say more."""
+        found, exchanged = {}, {}
         for (_, s), stage in sorted(self.functions.items()):
-            for op in stage.functions:
+            for op, function in stage.functions.items():
                 try:
-                    found[(op, s)] = time_function(stage.functions[op], repeats)
+                    found[(op, s)] = time_function(function, repeats)
                 except jax.errors.JaxRuntimeError as error:
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         raise
                     tell(f"rank {self.rank}: no memory for {op} of stage {s} alone: not timed")
-        return found
+            if alone := time_collectives(stage.functions["F"], repeats):
+                exchanged[s] = alone
+        return found, exchanged
 
     def _explained(self, error: Exception, watch: Watch) -> RunError | None:
         """An error that means that memory ran out, as one line; None for any other."""

@@ -14,17 +14,14 @@ from typing import Any
 import jax
 
 from jaxpipe.cost import Timing
-from jaxpipe.cost.memory import Kind
 from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.rehearsal.report import RankReport, rehearsed_costs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
-from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, trainer_over
-from jaxpipe.train.step import TrainStep
+from jaxpipe.train.step_memory import resident_avals
 from jaxpipe.wording import format_bytes
 
 _NO_LIMIT_GB = 1e9
@@ -38,77 +35,54 @@ class Rehearsed:
     costs: CostProfile
     timeline: Timeline
 
-    @classmethod
-    def of(
-        cls,
-        config: TrainConfig,
-        pipeline: Pipeline,
-        reports: Sequence[RankReport],
-        *,
-        link: Link | None = None,
-        host: HostLink | None = None,
-    ) -> Rehearsed:
-        """From the reports of some ranks of ``pipeline``; the costs hold masters and optimizer state too."""
-        ordered = tuple(sorted(reports, key=lambda r: r.rank))
-        measured = rehearsed_costs(pipeline, ordered, link=link, host=host)
-        costs = trainer_over(config, pipeline).train_step.with_state(measured)
-        return cls(ordered, costs, simulate(pipeline.schedule, costs))
 
-
-def pipeline_on_one_rank(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
-    """The config's pipeline with every rank on the same ``devices``, dp × tp of them. Compiles nothing.
-
-    Raises:
-        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
-    """
-    config = prepared.config
-    roomy = replace(
-        config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB)
-    )  # a rank at a time: checked there
-    return compile_pipeline(replace(prepared, config=roomy), list(devices) * prepared.schedule.num_ranks, progress)
-
-
-def rehearsals(
+def rehearse(
     prepared: Prepared,
-    pipeline: Pipeline,
+    devices: Sequence[jax.Device],
     ranks: Sequence[int],
+    progress: Progress,
     *,
+    steps: int = 5,
     optimizer: bool = True,
     memory_limit_bytes: float | None = None,
+    link: Link | None = None,
     host: HostLink | None = None,
-) -> list[Rehearsal]:
-    """Rehearsals of ``ranks``, the one that needs least memory first (an allocator's peak never falls).
+) -> Rehearsed:
+    """Rehearse ``ranks`` of the config's pipeline, each on ``devices`` (dp × tp), the one that needs least memory first (an
+    allocator's peak never falls).
+
+    Args:
+        steps: timed steps of each.
+        optimizer: keep masters and optimizer state on the device, as a training step does.
+        memory_limit_bytes: of a smaller device than the real one.
+        link: between ranks, for the prediction; free by default.
+        host: the link to the host as measured.
 
     Raises:
-        ConfigError: no such rank.
-        ProgramError: the host has no room for what a rank offloads.
+        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work; no such rank; the host has no
+            room for what a rank offloads.
+        RunError: an instruction failed, or memory ran out.
     """
+    config = prepared.config
+    roomy = replace(config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB))  # below, a rank at a time
+    everywhere = list(devices) * prepared.schedule.num_ranks
+    pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
+    step, found = trainer_over(config, pipeline).train_step, []
     for rank in ranks:
-        platform = pipeline.submeshes[rank].devices.flat[0].platform
-        check_host_memory([pipeline.programs[rank]], offload_options(prepared.config), platform)
-    step = trainer_over(prepared.config, pipeline).train_step
-    found = [
-        Rehearsal(
+        check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
+        rehearsal = Rehearsal(
             pipeline,
             rank,
             vocab_size=prepared.dataset.tokenizer.vocab_size,
-            resident=resident(step, rank) if optimizer else None,
+            resident=resident_avals(step.pipeline, step.stage_states(), rank) if optimizer else None,
             memory_limit_bytes=memory_limit_bytes,
             host=host,
         )
-        for rank in ranks
-    ]
-    return sorted(found, key=lambda r: r.predicted_peak_bytes)
-
-
-def resident(step: TrainStep, rank: int) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
-    """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
-    pipeline, states = step.pipeline, step.stage_states()
-    here = [s for s in pipeline.instances if pipeline.primary(s)[0] == rank]
-    return {
-        "masters": [a for s in here for a in states[s].master],
-        "optimizer": [a for s in here for a in jax.tree.leaves(states[s].optimizer)],
-    }
+        found.append(rehearsal)
+    reports = [r.run(steps=steps, progress=progress) for r in sorted(found, key=lambda r: r.predicted_peak_bytes)]
+    reports.sort(key=lambda r: r.rank)
+    costs = step.with_state(rehearsed_costs(pipeline, reports, link=link, host=host))
+    return Rehearsed(tuple(reports), costs, simulate(pipeline.schedule, costs))
 
 
 def rehearsed_json(done: Rehearsed) -> dict[str, Any]:

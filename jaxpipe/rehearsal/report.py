@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxpipe.cost import Timing, cost_profile
 from jaxpipe.cost.memory import RankMemory, compiled_bytes
-from jaxpipe.cost.seconds import filled_seconds
+from jaxpipe.cost.seconds import measured_seconds, medians
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
@@ -57,7 +57,7 @@ class RankReport:
     """What rehearsing one rank told.
 
     ``timings`` by (op, stage): actions of the program, braids left out; ``alone``: every function of its stages, nothing else
-    running.
+    running; ``collectives``: by stage, the tensor-parallel ones of F, as alone.
     ``step``: the rank's program without waiting for anybody. ``host_us``: median host time of one instruction. ``slowdown``:
     compute time while copying ÷ without, median over functions that did both, or None. ``footprints``: XLA's own figures.
     """
@@ -70,6 +70,7 @@ class RankReport:
     device: str
     timings: Mapping[tuple[str, int], Timing]
     alone: Mapping[tuple[str, int], Timing]
+    collectives: Mapping[int, Timing]
     step: Timing
     host_us: float
     memory: MemoryCheck
@@ -77,11 +78,6 @@ class RankReport:
     slowdown: float | None
     footprints: Mapping[tuple[str, int], Footprint]
     events: tuple[Event, ...]
-
-    def seconds(self, op: str, stage: int) -> float | None:
-        """Median seconds of an op of one of the rank's stages, in the program or alone; None if it was not timed."""
-        known = self.timings.get((op, stage)) or self.alone.get((op, stage))
-        return known.median_s if known is not None else None
 
 
 def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[CopyReport, ...]:
@@ -152,48 +148,54 @@ def _shared(span: Span, others: Sequence[Span]) -> float:
 
 
 def rehearsed_costs(
-    pipeline: Pipeline,
-    reports: Sequence[RankReport],
-    *,
-    link: Link | None = None,
-    host: HostLink | None = None,
+    pipeline: Pipeline, reports: Sequence[RankReport], *, link: Link | None = None, host: HostLink | None = None
 ) -> CostProfile:
     """The measured cost profile of the ranks in ``reports``: seconds in the program, alone where the program does not call a
     function; copies to the host take what they took in the program. For the rest see :func:`costs_from`."""
-    keys = {key for r in reports for key in (*r.timings, *r.alone)}
-    seconds = {key: statistics.median(x for r in reports if (x := r.seconds(*key)) is not None) for key in keys}
+    found: dict[tuple[str, int], list[float]] = {}
+    for r in reports:
+        for at, timing in {**r.alone, **r.timings}.items():
+            found.setdefault(at, []).append(timing.median_s)
+    seconds = {at: statistics.median(values) for at, values in found.items()}
+    collectives = {s: x for r in reports for s, x in medians(r.collectives).items()}
     names = ", ".join(str(r.rank) for r in reports)
     source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"
-    return costs_from(pipeline, seconds, source=source, link=link, host=host)
+    return costs_from(pipeline, seconds, collectives, source=source, link=link, host=host)
 
 
 def costs_from(
     pipeline: Pipeline,
     seconds: Mapping[tuple[str, int], float],
+    collectives: Mapping[int, float],
     *,
     source: str,
     link: Link | None = None,
     host: HostLink | None = None,
 ) -> CostProfile:
-    """A profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L.
+    """A profile of measured ``seconds`` by (op, stage), F, B, W, BW, O and L, and of the tensor-parallel ``collectives`` of F
+    by stage.
 
-    An op of a stage that was not measured gets the seconds that its FLOPs take at the rate of the same op elsewhere (of all
-    ops, if it was measured nowhere); a copy what ``host`` says. ``link``: between any two ranks; free by default. XLA's
-    workspace is in ``temp_bytes`` only if some function of every stage was measured.
+    An op of a stage that was not measured gets what :func:`~jaxpipe.cost.seconds.measured_seconds` makes of the others; a
+    copy what ``host`` says; collectives what those of the pipeline's costs take at the rate of the measured ones (none, if
+    none were). ``link``: between any two ranks; free by default. XLA's workspace is in ``temp_bytes`` only if some function of
+    every stage was measured.
     """
     base, stages = pipeline.costs, pipeline.stages
     complete = {s for _, s in seconds} >= set(range(len(stages)))
     workspace, code = compiled_bytes(stages) if complete else ({}, ())
+    guessed = sum(base.tp_comm_s[s] for s in collectives)
+    rate = sum(collectives.values()) / guessed if guessed else 0.0
+    comm = tuple(collectives.get(s, rate * x) for s, x in enumerate(base.tp_comm_s))
     costs = cost_profile(
         stages,
-        filled_seconds(stages, seconds),
+        measured_seconds(stages, seconds, comm),
         source=source if complete else source + "; other stages from FLOPs at the measured rate",
         workspace=workspace,
         state_bytes=code,
         link=link if link is not None else base.link,
         links=base.links,
         host=host if host is not None else base.host,
-        tp_comm_s=base.tp_comm_s,
+        tp_comm_s=comm,
         memory_limit_bytes=base.memory_limit_bytes,
         extra=base.extra,
     )

@@ -8,8 +8,7 @@ the device by one compiled function a kind, so that neither the host link nor th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +56,7 @@ class StandIns:
 def maker(avals: tuple[jax.ShapeDtypeStruct, ...], scale: float, limit: int = 2) -> Callable[[], list[jax.Array]]:
     """A function that makes arrays of these shapes where their shardings say: floats within ``±scale``, integers from 0 to
     ``limit − 1``, booleans, PRNG keys. Compiled once for all that ask for the same."""
-    return jax.jit(partial(_fill, avals=avals, scale=scale, limit=limit), out_shardings=[a.sharding for a in avals])
-
-
-def _fill(avals: Sequence[jax.ShapeDtypeStruct], scale: float, limit: int) -> list[jax.Array]:
-    return [_values(aval, scale, limit) for aval in avals]
+    return jax.jit(lambda: [_values(a, scale, limit) for a in avals], out_shardings=[a.sharding for a in avals])
 
 
 def _values(aval: jax.ShapeDtypeStruct, scale: float, limit: int) -> jax.Array:
@@ -75,13 +70,10 @@ def _values(aval: jax.ShapeDtypeStruct, scale: float, limit: int) -> jax.Array:
         unit = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - jnp.float32(1.0)
         values = unit * jnp.float32(scale)
     else:
-        values = bits % jnp.uint32(min(limit, _largest(aval.dtype) + 1))
+        largest = 1 if aval.dtype == np.bool_ else min(int(np.iinfo(aval.dtype).max), 2**31 - 1)
+        values = bits % jnp.uint32(min(limit, largest + 1))
     made: jax.Array = values.astype(aval.dtype)
     return made
-
-
-def _largest(dtype: Any) -> int:
-    return 1 if dtype == np.bool_ else min(int(np.iinfo(dtype).max), 2**31 - 1)
 
 
 def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[list[jax.Array]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,19 @@ class Reported:
     def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
         """Loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), of the sums by position."""
         return combined([(sums[a], sums[b]) for a, b in self.heads])
+
+
+class AssemblyOptions(TypedDict, total=False):
+    """What :meth:`Assembly.of` takes beside the model, its stages' places and the size of a microbatch."""
+
+    boundaries: Sequence[tuple[int, int]] | StagePlan | None
+    devices: Sequence[jax.Device] | None
+    compute_dtype: Any
+    recompute: str | Sequence[str]
+    offload: OffloadOptions
+    dp: int
+    tp: TensorParallel | int
+    braid: bool
 
 
 @dataclass(frozen=True, repr=False)

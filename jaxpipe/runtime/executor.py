@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, reads
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Transport
@@ -164,7 +164,8 @@ class Executor:
         self.order = tuple(order)
         self.dispatched: Sequence[Token] = ()
         linker = _Linker(self._programs, functions, braids, self._banks)
-        linker.link(order, _HostCopies(meshes, offload_fallback), transport, numbers, holds or {})
+        copies = cache(lambda rank, stage: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
+        linker.link(order, copies, transport, numbers, holds or {})
         self._reduced = linker.add_epilogues(epilogues)
         self._code = linker.code
         self.sequence = tuple(linker.sequence)
@@ -311,57 +312,52 @@ def _place(rank: int, slot: Slot, kind: str = "") -> str:
     return f"rank {rank}, {kind}braid {slot} ({places})"
 
 
+@dataclass
 class _Linker:
     """Makes the list that the loop visits, ``code``, and for each entry of it (rank, index in its program): ``sequence``."""
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        functions: Mapping[tuple[int, int], StageFunctions],
-        braids: Braids,
-        banks: Sequence[Bank],
-    ) -> None:
-        self._programs, self._functions, self._braids, self._banks = programs, functions, braids, banks
-        self.code: list[_Linked] = []
-        self.sequence: list[tuple[int, int]] = []
+    programs: Sequence[Program]
+    functions: Mapping[tuple[int, int], StageFunctions]
+    braids: Braids
+    banks: Sequence[Bank]
+    code: list[_Linked] = field(default_factory=list)
+    sequence: list[tuple[int, int]] = field(default_factory=list)
 
     def link(
         self,
         order: Sequence[tuple[int, int]],
-        copies: _HostCopies,
+        copies: Callable[[int, int], tuple[Copy, Copy]],
         transport: Transport,
         numbers: Mapping[tuple[int, int, Action], int],
         holds: Holds,
     ) -> None:
         last_of: dict[int, int] = {}
         for k, at in order:
-            program, bank = self._programs[k], self._banks[k]
+            program, bank = self.programs[k], self.banks[k]
             rank, instruction = program.rank, program.instructions[at]
+            if isinstance(instruction, Free):
+                before = last_of[k]
+                self.code[before] = self.code[before]._replace(clear=(*self.code[before].clear, *instruction.slots))
+                continue
+            run: Callable[..., Any]
+            marker = 0
             match instruction:
-                case Run(action, ins, outs):
-                    function = function_of(rank, instruction.parts, self._functions, self._braids)
-                    assert len(outs) == len(function.outputs), f"{action} has {len(function.outputs)} results"
-                    linked = _Linked(
-                        _RUN, function.call, _getter(ins), bank, outs, (), rank, action, _marker(function), "compute"
-                    )
-                case Send(action, dst, slots):
-                    send = partial(transport.send, numbers[(rank, dst, action)], dst)
-                    linked = _Linked(_SEND, send, _getter(slots), bank, (), (), rank, action, 0, "send")
-                case Recv(action, src, slots):
-                    recv = partial(transport.recv, numbers[(src, rank, action)])
-                    linked = _Linked(_RECV, recv, _getter(()), bank, slots, (), rank, action, 0, "recv")
-                case Offload(action, device, host):
-                    to_host, _ = copies.of(rank, action.stage)
-                    linked = _Linked(_COPY, to_host, _getter(device), bank, host, device, rank, action, 0, "d2h")
-                case Reload(action, host, device):
-                    _, to_device = copies.of(rank, action.stage)
-                    linked = _Linked(_COPY, to_device, _getter(host), bank, device, host, rank, action, 0, "h2d")
-                case Sync(action, host):
-                    linked = _Linked(_SYNC, wait_for_copies, _getter(host), bank, (), (), rank, action, 0, "compute")
-                case Free(slots):
-                    before = last_of[k]
-                    self.code[before] = self.code[before]._replace(clear=(*self.code[before].clear, *slots))
-                    continue
+                case Run():
+                    function = function_of(rank, instruction.parts, self.functions, self.braids)
+                    assert len(instruction.outputs) == len(function.outputs), f"{instruction}, of {function.outputs}"
+                    kind, run, lane, marker = _RUN, function.call, "compute", _marker(function)
+                case Send(action, dst=dst):
+                    kind, run, lane = _SEND, partial(transport.send, numbers[(rank, dst, action)], dst), "send"
+                case Recv(action, src=src):
+                    kind, run, lane = _RECV, partial(transport.recv, numbers[(src, rank, action)]), "recv"
+                case Offload(action):
+                    kind, run, lane = _COPY, copies(rank, action.stage)[0], "d2h"
+                case Reload(action):
+                    kind, run, lane = _COPY, copies(rank, action.stage)[1], "h2d"
+                case Sync():
+                    kind, run, lane = _SYNC, wait_for_copies, "compute"
+            get, outs = _getter(instruction.inputs), instruction.outputs
+            linked = _Linked(kind, run, get, bank, outs, drops(instruction), rank, instruction.action, marker, lane)
             if (k, at) in holds:
                 copies_to_end = tuple(slot for _, slots in holds[(k, at)] for slot in slots)
                 linked = linked._replace(get=_holding(linked.get, _getter(copies_to_end)))
@@ -374,7 +370,7 @@ class _Linker:
         (a neighbour may wait for it). Returns where each leaves its result: bank and slot."""
         places: dict[tuple[int, int], tuple[Bank, int]] = {}
         found: list[tuple[int, _Linked]] = []
-        for program, bank in zip(self._programs, self._banks, strict=True):
+        for program, bank in zip(self.programs, self.banks, strict=True):
             own = [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
             for (rank, stage), reduce in epilogues.items():
                 slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
@@ -404,21 +400,6 @@ class _Linker:
 def _boxed(reduce: Callable[[list[jax.Array]], Sequence[jax.Array]]) -> Callable[[Sequence[jax.Array]], tuple[Any]]:
     """``reduce`` with its results as one thing, for one slot."""
     return lambda arrays: (list(reduce(list(arrays))),)
-
-
-class _HostCopies:
-    """The functions that move what a stage offloads, made once per (rank, stage)."""
-
-    def __init__(self, meshes: Sequence[Mesh], fallback: bool) -> None:
-        self._meshes = meshes
-        self._fallback = fallback
-        self._made: dict[tuple[int, int], tuple[Copy, Copy]] = {}
-
-    def of(self, rank: int, stage: int) -> tuple[Copy, Copy]:
-        """To the host, and back."""
-        if (rank, stage) not in self._made:
-            self._made[(rank, stage)] = host_copies(replicated(self._meshes[rank]), fallback=self._fallback)
-        return self._made[(rank, stage)]
 
 
 def _states(

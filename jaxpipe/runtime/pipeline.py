@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
-from jaxpipe.runtime.assembly import Assembly, Buffers
+from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
@@ -46,6 +46,7 @@ from jaxpipe.runtime.leaves import without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
+from jaxpipe.runtime.transfer import Transport
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, op_spec, simulate
 from jaxpipe.stage.compiled.braid import build_braids
 from jaxpipe.stage.compiled.footprint import footprint
@@ -63,16 +64,19 @@ class Pipeline(Assembly):
     """An assembly with an order: see the module. Make with :meth:`build`, or by :meth:`over` from an assembly; the fields are
     read-only.
 
-    ``programs``: the schedule, lowered; ``costs``: what the order of dispatch and the predicted timeline are based on;
+    ``programs``: the schedule, lowered, of which ``own`` run here, over ``transport`` (None: between devices of this process);
+    ``costs``: what the order of dispatch and the predicted timeline are based on;
     ``braids``: those that run as one function; ``epilogues``: what is done with a stage's accumulators as soon as nothing adds
     to them.
     """
 
     schedule: Schedule
     programs: tuple[Program, ...]
+    own: tuple[Program, ...]
     costs: CostProfile
     braids: Braids
     epilogues: Epilogues
+    transport: Transport | None = None
 
     def __repr__(self) -> str:
         schedule, layers = self.schedule, len(self.model.layers)
@@ -84,7 +88,13 @@ class Pipeline(Assembly):
 
     @classmethod
     def build(
-        cls, model: Model, schedule: Schedule, *, microbatch_size: int, costs: CostProfile | None = None, **options: Any
+        cls,
+        model: Model,
+        schedule: Schedule,
+        *,
+        microbatch_size: int,
+        costs: CostProfile | None = None,
+        **options: Unpack[AssemblyOptions],
     ) -> Pipeline:
         """Trace and split the stages, and lower the schedule.
 
@@ -93,8 +103,7 @@ class Pipeline(Assembly):
             schedule: one rank a stage (several flows are allowed), stages in a chain.
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             costs: for the dispatch order and the prediction; FLOP counts by default.
-            options: ``boundaries``, ``devices``, ``compute_dtype``, ``recompute``, ``offload``, ``dp``, ``tp`` and ``braid``,
-                as in :meth:`Assembly.of <jaxpipe.runtime.assembly.Assembly.of>`.
+            options: those of :meth:`Assembly.of <jaxpipe.runtime.assembly.Assembly.of>`.
 
         Raises:
             ScheduleError, StageError, ProgramError, ConfigError: what is wrong, and what would work. Schedules that offload
@@ -132,7 +141,19 @@ class Pipeline(Assembly):
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
         stages = {f.name: getattr(assembly, f.name) for f in fields(Assembly)}
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
-        return cls(**stages, schedule=schedule, programs=programs, costs=costs, braids=braids, epilogues=epilogues)
+        return cls(
+            **stages,
+            schedule=schedule,
+            programs=programs,
+            own=programs,
+            costs=costs,
+            braids=braids,
+            epilogues=epilogues,
+        )
+
+    def alone(self, rank: int, transport: Transport) -> Pipeline:
+        """The same pipeline, running one rank's program here: ``transport`` carries its messages. Compiles nothing."""
+        return replace(self, own=(self.programs[rank],), transport=transport)
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
@@ -161,16 +182,18 @@ class Pipeline(Assembly):
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
         """(rank, instruction) in the order of dispatch."""
-        return issue_order(self.programs, self._predicted)
+        return issue_order(self.own, self._predicted)
 
     @cached_property
     def executor(self) -> Executor:
-        held = {(k, at): ended for k, p in enumerate(self.programs) for at, ended in holds(p, self._predicted).items()}
+        held = {(k, at): ended for k, p in enumerate(self.own) for at, ended in holds(p, self._predicted).items()}
         return Executor(
-            self.programs,
+            self.own,
             self.order,
             self.functions,
             self.submeshes,
+            self.transport,
+            all_programs=self.programs,
             offload_fallback=self.offload.fallback,
             holds=held,
             braids=self.braids,
@@ -269,27 +292,27 @@ class Pipeline(Assembly):
 
     def memory_report(
         self,
-        *,
         resident: Mapping[int, Mapping[Kind, int]] | None = None,
+        *,
         workspace: bool = True,
-        timed_copies: bool = False,
+        timeline: Timeline | None = None,
         curves: bool = False,
     ) -> MemoryReport:
-        """Predicted memory of a device of each rank, by kind (:mod:`jaxpipe.cost.memory`).
+        """Predicted memory of a device of each rank that runs here, by kind (:mod:`jaxpipe.cost.memory`).
 
         Args:
             resident: by rank, bytes that stay through a step beside parameters, accumulators and data.
             workspace: count XLA's temporaries too; compiles the functions that the programs run, unless they are already.
-            timed_copies: offloaded bytes leave when the copy ends in the predicted timeline, not when it is issued.
+            timeline: offloaded bytes leave when the copy ends in it, not when it is issued.
             curves: keep what is held after each instruction.
         """
         return account(
-            self.programs,
+            self.own,
             self.order,
             self.functions,
             num_microbatches=self.schedule.num_microbatches,
             resident=resident,
-            timeline=self.predicted_timeline() if timed_copies else None,
+            timeline=timeline,
             footprint_of=footprint if workspace else None,
             align=ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,

@@ -36,22 +36,9 @@ class Failure:
     error: Exception
 
 
-class _Item(NamedTuple):
-    """What a lane's thread waits for: ``source`` (if any) before the action starts, ``marker`` for its end. Without a marker
-    the host did it, from ``earliest`` to ``ended``, waiting for its inputs included."""
-
-    number: int
-    action: Slot
-    lane: str
-    earliest: float
-    ended: float
-    source: jax.Array | None
-    marker: jax.Array | None
-
-
 class _Reading(NamedTuple):
-    """What a thread saw. The clock is read when the thread has woken up, so ``sourced`` (what it copies was ready) and
-    ``ended`` are late rather than early."""
+    """What a lane was given, which started at the ``earliest`` then. The thread that waits for it reads the clock when it wakes
+    up, so ``sourced`` (what it copies was ready) and ``ended`` are late rather than early. What the host did has ended."""
 
     number: int
     action: Slot
@@ -61,11 +48,15 @@ class _Reading(NamedTuple):
     ended: float
 
 
+_Watched = tuple[_Reading, jax.Array | None, jax.Array | None]
+"""Something with the array it copies, and the one that is ready when it is done, if any."""
+
+
 class Recorder:
     """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._queues: dict[tuple[int, str], queue.SimpleQueue[_Item | None]] = {}
+        self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
         self._last: dict[tuple[int, int, int], jax.Array | None] = {}  # marker by (rank, stage, microbatch)
@@ -103,9 +94,9 @@ class Recorder:
                 source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
                 self._last[at] = marker
         earliest = began if marker is None else now
-        self._queue(rank, lane).put(_Item(self._count, action, lane, earliest, now, source, marker))
+        self._queue(rank, lane).put((_Reading(self._count, action, lane, earliest, math.inf, now), source, marker))
 
-    def _queue(self, rank: int, lane: str) -> queue.SimpleQueue[_Item | None]:
+    def _queue(self, rank: int, lane: str) -> queue.SimpleQueue[_Watched | None]:
         at = (rank, _queue_of(lane))
         if at not in self._queues:
             self._queues[at] = queue.SimpleQueue()
@@ -116,21 +107,20 @@ class Recorder:
             self._threads[-1].start()
         return self._queues[at]
 
-    def _watch(self, rank: int, given: queue.SimpleQueue[_Item | None]) -> None:
-        while (item := given.get()) is not None:
-            number, action, lane, earliest, ended, source, marker = item
+    def _watch(self, rank: int, given: queue.SimpleQueue[_Watched | None]) -> None:
+        while (watched := given.get()) is not None:
+            reading, source, marker = watched
             try:
-                sourced = math.inf
                 if source is not None:
                     source.block_until_ready()
-                    sourced = time.perf_counter()
+                    reading = reading._replace(sourced=time.perf_counter())
                 if marker is not None:
                     marker.block_until_ready()
-                    ended = time.perf_counter()
+                    reading = reading._replace(ended=time.perf_counter())
             except Exception as error:
-                self._failures.append(Failure(number, rank, action, error))
-                continue
-            self._readings[rank].append(_Reading(number, action, lane, earliest, sourced, ended))
+                self._failures.append(Failure(reading.number, rank, reading.action, error))
+            else:
+                self._readings[rank].append(reading)
 
     @property
     def failure(self) -> Failure | None:

@@ -26,8 +26,10 @@ from typing import NamedTuple
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, OpSpec, Schedule, Slot, Wait, op_spec
+from jaxpipe.schedule.placement import Placement
 
 HOST_LANES = ("d2h", "h2d")
+_NEIGHBOURS = {"pred": Placement.predecessors, "succ": Placement.successors, "peer": Placement.peers}
 _DENSE_LIMIT = 1_000_000
 
 
@@ -339,10 +341,7 @@ class _Builder:
             used = [self.ops[op] for op in wait.ops if op in self.ops]
             if wait.optional and not used:
                 continue
-            targets: tuple[int, ...] = (stage,)
-            if wait.where in ("pred", "succ"):
-                targets = placement.predecessors(stage) if wait.where == "pred" else placement.successors(stage)
-            for t in targets:
+            for t in _NEIGHBOURS[wait.where](placement, stage) if wait.where in _NEIGHBOURS else (stage,):
                 sources = tuple(_source(index, wait, stage, t) for index in used)
                 yield _Rule(wait, t, t * m, placement.span[t] == placement.span[stage], sources)
 
@@ -408,6 +407,6 @@ class _Builder:
 
 def _source(index: _OpIndex, wait: Wait, stage: int, target: int) -> _Source:
     """The boundary that a wait of ``stage`` on ``target`` moves is that of the upstream one, if the producer sends it there."""
-    moves = (wait.where, index.spec.sends) in (("pred", "succ"), ("succ", "pred"))
-    boundary = (target if wait.where == "pred" else stage) if moves else None
+    moves = (wait.where, index.spec.sends) in (("pred", "succ"), ("succ", "pred"), ("peer", "peer"))
+    boundary = (stage if wait.where == "succ" else target) if moves else None
     return _Source(index, boundary, wait.where == "group" or not (index.spec.together or target == stage))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.placement import Placement, format_edges, format_placement
@@ -21,7 +21,8 @@ from jaxpipe.schedule.plugins import load_installed
 FIRST_LINE = "# jaxpipe schedule 1"
 
 Lane = Literal["compute", "d2h", "h2d"]
-Where = Literal["self", "group", "pred", "succ"]
+Where = Literal["self", "group", "pred", "succ", "peer"]
+Sends = Literal["succ", "pred", "peer", "none"]
 Instant = Literal["start", "end"]
 
 
@@ -31,7 +32,8 @@ class Wait:
 
     ``ops``: the operations that may satisfy the rule (``("B", "BW")``: whichever of the two the schedule contains).
     ``where``: ``self`` the same stage and microbatch, ``group`` the same on every rank of its group, ``pred``/``succ`` every
-    predecessor/successor stage, same microbatch; where spans differ, every action that has a microbatch in common with it.
+    predecessor/successor stage, ``peer`` every other stage whose result one of its successors takes, same microbatch; where
+    spans differ, every action that has a microbatch in common with it.
     ``optional``: the rule holds only if the schedule contains such an action (B waits for L when there is one).
     """
 
@@ -58,7 +60,7 @@ class OpSpec:
     computes nothing, takes 0 s and only makes what stands after it on its rank wait (a *sync*).
     ``parts``: the elementary operations it performs (``BW`` performs ``B`` and ``W``); an op performs itself by default.
     ``required``: every (stage, microbatch) must have this part performed exactly once.
-    ``sends``: neighbour direction that consumes its result (``succ`` for F's activation, ``pred`` for B's cotangent).
+    ``sends``: where what consumes its result is (``succ`` for F's activation, ``pred`` for B's cotangent).
     ``collective``: the property that gives the seconds of the tensor-parallel collectives it waits for
     (:mod:`~jaxpipe.schedule.lanes`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
@@ -72,7 +74,7 @@ class OpSpec:
     memory: tuple[MemoryEffect, ...] = ()
     parts: tuple[str, ...] = ()
     required: bool = False
-    sends: Literal["succ", "pred", "none"] = "none"
+    sends: Sends = "none"
     colour: str = "#9aa0a6"
     description: str = ""
     collective: str = ""
@@ -105,13 +107,17 @@ def register_op(spec: OpSpec) -> OpSpec:
     the compute lane, sends nothing, holds no memory and performs nothing that is required.
 
     Raises:
-        ScheduleError: the name is malformed or is taken by a different spec, the spec sends from another lane, or it has no
-            cost and does more than wait.
+        ScheduleError: the name is malformed or is taken by a different spec, the spec waits or sends nowhere that there is or
+            from another lane, or it has no cost and does more than wait.
     """
     if not spec.name or not spec.name[0].isupper() or not all(c.isalpha() or c == "_" for c in spec.name):
         raise ScheduleError(f"op name {spec.name!r}: use an upper-case letter followed by letters or '_'")
-    if spec.lane not in ("compute", "d2h", "h2d"):
-        raise ScheduleError(f"op {spec.name!r} is on lane {spec.lane!r}; want compute, d2h or h2d")
+    choices = [("is on lane", spec.lane, Lane), ("sends to", spec.sends, Sends)]
+    for what, chosen, kind in [*choices, *(("waits for", wait.where, Where) for wait in spec.waits)]:
+        if chosen not in get_args(kind):
+            raise ScheduleError(f"op {spec.name!r} {what} {chosen!r}; want one of {', '.join(get_args(kind))}")
+    if texts := [wait.ops for wait in spec.waits if isinstance(wait.ops, str)]:
+        raise ScheduleError(f"op {spec.name!r} waits for {texts[0]!r}; want a tuple of names: {(texts[0],)}")
     if spec.sends != "none" and spec.lane != "compute":
         raise ScheduleError(f"op {spec.name!r} sends to {spec.sends!r} from lane {spec.lane!r}; only compute ops send")
     if spec.is_sync and (spec.lane != "compute" or spec.sends != "none" or spec.memory or spec.required or spec.parts):

@@ -137,6 +137,10 @@ class Placement:
     def successors(self, stage: int) -> tuple[int, ...]:
         return self._after[stage]
 
+    def peers(self, stage: int) -> tuple[int, ...]:
+        """The other stages whose results a successor of ``stage`` takes, ascending: of a tower's end, those of the others."""
+        return tuple(sorted({p for s in self.successors(stage) for p in self.predecessors(s)} - {stage}))
+
     def topological_order(self) -> tuple[int, ...]:
         """Stages such that every stage comes after its predecessors; ties by number."""
         order = _topological_order(self.num_stages, self.edges)

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -77,13 +78,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             that this system's file names can't have.
     """
     config = _config({} if path is None else settings.read_mapping(Path(path)), str(path), overrides)
-    paths = {
-        "data.path": config.data.path,
-        "data.tokenizer": config.data.tokenizer,
-        "pipeline.schedule": config.pipeline.schedule,
-        "run.out_dir": config.run.out_dir,
-    }
-    for key, name in paths.items():
+    for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir"):
+        name = attrgetter(key)(config)
         try:
             os.fsencode(name)
         except UnicodeEncodeError:

@@ -124,7 +124,7 @@ def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[s
 
 
 def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: float | None) -> ngram.Score:
-    """Over ``batches``: mean loss (nats a token), bits per byte, and the model's own metrics."""
+    """Over ``batches``: mean loss (in the model's ``loss_unit``), bits per byte, and the model's own metrics."""
     run = jax.jit(lambda params, batch: metrics_of(trained.model, params, batch))
     sums: dict[str, Any] = {}
     for batch in batches:

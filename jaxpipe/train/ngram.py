@@ -122,9 +122,10 @@ class Bigram:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Loss on held-out targets. ``bits_per_byte`` is None where the ids have no text. ``metrics``: a model's own, by name."""
+    """Mean loss on what is held out. ``bits_per_byte`` is None where the ids have no text. ``metrics``: a model's own, by
+    name."""
 
-    nats_per_token: float
+    loss: float
     bits_per_byte: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 

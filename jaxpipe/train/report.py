@@ -81,14 +81,14 @@ def result_text(result: TrainResult) -> str:
     return "\n".join(lines)
 
 
-def score_table(scores: Mapping[str, Score]) -> str:
-    """Held-out losses, aligned: nats a token and bits a byte; and what else a model reports."""
-    width = max(map(len, scores))
-    rows = [f"{'':<{width}}  nats/token  bits/byte"]
+def score_table(scores: Mapping[str, Score], loss_unit: str) -> str:
+    """Held-out losses, aligned: in ``loss_unit`` and in bits a byte; and what else a model reports."""
+    width, column = max(map(len, scores)), max(10, len(loss_unit))
+    rows = [f"{'':<{width}}  {loss_unit:>{column}}  bits/byte"]
     for name, score in scores.items():
         bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
         others = "".join(f"  {metric} {value:.4f}" for metric, value in score.metrics.items())
-        rows.append(f"{name:<{width}}  {score.nats_per_token:10.4f}  {bits:>9}{others}")
+        rows.append(f"{name:<{width}}  {score.loss:{column}.4f}  {bits:>9}{others}")
     return "\n".join(rows)
 
 
@@ -96,7 +96,7 @@ def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
     """Held-out losses; None for a number that is not finite or does not exist."""
     return {
         name: {
-            "loss": plain(x.nats_per_token),
+            "loss": plain(x.loss),
             "bits_per_byte": plain(x.bits_per_byte),
             **({"metrics": {metric: plain(value) for metric, value in x.metrics.items()}} if x.metrics else {}),
         }

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.files import read_file, unique_keys
-from jaxpipe.wording import nearest
+from jaxpipe.wording import clipped, nearest
 
 Hint = Any  # a type annotation
 Test = Callable[[Any], str]  # what is wrong with a value, such as "must be at least 1"; empty: nothing
@@ -74,7 +74,7 @@ class _MisfitError(Exception):
 def _refuse(key: str, value: Any, wrong: str) -> None:
     """Raises ConfigError if anything is ``wrong`` with a value."""
     if wrong:
-        raise ConfigError(f"{_clipped(key)} is {_shown(value)}, {wrong}")
+        raise ConfigError(f"{clipped(key, _SHOWN)} is {_shown(value)}, {wrong}")
 
 
 def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
@@ -202,13 +202,9 @@ def _unstorable(value: Any, levels: int = _DEEPEST) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        return _clipped(json.dumps(value, ensure_ascii=False, default=repr))
+        return clipped(json.dumps(value, ensure_ascii=False, default=repr), _SHOWN)
     except (RecursionError, ValueError):  # nested too deeply, more digits than Python prints
         return "a value too long to print"
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 @cache
@@ -242,52 +238,46 @@ class Collected:
         self.problems.append(" ".join(f"{place}: {message}".removeprefix(": ").split()))
         self.bad_keys.update(keys)
 
-    def add(self, key: str, value: Any, place: str, *, text: bool = False) -> None:
-        """Check one leaf, and keep it if it is right. ``text``: as in :func:`fit`."""
-        hint, name = leaf_hints(self.record)[key], self.prefix + key
-        try:
-            self.values[key] = fit(value, hint, name, text=text)
-        except ConfigError as error:
-            self.problem(place, str(error), key)
+    def add_table(self, table: Mapping[str, Any], place: str) -> None:
+        """Check all sections and leaves of a mapping."""
+        for key, value in table.items():
+            self.add(key, value, place)
 
-    def add_table(self, table: Mapping[str, Any], place: str, section: str = "") -> None:
-        """Check the sections and leaves of a mapping."""
+    def add(self, key: str, value: Any, place: str, *, text: bool = False) -> None:
+        """Check a leaf, or the leaves of a section, and keep what is right. ``text``: as in :func:`fit`."""
         hints = leaf_hints(self.record)
-        for name, value in table.items():
-            key = section + name
-            inside = [k for k in hints if k.startswith(f"{key}.")]
-            if key in hints:
-                self.add(key, value, place)
-            elif not inside:
-                self._unknown(key, place)
-            elif isinstance(value, Mapping):
-                self.add_table(value, place, f"{key}.")
-            else:
-                self.problem(place, f"{key} is a section: write a table with its keys", *inside)
+        inside = [k for k in hints if k.startswith(f"{key}.")]
+        if key in hints:
+            try:
+                self.values[key] = fit(value, hints[key], self.prefix + key, text=text)
+            except ConfigError as error:
+                self.problem(place, str(error), key)
+        elif not inside:
+            self._unknown(key, place)
+        elif isinstance(value, Mapping):
+            for leaf, x in value.items():
+                self.add(f"{key}.{leaf}", x, place)
+        else:
+            self.problem(place, f"{key} is a section: set its keys, such as {inside[0]}", *inside)
 
     def add_override(self, override: str) -> None:
         """Check one ``section.key=value``; ``section.table.name=value`` sets inside an open table."""
-        hints, place = leaf_hints(self.record), f"override {_clipped(override)!r}"
+        place = f"override {clipped(override, _SHOWN)!r}"
         key, equals, text = override.partition("=")
         key = key.strip()
         section, *path = key.split(".")
         table = ".".join([section, *path[:1]])
+        self.overridden.add(table)
         if not equals or not key:
             self.problem(place, "write it as section.key=value", key)
-        elif key in hints:
-            self.add(key, text, place, text=True)
-        elif any(k.startswith(f"{key}.") for k in hints):
-            self.problem(place, f"{key} is a section: set one of its keys, {key}.NAME=value", key)
-        elif _origin(hints.get(table)) is Mapping and all(path):
+        elif _origin(leaf_hints(self.record).get(table)) is Mapping and path[1:] and all(path):
             try:
-                self.add(
-                    table, _with_nested(self.values.get(table, {}), path[1:], _parse_open(text.strip(), key)), place
-                )
+                value = _with_nested(self.values.get(table, {}), path[1:], _parse_open(text.strip(), key))
+                self.add(table, value, place)
             except ConfigError as error:
                 self.problem(place, str(error), key)
         else:
-            self._unknown(key, place)
-        self.overridden.add(table)
+            self.add(key, text, place, text=True)
 
     def add_missing(self, place: str, needs: str = "needs") -> None:
         """Note the record's own fields that have no default and are not given."""
@@ -340,7 +330,7 @@ def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
     if len(path) > _DEEPEST:
-        raise ConfigError(f"{_clipped('.'.join(path))} is nested more than {_DEEPEST} levels deep")
+        raise ConfigError(f"{clipped('.'.join(path), _SHOWN)} is nested more than {_DEEPEST} levels deep")
     head, rest = path[0], path[1:]
     inner = table.get(head)
     new = _with_nested(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value

@@ -63,12 +63,11 @@ def step_memory(
     """
     resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.programs}
     for rank, held in resident.items():
+        held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
         own = [s for s in states if pipeline.primary(s)[0] == rank]
-        held["masters"] = sum(states[s].master_bytes for s in own)
-        held["optimizer"] = sum(states[s].optimizer_bytes for s in own)
         held["code"] = sum(updates[s].code_bytes for s in own) if workspace else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
-    report = pipeline.memory_report(resident=resident, workspace=workspace, timed_copies=True)
+    report = pipeline.memory_report(resident, workspace=workspace, timeline=pipeline.predicted_timeline())
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
@@ -76,6 +75,17 @@ def step_memory(
         held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in here if workspace), default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
     return replace(report, ranks=tuple(ranks))
+
+
+def resident_avals(
+    pipeline: Pipeline, states: Mapping[int, StageState], rank: int
+) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
+    """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
+    own = [states[s] for s in states if pipeline.primary(s)[0] == rank]
+    return {
+        "masters": [a for state in own for a in state.master],
+        "optimizer": [a for state in own for a in jax.tree.leaves(state.optimizer)],
+    }
 
 
 def _update(pipeline: Pipeline, before: RankMemory, states: Mapping[int, StageState]) -> dict[Kind, int]:

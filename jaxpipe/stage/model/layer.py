@@ -109,6 +109,7 @@ class Model:
     over all microbatches: the weights of one are not mixed with another's. Each is reported under its layer's name too.
 
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
+    ``loss_unit``: what the loss is in, and per what its weights count.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Model:
     batch_spec: Callable[[int], Mapping[str, jax.ShapeDtypeStruct]]
     vocab_size: int
     seq_len: int
+    loss_unit: str = field(default="nats/token", kw_only=True)
 
     def __post_init__(self) -> None:
         """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes

@@ -80,8 +80,6 @@ def train(
             devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
             if remark := use_compile_cache(config.run.compile_cache):
                 out.print(f"warning: {remark}")
-            if own_process and devices[0].platform == "cpu":
-                out.print(cpu_settings(keep_heap()))
             if config.run.tensorboard:
                 require_tensorboard()
             if out.isatty():
@@ -89,6 +87,8 @@ def train(
             prepared = prepare(config)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
+            if own_process and devices[0].platform == "cpu":
+                out.print(cpu_settings(keep_heap()))
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.stage.model.layer import LayerContext, Model
-from jaxpipe.stage.model.reference import apply_model, init_params, with_tied_leaves
+from jaxpipe.stage.model.params import with_tied_leaves
+from jaxpipe.stage.model.reference import apply_model, init_params
 from models.attention import causal_attention
 from models.gpt import GPT
 from models.llama import Llama, rotate

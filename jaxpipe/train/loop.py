@@ -131,8 +131,7 @@ class _Run:
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
-        enabled = self.config.replan.enabled
-        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
+        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
         self.resumed = start.params is not None
@@ -176,8 +175,7 @@ class _Run:
                 raise self._failed(error) from error
             finally:
                 self.line.close()
-                if self.replanner is not None:
-                    self.replanner.close()
+                self.replanner.close()
         if self.stopped:
             self.line.note(
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
@@ -223,7 +221,7 @@ class _Run:
 
     def _replan(self) -> None:
         """Go on with a better schedule, if one was found. What was recorded before belongs to the old one."""
-        if self.replanner is None or (pipe := self.replanner.poll(self.step)) is None:
+        if (pipe := self.replanner.poll(self.step)) is None:
             return
         self._settle()
         self.trainer = self.trainer.with_pipeline(pipe)
@@ -266,7 +264,7 @@ class _Run:
     def _remarks(self) -> Iterator[str]:
         if self.skipped.steps:
             yield f"{self.skipped.steps} skipped"
-        if self.replanner is not None:
+        if self.config.replan.enabled:
             yield f"schedule {self.pipe.schedule.name}"
 
     def _settle(self) -> None:
@@ -300,8 +298,7 @@ class _Run:
                 "bubble_measured": self.bubbles[-1],
                 "replay_ratio": self.ratios[-1],
             }
-            if self.replanner is not None:
-                self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
+            self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
         self._judge(step, applied, bool(found["finite"]))
@@ -437,7 +434,7 @@ class _Run:
         self.folder.draw(self.pipe.schedule, [simulate(self.pipe.schedule, costs), self.timeline])
 
     def _result(self, started: float) -> TrainResult:
-        gains = (math.nan, math.nan) if self.replanner is None else self.replanner.gains
+        gain_predicted, gain_measured = self.replanner.gains
         return TrainResult(
             out_dir=self.folder.path,
             step=self.step,
@@ -453,8 +450,8 @@ class _Run:
             skipped_steps=self.skipped.steps,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,
-            gain_predicted=gains[0],
-            gain_measured=gains[1],
+            gain_predicted=gain_predicted,
+            gain_measured=gain_measured,
         )
 
 

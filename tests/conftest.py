@@ -44,6 +44,7 @@ _OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ  # else a worker's, o
 if _OWN_CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpipe-tests-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("MALLOC_ARENA_TEST", "8")  # the default; keep_heap() does nothing where one is set
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.

@@ -42,7 +42,6 @@ from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.leaves import without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
@@ -244,9 +243,9 @@ class Pipeline(Assembly):
         grads: dict[str, Params] = {}
         for s, f in enumerate(self.stages):
             untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
-            whole[s] = f.layout.unpack([*acc[self.primary(s)], *untrained])
-            copies = {(name, *path) for name, path in f.layout.shared}
-            grads |= {name: without_leaves(leaves, (name,), copies) for name, leaves in whole[s].items()}
+            buffers = [*acc[self.primary(s)], *untrained]
+            whole[s] = f.layout.unpack(buffers)
+            grads |= f.layout.unpack(buffers, copies=False)
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)

@@ -30,13 +30,12 @@ from jaxpipe.mesh import replicated
 from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
-from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import get_leaf, insert_leaf
+from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.optimizer import LearningRate
 from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced
 from jaxpipe.train.shards import StageShards
@@ -248,7 +247,7 @@ class TrainStep:
             if shards.chunked:
                 leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
-            params |= {name: merged(state.fixed[name], tree) for name, tree in trained.items()}
+            params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
             optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
         return params, optimizer
 

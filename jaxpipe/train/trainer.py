@@ -28,12 +28,12 @@ from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
-from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.registry import family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
+from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, stage_planner, with_edges
@@ -357,7 +357,7 @@ class Trainer(Closing):
         """``params`` with the moving averages in place of what is trained."""
         if self.ema is None:
             raise ConfigError("there is no moving average: give Trainer(ema=…) a decay, such as 0.999")
-        return {name: merged(params[name], leaves) for name, leaves in ema_of(optimizer).items()}
+        return {name: nested(by_path(params[name]) | by_path(leaves)) for name, leaves in ema_of(optimizer).items()}
 
     def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
         """Parameters on the ranks, in the compute dtype."""

@@ -20,6 +20,8 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 _WORD = re.compile(r"(?<![A-Za-z_.])[a-z]{3,8}(?![A-Za-z_(.])")
 _END = ord("\n")
+_MOST = 4096
+_MOST_BYTES = 2**33
 IMAGE = 0
 """The token id of a position that stands for a part of the picture; no text has it."""
 
@@ -33,8 +35,9 @@ def pairs(
     shifted at random. Words that are longer than ``seq_len``, or too wide, are left out.
 
     Raises:
-        DataError: too few words are left, or there is no such font.
+        DataError: an option is no size, too few words are left, or there is no such font.
     """
+    _check(seq_len=seq_len, height=height, width=width, copies=copies, held_out=held_out, seed=seed)
 
     def captioned(chosen: Sequence[str]) -> np.ndarray[Any, Any]:
         return np.array([[*word.encode(), *[0] * (seq_len - len(word))] for word in chosen], dtype=np.int32)
@@ -57,6 +60,7 @@ def transcripts(
     Raises:
         DataError: as :func:`pairs`; or the picture does not divide into squares, or leaves no room for a word.
     """
+    _check(seq_len=seq_len, height=height, width=width, patch=patch, copies=copies, held_out=held_out, seed=seed)
     square = 2 * patch
     if height % square or width % square:
         raise DataError(f"a picture of {height} × {width} does not divide into squares of 2 × 2 patches of {patch}")
@@ -79,6 +83,14 @@ def transcripts(
     return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
 
 
+def _check(**options: int) -> None:
+    for name, given in options.items():
+        least = 0 if name == "seed" else 1
+        if type(given) is not int or not least <= given <= _MOST:
+            key = "data.seq_len" if name == "seq_len" else f"data.options.{name}"
+            raise DataError(f"{key} is {given!r}; want a whole number from {least} to {_MOST}")
+
+
 def _words(longest: int) -> list[str]:
     """The words of the standard library's sources, the most widespread first."""
     count: dict[str, int] = {}
@@ -98,6 +110,10 @@ def _divided(words: Sequence[str], held_out: int, seed: int) -> tuple[list[str],
 def _drawn_and(
     arrays: Any, train: Sequence[str], held: Sequence[str], shape: tuple[int, int], font: str, seed: int
 ) -> tuple[Arrays, Arrays]:
+    if len(train) * shape[0] * shape[1] > _MOST_BYTES:
+        raise DataError(
+            f"{len(train)} pictures of {shape[0]} × {shape[1]} do not fit into memory; use smaller ones, or fewer copies"
+        )
     made = []
     for part, words in enumerate((train, held)):
         images = _drawn(words, shape, font, np.random.default_rng([seed, part]))
@@ -114,11 +130,11 @@ def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.rand
     import matplotlib
     from matplotlib.ft2font import FT2Font
 
-    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("DejaVu*.ttf")))
+    fonts = {path.stem: path for path in Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")}
+    if font not in fonts:
+        known = ", ".join(sorted(name for name in fonts if name.startswith("DejaVu")))
         raise DataError(f"data.options.font={font!r} is no font of matplotlib's; use one such as {known}")
-    face = FT2Font(str(path))
+    face = FT2Font(str(fonts[font]))
     face.set_size(10, 72)
     height, width = shape
     images = np.zeros((len(words), height, width), np.uint8)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs, vary
 from jaxpipe.mesh import DP, TP, TensorParallel, pipeline_submeshes
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.model.reference import with_tied_leaves
+from jaxpipe.stage.model.params import with_tied_leaves
 
 COLLECTIVES = {
     "psum": "all-reduce",

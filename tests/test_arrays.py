@@ -174,6 +174,10 @@ def test_words_are_drawn_and_held_out_ones_are_new() -> None:
     assert word.endswith(b"\n") and word[:-1].isalpha() and (told["tokens"][0][:4] == 0).all()
     assert "leaves 1 positions" in refusal(transcripts, seq_len=5)
     assert "is no font of matplotlib's" in refusal(pairs, font="Comic")
+    assert "data.options.copies is 0; want a whole number from 1 to 4096" in refusal(pairs, copies=0)
+    assert "data.options.height is 12.0; want a whole number" in refusal(transcripts, height=12.0)
+    assert "data.seq_len is 100000; want a whole number" in refusal(transcripts, seq_len=100000)
+    assert "do not fit into memory; use smaller ones" in refusal(pairs, copies=4000, height=4000)
 
 
 def test_names_of_models_of_pictures_resolve() -> None:

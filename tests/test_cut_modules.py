@@ -434,7 +434,7 @@ class Borrower(nn.Module):
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     model, gpt = foreign.nnx_gpt(), foreign.NnxGPT(nnx.Rngs(0))
-    with pytest.raises(StageError, match="there is no parameter blocks/0/"):
+    with pytest.raises(StageError, match="has no parameter blocks/0/"):
         model.by_layer({"embed": module_params(gpt)["embed"]})
     weights = module_params(gpt)
     with pytest.raises(StageError, match=r"parameter embed/embedding has shape \(13, 8\), got \(2,\)"):
@@ -467,9 +467,7 @@ def test_parameters_that_are_not_the_linen_modules_are_refused() -> None:
     refused({**weights, "Dense_0": {"bias": dense["bias"]}}, "params= lacks Dense_0/kernel")
     refused({}, "params= lacks Dense_0/")
     refused({**weights, "Dense_1": dense}, "has no parameter 'Dense_1/.*; did you mean 'Dense_0/")
-    refused(
-        {**weights, "Dense_0": {**dense, "bias": jnp.ones(2)}}, r"Dense_0/bias of shape \(2,\); the module makes it"
-    )
+    refused({**weights, "Dense_0": {**dense, "bias": jnp.ones(2)}}, r"parameter Dense_0/bias has shape .*, got \(2,\)")
 
 
 def one_tokens() -> np.ndarray:

@@ -285,10 +285,10 @@ BAD_INPUT: dict[str, tuple[str, Maker, str]] = {
     "id above the vocabulary": (
         "a.npy",
         _saved(np.array([1, 300, 2])),
-        "id 300 at position 1 is outside the vocabulary",
+        "id 300 at position 1 is not in the vocabulary",
     ),
-    "id just above": ("a.npy", _saved(np.array([255, 256])), "id 256 at position 1 is outside"),
-    "negative id": ("a.npy", _saved(np.array([1, 2, -1])), "id -1 at position 2 is outside"),
+    "id just above": ("a.npy", _saved(np.array([255, 256])), "id 256 at position 1 is not in the vocabulary"),
+    "negative id": ("a.npy", _saved(np.array([1, 2, -1])), "id -1 at position 2 is not in the vocabulary"),
     "several arrays": (
         "a.npz",
         lambda path: np.savez(path, a=[1], b=[2]),
@@ -424,9 +424,10 @@ def test_one_file_does_not_split_by_files() -> None:
 def test_no_train_window_touches_held_out_tokens(n: int, seq_len: int, seed: int) -> None:
     data = dataset(n)
     held = np.concatenate(list(data.pieces("held_out")))
-    windows = data.batches(seed, 1, seq_len).rows.windows
-    seen = windows.starts(np.arange(len(windows)))[:, None] + np.arange(seq_len + 1)
-    assert not np.isin(seen, held).any()
+    rows = data.batches(seed, 1, seq_len).rows
+    windows = rows.batch(np.arange(len(rows)))
+    assert not np.isin(np.concatenate([windows["tokens"], windows["targets"]]), held).any()
+    assert len(rows) == sum((stop - start - 1) // seq_len for start, stop in data.train)
 
 
 def test_the_split_does_not_depend_on_the_sequence_length_or_seed() -> None:
@@ -440,10 +441,10 @@ def test_the_split_does_not_depend_on_the_sequence_length_or_seed() -> None:
 @given(st.integers(60, 3000), st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**63 - 1))
 def test_an_epoch_visits_every_window_once_and_epochs_differ(n: int, seq_len: int, batch: int, seed: int) -> None:
     data = dataset(n)
-    if len(Windows.of(data.train, seq_len)) < batch:
+    if len(Windows.of(data.corpus.ids, data.train, seq_len)) < batch:
         return
     batches = data.batches(seed, batch, seq_len)
-    size = len(batches.rows.windows)
+    size = len(batches.rows)
     steps = -(-2 * size // batch)
     order = np.concatenate([batches.indices_at(step) for step in range(steps)])
     assert sorted(order[:size].tolist()) == sorted(order[size : 2 * size].tolist()) == list(range(size))
@@ -453,9 +454,11 @@ def test_an_epoch_visits_every_window_once_and_epochs_differ(n: int, seq_len: in
 
 @given(st.integers(200, 5000), st.integers(1, 20), st.integers(1, 8), st.integers(0, 10**9))
 def test_a_batch_is_windows_of_the_text(n: int, seq_len: int, batch: int, step: int) -> None:
-    batches = dataset(n).batches(3, min(batch, 4), seq_len)
+    data = dataset(n)
+    batches = data.batches(3, min(batch, 4), seq_len)
     got = batches.batch_at(step)
-    starts = batches.rows.windows.starts(batches.indices_at(step))
+    possible = [a for start, stop in data.train for a in range(start, stop - seq_len, seq_len)]
+    starts = np.array(possible)[batches.indices_at(step)]
     reference = np.array([range(start, start + seq_len) for start in starts.tolist()])
     assert (got["tokens"] == reference).all()
     assert (got["targets"] == reference + 1).all()

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.stage.model.layer import LayerContext, Model
-from jaxpipe.stage.model.reference import apply_model, init_params, with_tied_leaves
+from jaxpipe.stage.model.params import with_tied_leaves
+from jaxpipe.stage.model.reference import apply_model, init_params
 from models.attention import causal_attention
 from models.gpt import GPT
 from models.llama import Llama, rotate
@@ -133,7 +134,9 @@ def test_loss_and_gradients_of_every_combination(kind: str, given: Options, tp: 
     ("kind", "given", "tp"),
     [
         ("gpt", options(dtype="float32"), TensorParallel(4, sequence=True)),
-        ("llama", (*GROUPED, ("dtype", "float32")), TensorParallel(4, fused_residual=True)),
+        pytest.param(
+            "llama", (*GROUPED, ("dtype", "float32")), TensorParallel(4, fused_residual=True), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_float32(kind: str, given: Options, tp: TensorParallel) -> None:

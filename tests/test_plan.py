@@ -285,8 +285,8 @@ def test_a_plan_says_what_each_stage_owns() -> None:
         "embed",
         ("tokens", "embedding"),
     )
-    assert tie.owner_stage == 0 == plan.stage_of("embed")
-    assert plan.stage_of("loss") == 2
+    assert tie.owner_stage == 0
+    assert "embed" in plan.stages[0].layers and "loss" in plan.stages[2].layers
     assert 1.0 <= plan.imbalance < 1.3
 
 
@@ -311,8 +311,6 @@ def test_bad_plans_get_one_clear_line() -> None:
         plan_stages(GPT_SMALL, 2, boundaries=[3])
     with pytest.raises(StageError, match=r"12 stages of 9 layers.*use 1 to 9"):
         plan_stages(GPT_SMALL, 12)
-    with pytest.raises(StageError, match="gpt has no layer 'blok_00'; it has embed, block_00"):
-        plan_stages(GPT_SMALL, 2).stage_of("blok_00")
     for text in (
         "",
         "[]",
@@ -343,5 +341,5 @@ def test_bad_models_get_one_clear_line() -> None:
     with pytest.raises(StageError, match="itself tied; name its owner a/kernel instead"):
         broken(a, b_to_a, c_to_b)
     no_leaf = dataclasses.replace(b, tied={("kernel",): ("a", ("weight",))})
-    with pytest.raises(StageError, match="layer b is tied to a/weight, which does not exist"):
+    with pytest.raises(StageError, match="layer 'b' ties kernel to a/weight, which does not exist"):
         plan_stages(broken(a, no_leaf), 2)

@@ -140,7 +140,7 @@ def test_missing_data_and_parameters_are_named() -> None:
         apply_model(model, {name: p for name, p in params.items() if name != "head"}, batch)
     head = dataclasses.replace(model.layers[2], tied={("kernel",): ("embed", ("words",))})
     adrift = dataclasses.replace(model, layers=(*model.layers[:2], head, model.layers[3]))
-    with pytest.raises(StageError, match="layer head is tied to embed/words, which does not exist"):
+    with pytest.raises(StageError, match="layer 'head' ties kernel to embed/words, which does not exist"):
         apply_model(adrift, params, batch)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import random
@@ -20,23 +21,23 @@ import pytest
 from pipelines import assert_same_arrays
 from train_runs import ROOT, config, deterministic, final, run, write_text
 
-from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, read_schedule, simulate, write_schedule
 from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.json_form import to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
-from jaxpipe.schedule.solve import SolveTask
-from jaxpipe.train import replan, run_directory, solve_process
+from jaxpipe.schedule.solve import Options, SolveTask, messages
+from jaxpipe.schedule.solve.background import COMMAND, BackgroundSolve, Failed, Finished, Found
+from jaxpipe.train import replan, run_directory
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.replan import Replanner, drift
+from jaxpipe.train.replan import Replanner, costs_as_in, drift
 from jaxpipe.train.report import result_text
 from jaxpipe.train.setup import compile_setup, prepare
-from jaxpipe.train.solve_process import COMMAND, SolveProcess
-from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
 
 STEPS = 24
 COMPILED: list[str] = []
@@ -86,31 +87,47 @@ def settings(text: Path, out_dir: Path, *more: str) -> TrainConfig:
     )
 
 
-class Patient(SolveProcess):
-    """A process that is always waited for: what it does comes to the same step in every run."""
-
-    @property
-    def ended(self) -> bool:
-        deadline = time.monotonic() + 60
-        while not super().ended:
-            assert time.monotonic() < deadline, "the solver hangs"
-            time.sleep(0.002)
-        return True
+Answers = list[Found | Finished | Failed]
 
 
-class Prompt(SolveProcess):
-    """A process that is waited for until its first answer."""
+class Patient(BackgroundSolve):
+    """A solver that is always waited for: what it does comes to the same step in every run."""
 
-    waited = False
+    def take(self) -> Answers:
+        return _take_until(super().take, lambda answers: isinstance(answers[-1], Finished | Failed))
 
-    @property
-    def ended(self) -> bool:
-        deadline = time.monotonic() + 60
-        while not (self.waited or super().ended or self._lines):
-            assert time.monotonic() < deadline, "the solver hangs"
-            time.sleep(0.002)
-        self.waited = True
-        return super().ended
+
+def prompt(running: Schedule) -> type[BackgroundSolve]:
+    """A solver that is waited for once, until it has found something better than ``running``."""
+
+    class Prompt(BackgroundSolve):
+        def __init__(self, task: SolveTask, options: Options) -> None:
+            super().__init__(task, options)
+            self.costs: CostProfile | None = task.costs
+
+        def take(self) -> Answers:
+            if self.costs is None:
+                return super().take()
+            costs, self.costs = self.costs, None
+            enough = 0.999 * simulate(running, costs).makespan
+            return _take_until(
+                super().take,
+                lambda answers: (
+                    not isinstance(answers[-1], Found) or simulate(answers[-1].schedule, costs).makespan < enough
+                ),
+            )
+
+    return Prompt
+
+
+def _take_until(take: Callable[[], Answers], enough: Callable[[Answers], bool]) -> Answers:
+    answers: Answers = []
+    deadline = time.monotonic() + 60
+    while not (answers and enough(answers)):
+        assert time.monotonic() < deadline, "the solver hangs"
+        time.sleep(0.002)
+        answers += take()
+    return answers
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------------------
@@ -143,7 +160,7 @@ def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
 def test_a_run_that_switches_gives_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replan, "SolveProcess", Prompt)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
     counts: list[tuple[str, int]] = []
     out_dir = tmp_path / "run"
     result, printed = run(
@@ -172,7 +189,7 @@ def test_a_run_that_switches_gives_the_same_bits(
 def test_an_interrupted_run_with_switches_resumes_to_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replan, "SolveProcess", Prompt)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
 
     def interrupt(printed: str) -> None:
         if printed.startswith("step 5/"):
@@ -192,8 +209,8 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits are those of a run without re-planning. One microbatch after another is slow in any run."""
-    monkeypatch.setattr(replan, "SolveProcess", Prompt)
     start = generate("gpipe", 2, 4)
+    monkeypatch.setattr(replan, "BackgroundSolve", prompt(serial(start)))
     path = tmp_path / "serial.sched"
     write_schedule(serial(start), path)
     more = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
@@ -213,23 +230,24 @@ def test_twenty_kills_change_nothing_but_notices(
     finished: list[int] = []
 
     class Killed(Patient):
-        """The real solver, killed at a random moment, often before it has read its problem. A slow machine may let it finish
+        """The real solver, killed at a random moment, often before it has read its task. A slow machine may let it finish
         before that."""
 
-        def __init__(self, problem: str) -> None:
-            super().__init__(problem)
+        def __init__(self, task: SolveTask, options: Options) -> None:
+            super().__init__(task, options)
+            self.pid = _pid(self)
             if len(attacked) < kills:
                 time.sleep(rng.uniform(0, 0.2))
                 attacked.append(self.pid)
                 os.kill(self.pid, signal.SIGKILL)
 
-        def take(self) -> list[bytes]:
-            lines = super().take()
-            if self.pid in attacked and any(b'"finished"' in line for line in lines):
+        def take(self) -> Answers:
+            answers = super().take()
+            if self.pid in attacked and any(isinstance(answer, Finished) for answer in answers):
                 finished.append(self.pid)
-            return lines
+            return answers
 
-    monkeypatch.setattr(replan, "SolveProcess", Killed)
+    monkeypatch.setattr(replan, "BackgroundSolve", Killed)
     monkeypatch.setattr(replan, "_MOST_DOUBLINGS", 0)
     eager = ("replan.enabled=true", "replan.min_gain=1", "replan.time_limit_s=0.001", "replan.drift=1e-9")
     result, printed = run(settings(text, tmp_path / "run", *eager))
@@ -239,6 +257,11 @@ def test_twenty_kills_change_nothing_but_notices(
     assert (result.schedule, result.steps_run, math.isnan(result.gain_predicted)) == ("gpipe", STEPS, True)
     assert_same_training(tmp_path / "run", plain)
     assert not any(_exists(pid) for pid in attacked)
+
+
+def _pid(solver: BackgroundSolve) -> int:
+    (member,) = solver._pool._members
+    return member.process.pid
 
 
 def _exists(pid: int) -> bool:
@@ -273,30 +296,35 @@ class Bench:
         self.patch = monkeypatch
         self.notes: list[str] = []
         self.clock = Clock()
-        self.started: list[Problem] = []
+        self.started: list[SolveTask] = []
         base = load_config(None, ["pipeline.schedule=gpipe", "replan.enabled=true", *overrides])
         self.replanner = Replanner(base, pipe, self.notes.append, 0, self.clock)
         self.costs = CostProfile.uniform(2)
         self.schedule = pipe.schedule
+        self.first = to_schedule(pipe.schedule)
+        self.pid = 0
         self.solver()
 
     def solver(self, script: str | None = None, patient: bool = True) -> None:
-        """From now on solvers run ``script``, with ``problem`` (a dict) read; the real worker without one."""
+        """From now on solvers run ``script``, with ``schedule`` (a dict), the one that the run started with; the real worker
+        without one."""
         bench = self
-        read = "import json, os, sys, time\nproblem = json.loads(sys.stdin.readline())\n"
+        read = f"import json, os, sys, time\nfor _ in range(2): sys.stdin.readline()\nschedule = {self.first!r}\n"
         command = COMMAND if script is None else (sys.executable, "-S", "-c", read + script)
 
-        class Fake(Patient if patient else SolveProcess):  # type: ignore[misc]
-            def __init__(self, problem: str) -> None:
-                bench.started.append(Problem.of_line(problem))
-                super().__init__(problem, command)
+        class Fake(Patient if patient else BackgroundSolve):  # type: ignore[misc]
+            def __init__(self, task: SolveTask, options: Options) -> None:
+                bench.started.append(task)
+                super().__init__(task, options, command)
+                bench.pid = _pid(self)
 
-        self.patch.setattr(replan, "SolveProcess", Fake)
+        self.patch.setattr(replan, "BackgroundSolve", Fake)
 
-    def finds(self, schedule: Schedule, costs: CostProfile) -> None:
+    def finds(self, schedule: Schedule) -> None:
         """From now on solvers find ``schedule``, and nothing else."""
-        found = Found(split_backwards(schedule), simulate(split_backwards(schedule), costs).makespan, "fake")
-        self.solver(f"print({found.line()!r})\nprint({Finished().line()!r})")
+        found = {"job": 0, "task": 0, "source": "fake", "schedule": to_schedule(split_backwards(schedule))}
+        end = {"job": 0, "task": 0, "source": ""}
+        self.solver(f"print({json.dumps(found)!r})\nprint({json.dumps(end)!r}, flush=True)\ntime.sleep(600)")
 
     def record(self, step: int, step_s: float = 1.0) -> None:
         self.replanner.observe(step, simulate(self.schedule, self.costs), step_s)
@@ -327,7 +355,7 @@ def test_measured_costs_decide_and_the_first_step_is_not_looked_at(pipe: Pipelin
     assert b.started == []
     b.costs = CostProfile.uniform(2, f=3, b=2, w=1)
     b.record(2)
-    (task,) = (problem.task for problem in b.started)
+    (task,) = b.started
     assert (task.costs.f_s, task.costs.b_s, task.costs.w_s) == ((3.0, 3.0), (2.0, 2.0), (1.0, 1.0))
     assert task.memory_limit == 4
     assert len(task.costs.memory_limit_bytes) == 2
@@ -347,7 +375,7 @@ def test_measured_costs_decide_and_the_first_step_is_not_looked_at(pipe: Pipelin
 
 def test_drift_starts_a_second_search_but_not_at_once(bench: Callable[..., Bench]) -> None:
     b = bench("replan.drift=0.2", "replan.time_limit_s=30")
-    b.finds(generate("zb-h1", 2, 4), b.costs)
+    b.finds(generate("zb-h1", 2, 4))
     b.record(2)
     b.poll(2)
     b.clock.now = 31
@@ -363,7 +391,7 @@ def test_drift_starts_a_second_search_but_not_at_once(bench: Callable[..., Bench
     b.clock.now = 30
     b.record(6)
     assert len(b.started) == 2
-    assert b.started[1].task.costs.w_s == (3.0, 3.0)
+    assert b.started[1].costs.w_s == (3.0, 3.0)
     assert b.notes[-1].startswith("step 6: re-planning: costs drifted by 27%, looking again (up to 30 s, ")
 
 
@@ -377,7 +405,7 @@ def test_drift_is_a_share_of_a_stage() -> None:
 
 def test_what_measures_slower_is_taken_back_and_not_tried_again(bench: Callable[..., Bench]) -> None:
     b = bench("replan.time_limit_s=1")
-    b.finds(generate("zb-h1", 2, 4), b.costs)
+    b.finds(generate("zb-h1", 2, 4))
     b.record(2)
     assert b.poll(2) is not None
     for step in (3, 4, 5):
@@ -389,7 +417,7 @@ def test_what_measures_slower_is_taken_back_and_not_tried_again(bench: Callable[
     assert b.notes[-1] == "step 5: schedule solved-1 -> gpipe again: it was 100.0% more measured"
     assert math.isnan(b.replanner.gains[0]), "nothing is gained"
     b.clock.now, b.costs = 100, CostProfile.uniform(2, w=2)
-    b.finds(generate("zb-h1", 2, 4), b.costs)
+    b.finds(generate("zb-h1", 2, 4))
     b.record(6)
     assert len(b.started) == 2
     assert b.poll(6) is None
@@ -397,33 +425,33 @@ def test_what_measures_slower_is_taken_back_and_not_tried_again(bench: Callable[
 
 
 ANSWER = (
-    "def answer(makespan_s=0.0, **changes):\n"
-    "    return json.dumps({'makespan_s': makespan_s, 'source': 'test', 'schedule': problem['schedule'] | changes})\n"
-    "rows = problem['schedule']['rows']\n"
+    "def answer(**changes):\n    return json.dumps({'source': 'test', 'schedule': schedule | changes})\n"
+    "rows = schedule['rows']\n"
 )
 DISASTERS = {
-    "print('garbage')": "wrote not an answer: garbage; ",
-    "print('[1, 2]')": "wrote not an answer: [1, 2]; ",
-    "print('{}')": "wrote not an answer: {}; ",
-    "print('[' * 100_000)": "wrote not an answer: [[[",
-    "print('\\x1b[31m', chr(233))": "wrote not an answer: [31m ",
-    "sys.stdout.buffer.write(bytes(range(128, 255)) + b'\\n')": "wrote not an answer: ",
-    "print(answer(rows=[['Q1.2']]))": "wrote rows[0][0]: ",
+    "print('garbage')": "ended before it was done (exit code 0); ",
+    "print('[1, 2]')": "wrote what is no answer (AttributeError: ",
+    "print('{}')": "ended before it was done (exit code 0); ",
+    "print('[' * 100_000)": "ended before it was done (exit code 0); ",
+    "print('\\x1b[31m', chr(233))": "ended before it was done (exit code 0); ",
+    "sys.stdout.buffer.write(bytes(range(128, 255)) + b'\\n')": "ended before it was done (exit code 0); ",
+    "print(answer(rows=[['Q1.2']]))": "wrote what is no answer (ScheduleParseError: rows[0][0]: ",
+    "print(json.dumps({'source': '', 'bound': 'low'}))": "wrote what is no answer (ValueError: ",
     "sys.stdout.write(answer()[:99])": "ended before it was done (exit code 0); ",
     "": "ended before it was done (exit code 0); ",
     "sys.exit(3)": "ended before it was done (exit code 3); ",
-    "raise MemoryError('no more\\nreally')": "ended before it was done (exit code 1: really); ",
+    "print(json.dumps({'done': True, 'error': 'MemoryError: no\\nmore'}))": "failed (MemoryError: no more); ",
     "os.kill(os.getpid(), 11)": "was killed by SIGSEGV; ",
-    "print(answer(rows=[rows[0][1:], rows[1]]))": "a schedule was refused: rank 0 lacks F0.0; ",
+    "print(answer(rows=[rows[0][1:], rows[1]]))": "a schedule was refused: rank 0 lacks F0.0",
     "print(answer(rows=[rows[0] + ['F1.0'], rows[1]]))": "a schedule was refused: rank 0 runs F1.0; ",
     "print(answer(rows=rows[::-1]))": "a schedule was refused: rank 0 ",
     "print(answer(rows=rows[:1]))": "a schedule was refused: it has 1 rows for 2 ranks",
     "print(answer(rows=[rows[0][::-1], rows[1]]))": "a schedule was refused: rank 0 would add up weight gradients in another",
     "print(answer(rows=[rows[0], rows[1][1:] + rows[1][:1]]))": "a schedule was refused: ",
     "print(answer(microbatches=3))": "a schedule was refused: it has 3 microbatches, the run has 4",
-    "print(answer(placement=dict(problem['schedule']['placement'], flows=[[[1], [0]]])))": "it places stages elsewhere",
+    "print(answer(placement=dict(schedule['placement'], flows=[[[1], [0]]])))": "it places stages elsewhere",
     "rows[0][5:5] = ['O0.0', 'L0.0']; print(answer(rows=rows))": "refused: it offloads, which this run does not",
-    "print(answer())": "a schedule was refused: it should take 0 s, and takes 14 s simulated",
+    "print(answer())": "ended before it was done (exit code 0); ",
 }
 
 
@@ -439,10 +467,10 @@ def test_nothing_that_a_solver_does_is_worse_than_a_line(script: str, bench: Cal
     assert said[0].startswith("re-planning: ")
     assert "\n" not in said[0]
     assert said[0].isprintable()
-    assert b.replanner.pid is None
+    assert not _exists(b.pid)
     b.record(3)
     assert b.poll(3) is None
-    b.finds(generate("zb-h1", 2, 4), b.costs)  # what failed is tried once more, later
+    b.finds(generate("zb-h1", 2, 4))  # what failed is tried once more, later
     b.clock.now = 1000
     b.record(4)
     assert b.notes[-1].startswith("step 4: re-planning: looking once more (")
@@ -453,22 +481,20 @@ def test_a_solver_that_hangs_is_ended_in_time(bench: Callable[..., Bench]) -> No
     b = bench("replan.time_limit_s=5")
     b.solver("time.sleep(1000)", patient=False)
     b.record(2)
-    pid = b.replanner.pid
-    assert pid is not None
     b.clock.now = 2 * 5 + replan.PATIENCE_S
     assert b.poll(2) is None
     assert len(b.notes) == 1
     b.clock.now += 1
     assert b.poll(3) is None
     assert b.notes[1] == "re-planning: the solver took longer than 21 s; training goes on with schedule gpipe"
-    assert not _exists(pid)
+    assert not _exists(b.pid)
 
 
 def test_a_solver_that_cannot_be_started_is_a_line(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench()
-    monkeypatch.setattr(replan, "SolveProcess", lambda problem: SolveProcess(problem, ["/nowhere/python"]))
+    monkeypatch.setattr(replan, "BackgroundSolve", lambda *asked: BackgroundSolve(*asked, ["/nowhere/python"]))
     b.record(2)
     assert b.notes == [
         "re-planning: the solver can't be started (No such file or directory); training goes on with schedule gpipe"
@@ -496,102 +522,86 @@ def test_a_memory_limit_is_kept_or_told(bench: Callable[..., Bench]) -> None:
     assert low.poll(2) is None
     assert "no schedule" in low.notes[-1]
     greedy = bench("replan.memory_limit=1")
-    greedy.solver(ANSWER + "print(answer(5.0))")
+    greedy.finds(generate("zb-h1", 2, 4))
     greedy.record(2)
     assert greedy.poll(2) is None
-    assert "a schedule was refused: it needs 4 activations, more than the limit allows" in greedy.notes[1]
+    assert "a schedule was refused: it needs 2 activations, more than the limit allows" in greedy.notes[1]
 
 
 # -- the process ----------------------------------------------------------------------------------------------------------
 
 
-def _problem(schedule: Schedule, **more: Any) -> Problem:
-    costs = more.pop("costs", CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks))
-    limit, time_limit_s, workers = (
-        more.pop(name, default)
-        for name, default in (("memory_limit", float("inf")), ("time_limit_s", 1.0), ("workers", 1))
-    )
-    task = SolveTask(schedule.placement, schedule.num_microbatches, costs, limit, **more)
-    return Problem(schedule, task, time_limit_s, workers)
-
-
-def _answers(problem: Problem) -> list[Found | Finished]:
-    process = Patient(problem.line())
-    assert process.ended
-    answers = [read_answer(line) for line in process.take()]
-    process.close()
+def _answers(running: Schedule, time_limit_s: float = 1.0) -> Answers:
+    costs = CostProfile.uniform(running.num_stages, chunks=running.num_chunks)
+    task = SolveTask(running.placement, running.num_microbatches, costs_as_in(running, costs))
+    solver = Patient(task, Options(time_limit_s=time_limit_s, workers=1))
+    answers = solver.take()
+    solver.close()
     return answers
 
 
 def test_the_worker_answers_with_better_schedules_and_a_bound() -> None:
     running = split_backwards(generate("gpipe", 3, 6))
-    *found, finished = _answers(_problem(running))
+    *found, finished = _answers(running, 30.0)
     assert isinstance(finished, Finished)
-    assert found
-    last = simulate(running, CostProfile.uniform(3)).makespan
+    makespans = []
     for each in found:
         assert isinstance(each, Found)
         assert why_not(each.schedule, running) == ""
-        makespan = simulate(each.schedule, CostProfile.uniform(3)).makespan
-        assert each.makespan_s == makespan < last
-        last = makespan
-    assert 0 < finished.lower_bound_s <= last
+        makespans.append(simulate(each.schedule, CostProfile.uniform(3)).makespan)
+    assert makespans == sorted(makespans, reverse=True)
+    assert 0 < finished.lower_bound_s <= makespans[-1] < simulate(running, CostProfile.uniform(3)).makespan
 
 
-def test_the_worker_keeps_fused_backwards_and_other_placements() -> None:
+def test_what_the_worker_finds_can_take_the_place_of_fused_backwards_and_other_placements() -> None:
     for family, chunks in (("gpipe", None), ("looped-bfs", 2), ("v-min", None)):
-        if family in FAMILIES:
-            running = generate(family, 2, 4, chunks=chunks)
-            *found, finished = _answers(_problem(running))
-            assert isinstance(finished, Finished)
-            assert all(why_not(each.schedule, running) == "" for each in found)  # type: ignore[union-attr]
+        running = generate(family, 2, 4, chunks=chunks)
+        *found, finished = _answers(running)
+        assert isinstance(finished, Finished)
+        assert found
+        assert all(why_not(backwards_like(each.schedule, running), running) == "" for each in found)  # type: ignore[union-attr]
 
 
 def test_the_worker_imports_no_jax() -> None:
-    code = "import sys, jaxpipe.train.solve_worker; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxpipe.schedule.solve.background; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_worker_ends_with_its_parent() -> None:
-    """The parent is killed; the worker's problem would keep it, and the solver's own processes, busy for long."""
-    problem = _long_problem()
+    """The parent is killed; the worker's task would keep it, and the solver's own processes, busy for long."""
     code = (
-        "import sys, time\nfrom jaxpipe.train.solve_process import SolveProcess\n"
-        "process = SolveProcess(sys.stdin.read())\nprint(process.pid, flush=True)\n"
-        "while not process.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
+        "import json, sys, time\nfrom jaxpipe.schedule.solve import Options, messages\n"
+        "from jaxpipe.schedule.solve.background import BackgroundSolve\n"
+        "solver = BackgroundSolve(messages.task_in(json.load(sys.stdin)), Options(600.0))\n"
+        "while not solver.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
-        parent.stdin.write(problem.line())
+        json.dump(messages.task_out(_long_task()), parent.stdin)
         parent.stdin.close()
-        pid = int(parent.stdout.readline())
         assert parent.stdout.readline() == "at work\n"
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 19
-        below = _descendants(pid)
+        below = _descendants(parent.pid)
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in below} == {19}
         parent.kill()
-    _await_end([pid, *below])
+    _await_end(below)
 
 
 def test_the_end_of_a_run_ends_all_of_a_search() -> None:
-    process = SolveProcess(_long_problem().line())
-    deadline = time.monotonic() + 60
-    while not process.take():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    pids = [process.pid, *_descendants(process.pid)]
-    process.close(60)
+    solver = prompt(serial(generate("gpipe", 8, 64)))(_long_task(), Options(600.0))
+    assert solver.take()
+    pids = [_pid(solver), *_descendants(_pid(solver))]
+    solver.close()
+    assert not _exists(pids[0])
     _await_end(pids)
 
 
-def _long_problem() -> Problem:
+def _long_task() -> SolveTask:
     """One that no solver is done with soon."""
-    costs = CostProfile.uniform(8, f=1.0, b=1.3, w=0.7, comm=0.21)
-    return _problem(
-        split_backwards(serial(generate("gpipe", 8, 64))), costs=costs, memory_limit=3, time_limit_s=600.0, workers=2
-    )
+    placement = generate("gpipe", 8, 64).placement
+    return SolveTask(placement, 64, CostProfile.uniform(8, f=1.0, b=1.3, w=0.7, comm=0.21), memory_limit=3)
 
 
 def _descendants(pid: int) -> list[int]:
@@ -620,29 +630,14 @@ def _running(pid: int) -> bool:
         return False
 
 
-def test_starting_and_ending_never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A problem larger than a pipe holds, for a process that doesn't read; a line that doesn't end."""
+def test_starting_and_ending_never_wait() -> None:
+    """A task larger than a pipe holds, for a process that doesn't read."""
     began = time.perf_counter()
-    deaf = SolveProcess("x" * 10_000_000, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    assert (deaf.take(), deaf.ended) == ([], False)
+    task = SolveTask(generate("gpipe", 2000, 1).placement, 1, CostProfile.uniform(2000))
+    deaf = BackgroundSolve(task, Options(), [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    assert deaf.take() == []
     deaf.close()
     assert time.perf_counter() - began < 10
-    monkeypatch.setattr(solve_process, "_MAX_LINE", 1000)
-    endless = Patient("", [sys.executable, "-S", "-c", "while True: print('x' * 99, end='')"])
-    assert endless.ended
-    (line,) = endless.take()
-    with pytest.raises(ScheduleError, match="not an answer: xxx"):
-        read_answer(line)
-    endless.close()
-
-
-def test_what_a_dead_process_started_is_ended_too() -> None:
-    script = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid)"
-    process = Patient("", [sys.executable, "-S", "-c", script])
-    assert process.ended
-    (line,) = process.take()
-    process.close()
-    _await_end([int(line)])
 
 
 # -- schedules ------------------------------------------------------------------------------------------------------------
@@ -673,9 +668,9 @@ def test_a_zero_bubble_order_with_fused_backwards_is_valid() -> None:
 
 def test_the_solver_is_given_what_the_run_can_do() -> None:
     costs = dataclasses.replace(CostProfile.uniform(2, w=3), bw_s=(2.5, 2.5))
-    split = _problem(split_backwards(generate("gpipe", 2, 4)), costs=costs).adapted().costs
+    split = costs_as_in(split_backwards(generate("gpipe", 2, 4)), costs)
     assert (split.b_s, split.w_s, split.bw_s) == ((1.0, 1.0), (3.0, 3.0), (4.0, 4.0))
-    fused = _problem(generate("gpipe", 2, 4), costs=costs).adapted().costs
+    fused = costs_as_in(generate("gpipe", 2, 4), costs)
     assert (fused.b_s, fused.w_s, fused.bw_s) == ((2.5, 2.5), (0.0, 0.0), (2.5, 2.5))
     assert (fused.residual_bytes, fused.w_residual_bytes) == ((1.0, 1.0), (0.0, 0.0))
 

@@ -89,7 +89,7 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
     step = TrainStep(sharded, optimizer(), zero1=zero1)
     shards = {s: StageShards(stage.layout, sharded.submeshes[s], zero1) for s, stage in enumerate(sharded.stages)}
     optimizers = stage_optimizers(optimizer(), shards, {})
-    for s, state in step.stage_states().items():
+    for s, state in step.states.items():
         update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs)
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
@@ -142,7 +142,7 @@ def test_chunks_are_the_leaves_in_pieces(
         per_device = bucket.reshape(len(local), dp, -1)
         for buffer, rows in zip(local, per_device, strict=True):
             np.testing.assert_array_equal(shards.cut(buffer, index), rows)
-            np.testing.assert_array_equal(shards.join(jnp.asarray(rows), index, buffer), buffer)
+            np.testing.assert_array_equal(shards.join(jnp.asarray(rows), index), buffer)
     found = shards.host_leaves(dict(zip(shards.updated, buckets, strict=True)))
     want = {name: leaf for name, leaf in params["a"].items() if name != "leaf0"}
     jax.tree.map(np.testing.assert_array_equal, {slot.path[0]: leaf for slot, leaf in found.items()}, want)
@@ -155,7 +155,7 @@ def test_state_lies_as_predicted(dtype: str, zero1: bool) -> None:
     step = TrainStep(pipeline(case), optimizer(), zero1=zero1)
     state = step.init(params_for(case), *_fresh(case))
     whole = 0
-    for s, predicted in step.stage_states().items():
+    for s, predicted in step.states.items():
         at = step.pipeline.primary(s)
         for got, want in ((state.master[at], predicted.master), (state.optimizer[s], predicted.optimizer)):
             assert jax.tree.map(_aval, got) == jax.tree.map(_aval, want)

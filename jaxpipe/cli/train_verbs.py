@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace) -> int:
         from jaxpipe.train.report import result_json, result_text
 
     out = ProgressStream(sys.stdout)
-    result = train(config, sys.stderr if args.json else out)
+    result = train(config, sys.stderr if args.json else out, own_process=True)
     out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
 
@@ -201,7 +201,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
     from jaxpipe.train.report import measurement_json, measurement_table
-    from jaxpipe.train.setup import compile_pipeline, prepare, trainer_over
+    from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
@@ -214,7 +214,7 @@ def _profile(args: argparse.Namespace) -> int:
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))
-        step = trainer_over(config, pipeline.with_costs(measured.costs())).train_step
+        step = step_over(config, pipeline.with_costs(measured.costs()))
         costs = step.with_state(step.pipeline.costs)
         progress(f"{step.memory_report()}")
     progress(policy_tables(pipeline.compare_policies()))

@@ -349,20 +349,16 @@ def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
     return total_device_bytes([*read, *made])
 
 
-def batch_bytes(stage: StageFunctions, num_microbatches: int, num_tokens: int | None = None) -> int:
+def batch_bytes(stage: StageFunctions, programs: Sequence[Program], num_microbatches: int) -> int:
     """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
-    and keys, losses, and a scalar per call (``num_tokens``; if not known: of F, B and W of every microbatch)."""
+    and keys, losses, and a scalar per call: of the program that makes the most for it (a braid is a call for the stage of its
+    first action)."""
     data = total_device_bytes(list(stage.data_avals.values())) + (_KEY_BYTES if stage.uses_key else 0)
     forward = stage.functions["F"]
     losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]
-    tokens = 3 * num_microbatches if num_tokens is None else num_tokens
-    calls = num_microbatches // stage.links.span
-    return num_microbatches * data + calls * total_device_bytes(losses) + tokens * _TOKEN_BYTES
-
-
-def calls_of(programs: Sequence[Program], stage: int) -> int:
-    """The most calls that one program makes for ``stage``; a braid is a call for the stage of its first action."""
-    return max(sum(isinstance(i, Run) and i.parts[0][1] == stage for i in p.instructions) for p in programs)
+    calls = [sum(isinstance(i, Run) and i.parts[0][1] == stage.stage for i in p.instructions) for p in programs]
+    rounds = num_microbatches // stage.links.span
+    return num_microbatches * data + rounds * total_device_bytes(losses) + max(calls) * _TOKEN_BYTES
 
 
 def _placed(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import jax
+
 from jaxpipe.cost.host_link import HostLinkMeasurement
 from jaxpipe.cost.memory import compiled_bytes, passing_bytes
 from jaxpipe.cost.seconds import (
@@ -150,6 +152,7 @@ def measure_stages(
     memory: bool = True,
     fused: bool = True,
     progress: Callable[[str], None] | None = None,
+    too_large: Callable[[str], None] | None = None,
 ) -> StageMeasurements:
     """Run every function of every stage alone; on emulated devices with the other ranks as busy.
 
@@ -160,18 +163,25 @@ def measure_stages(
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
         progress: called with a line per function.
+        too_large: called with a line for a function that memory does not suffice for, which is left out; without it, JAX's
+            error ends this.
     """
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
-    wanted = {
-        (op, s): f for s, x in enumerate(stages) for op, f in x.functions.items() if fused or not op_spec(op).parts
-    }
+    wanted = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
     shared = _times_at_once(wanted, repeats, warm_up)
-    for s, stage in enumerate(stages):
+    for stage in stages:
+        s = stage.stage
         for op, function in stage.functions.items():
             if (op, s) not in wanted:
                 continue
-            timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
+            try:
+                timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
+            except jax.errors.JaxRuntimeError as error:
+                if too_large is None or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                too_large(f"no memory for {op} of stage {s} alone: not timed")
+                continue
             if memory:
                 footprints[(op, s)] = footprint(function)
             tell(f"stage {s} {op}: {timings[(op, s)]}")

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.cost import Timing, time_collectives, time_function
+from jaxpipe.cost import StageMeasurements, Timing, measure_stages
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.seconds import medians
 from jaxpipe.errors import ConfigError, RunError
@@ -128,8 +128,11 @@ class Rehearsal:
         watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
         if complete:
             tell(f"rank {self.rank}: each function alone")
-        alone, collectives = self._alone(steps, tell) if complete else ({}, {})
-        executor = self._timed(alone, collectives).executor
+        mine = [f for _, f in sorted(self.functions.items())] if complete else []
+        alone = measure_stages(
+            mine, repeats=steps, memory=False, too_large=lambda text: tell(f"rank {self.rank}: {text}")
+        )
+        executor = self._timed(alone).executor
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
         gc.collect()
         before = self.device.memory_stats() or {}
@@ -168,8 +171,8 @@ class Rehearsal:
             if len(self.devices) == 1
             else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
-            alone=alone,
-            collectives=collectives,
+            alone=alone.timings,
+            collectives=alone.collectives,
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
             memory=memory,
@@ -179,13 +182,12 @@ class Rehearsal:
             events=tuple(events[-1]),
         )
 
-    def _timed(self, alone: Mapping[tuple[str, int], Timing], collectives: Mapping[int, Timing]) -> Pipeline:
+    def _timed(self, alone: StageMeasurements) -> Pipeline:
         """The pipeline in the order that the times of its functions alone give, where there are any."""
-        if not alone:
+        if not alone.timings:
             return self.pipeline
-        costs = costs_from(
-            self.pipeline, medians(alone), medians(collectives), source="functions alone", host=self._host
-        )
+        seconds, collectives = medians(alone.timings), medians(alone.collectives)
+        costs = costs_from(self.pipeline, seconds, collectives, source="functions alone", host=self._host)
         return self.pipeline.with_costs(costs)
 
     def _placed(self) -> tuple[StepInputs, Any]:
@@ -219,24 +221,6 @@ class Rehearsal:
         exact = peak > before["peak_bytes_in_use"]
         most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
         return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
-
-    def _alone(
-        self, repeats: int, tell: Callable[[str], None]
-    ) -> tuple[dict[tuple[str, int], Timing], dict[int, Timing]]:
-        """Every function of the rank's stages, and the collectives of F by stage. One for which memory does not suffice is left
-        out: should the program call it, its step will say more."""
-        found, exchanged = {}, {}
-        for (_, s), stage in sorted(self.functions.items()):
-            for op, function in stage.functions.items():
-                try:
-                    found[(op, s)] = time_function(function, repeats)
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    tell(f"rank {self.rank}: no memory for {op} of stage {s} alone: not timed")
-            if alone := time_collectives(stage.functions["F"], repeats):
-                exchanged[s] = alone
-        return found, exchanged
 
     def _explained(self, error: Exception, watch: Watch) -> RunError | None:
         """An error that means that memory ran out, as one line; None for any other."""

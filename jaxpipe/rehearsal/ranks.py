@@ -20,7 +20,7 @@ from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
-from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, trainer_over
+from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step_memory import resident_avals
 from jaxpipe.wording import format_bytes
 
@@ -67,14 +67,14 @@ def rehearse(
     roomy = replace(config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB))  # below, a rank at a time
     everywhere = list(devices) * prepared.schedule.num_ranks
     pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
-    step, found = trainer_over(config, pipeline).train_step, []
+    step, found = step_over(config, pipeline), []
     for rank in ranks:
         check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
         rehearsal = Rehearsal(
             pipeline,
             rank,
             vocab_size=prepared.dataset.tokenizer.vocab_size,
-            resident=resident_avals(step.pipeline, step.stage_states(), rank) if optimizer else None,
+            resident=resident_avals(step.pipeline, step.states, rank) if optimizer else None,
             memory_limit_bytes=memory_limit_bytes,
             host=host,
         )

@@ -32,7 +32,7 @@ from jaxpipe.cost import (
     with_missing_ops,
     with_offloadable_bytes,
 )
-from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes, calls_of
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program
@@ -42,7 +42,6 @@ from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.leaves import without_leaves
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
@@ -244,9 +243,9 @@ class Pipeline(Assembly):
         grads: dict[str, Params] = {}
         for s, f in enumerate(self.stages):
             untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
-            whole[s] = f.layout.unpack([*acc[self.primary(s)], *untrained])
-            copies = {(name, *path) for name, path in f.layout.shared}
-            grads |= {name: without_leaves(leaves, (name,), copies) for name, leaves in whole[s].items()}
+            buffers = [*acc[self.primary(s)], *untrained]
+            whole[s] = f.layout.unpack(buffers)
+            grads |= f.layout.unpack(buffers, copies=False)
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
@@ -277,7 +276,7 @@ class Pipeline(Assembly):
         if not self.costs.boundary_buffers:
             return self.costs
         m = self.schedule.num_microbatches
-        batch = [float(batch_bytes(s, m, calls_of(self.programs, s.stage))) for s in self.stages]
+        batch = [float(batch_bytes(s, self.programs, m)) for s in self.stages]
         static = tuple(a + b for a, b in zip(self.costs.optimizer_bytes, batch, strict=True))
         return replace(self.costs, optimizer_bytes=static)
 
@@ -319,14 +318,14 @@ class Pipeline(Assembly):
             braids=self.braids,
         )
 
-    def measure_costs(self, *, repeats: int = 5, progress: Any = None) -> CostProfile:
+    def measure_costs(self, *, repeats: int = 5) -> CostProfile:
         """Run every stage function and time it (BW only if the schedule has one), on emulated devices at the share of the
         machine that a rank will have; time the link to the host, if the schedule uses it."""
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
         fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
-        measured = measure_stages(self.stages, repeats=repeats, fused=fused, progress=progress)
+        measured = measure_stages(self.stages, repeats=repeats, fused=fused)
         costs = replace(measured, host=host).costs()
         devices = [device for mesh in self.submeshes for device in mesh.devices.flat]
         if any(device.platform != "cpu" for device in devices):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
-from jaxpipe.train.data import Batch, Batches, DataState, Kind, check_kinds, complement, held_blocks, shown
+from jaxpipe.train.data import Batch, Batches, DataState, Kind, check_kinds, held_blocks, padded_batches, shown
 from jaxpipe.train.tokenizers import Tokenizer
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -72,14 +72,13 @@ class ArrayDataset:
         """
         whole = cls(source, tokenizer, arrays, arrays)
         n = len(ArrayRows(arrays))
-        held = held_blocks(n, holdout, 1) if holdout else ()
-        kept = [
-            np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in spans)])
-            for spans in (complement(held, n), held)
-        ]
-        if not len(kept[0]) or (holdout and not len(kept[1])):
+        held = held_blocks(n, holdout, 1)
+        out = np.zeros(n, dtype=bool)
+        for start, stop in held:
+            out[start:stop] = True
+        if out.all() or (holdout and not out.any()):
             raise DataError(f"data {source}: {n} rows are too few to keep {holdout:g} for evaluation")
-        train, rest = (ArrayRows(arrays).batch(rows) for rows in kept)
+        train, rest = (ArrayRows(arrays).batch(np.flatnonzero(rows)) for rows in (~out, out))
         return replace(whole, train=train, held_out=rest, fingerprint="")
 
     def describe(self) -> str:
@@ -123,10 +122,7 @@ class ArrayDataset:
             raise DataError(
                 f"data {self.source}: {len(rows)} rows held out, too few for a batch of {batch}: hold out more"
             )
-        indices = np.arange(count)
-        if limit is not None and limit * batch < count:
-            indices = np.linspace(0, count - 1, limit * batch).astype(np.int64)
-        return tuple(_padded(rows.batch(indices[i : i + batch]), batch) for i in range(0, len(indices), batch))
+        return padded_batches(rows, count, batch, limit)
 
 
 def made_by_function(
@@ -152,14 +148,6 @@ def made_by_function(
 
 def _kinds(arrays: Arrays) -> dict[str, Kind]:
     return {name: (array.shape[1:], array.dtype) for name, array in arrays.items()}
-
-
-def _padded(rows: Batch, batch: int) -> Batch:
-    """``rows`` with rows of zeros behind them."""
-    return {
-        name: np.concatenate([array, np.zeros((batch - len(array), *array.shape[1:]), array.dtype)])
-        for name, array in rows.items()
-    }
 
 
 def _fingerprint(data: ArrayDataset) -> str:

@@ -262,7 +262,9 @@ def final_order(
     limit = math.inf if pipe.memory_limit is None else pipe.memory_limit
     family, schedule = FAMILIES.get(pipe.schedule), draft
 
-    def made(known: CostProfile) -> Schedule:
+    def made_by(fields: Sequence[str]) -> Schedule:
+        """Chosen anew, as the draft was but for these fields of ``costs``."""
+        known = replace(relative_costs(stage_costs), **{name: getattr(costs, name) for name in fields})
         new = generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, pipe.memory_limit)
         return with_edges(new, draft.placement.edges)
 
@@ -270,7 +272,7 @@ def final_order(
         return max(simulate(schedule, costs).peak_activations)
 
     if any(costs.tp_comm_s) and family is not None and "costs" in family.options:
-        schedule = made(_times(costs))
+        schedule = made_by(_TIMED)
     if limit < math.inf and not at_most(needed := peak(schedule), limit):
         if family is None:
             raise ScheduleError(
@@ -278,8 +280,7 @@ def final_order(
                 f"{limit:g}: raise the limit, or use another schedule"
             )
         progress(f"W keeps more than F saved: {needed:.3g} activations would be live, a new order keeps to {limit:g}")
-        bytes_held = {name: getattr(costs, name) for name in _HELD}
-        schedule = made(replace(relative_costs(stage_costs), **bytes_held))
+        schedule = made_by(_HELD)
     if pipe.separate_gradients:
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
     if pipe.braid and pipe.braid_adjacent and any(costs.tp_comm_s):
@@ -292,19 +293,4 @@ def final_order(
 
 
 _HELD = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
-
-
-def _times(costs: CostProfile) -> CostProfile:
-    """The seconds of ``costs``; every stage holds as much, as where a schedule is chosen first."""
-    ones = (1.0,) * costs.num_stages
-    return CostProfile(
-        f_s=costs.f_s,
-        b_s=costs.b_s,
-        w_s=costs.w_s,
-        bw_s=costs.bw_s,
-        residual_bytes=ones,
-        w_residual_bytes=ones,
-        tp_comm_s=costs.tp_comm_s,
-        tp_collectives=costs.tp_collectives,
-        source=costs.source,
-    )
+_TIMED = ("f_s", "b_s", "w_s", "bw_s", "tp_comm_s", "tp_collectives", "source")

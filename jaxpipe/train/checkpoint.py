@@ -152,23 +152,17 @@ class CheckpointStore(Closing):
 
     def wait(self) -> None:
         """Wait for the last save, if it is under way; raises CheckpointError if it failed and ``poll`` has not said so."""
-        if self._pending is not None and not self._outlast():
-            failure, self._failure = self._failure, None
-            assert failure is not None
-            raise failure
+        if error := self._outlast():
+            self._failure = None
+            raise error
 
-    def _outlast(self) -> bool:
-        """Wait for the save under way; False if it failed, with its error kept. After Ctrl-C it is still under way."""
-        try:
-            if self._pending is not None:
-                self._pending.result()
-        except CheckpointError as error:
-            self._failure = error
-            return False
-        finally:
-            if self._pending is not None and self._pending.done():
-                self._pending = None
-        return True
+    def _outlast(self) -> CheckpointError | None:
+        """Wait for the save under way; its error, which is kept, if it failed. After Ctrl-C it is still under way."""
+        error = None if self._pending is None else self._pending.exception()
+        self._pending = None
+        assert error is None or isinstance(error, CheckpointError)
+        self._failure = error or self._failure
+        return error
 
     def close(self) -> None:
         """Wait for the save under way and end the thread; raises CheckpointError if the save failed."""

@@ -166,12 +166,20 @@ def set_aside(folder: Path, error: CheckpointError | None) -> Path:
 @contextmanager
 def locked(folder: Path, how: int) -> Iterator[None]:
     """Hold a lock (``fcntl.LOCK_EX``, or ``LOCK_SH``, which keeps :func:`remove` off) on the folder; it goes with the process.
-    A folder that can't be opened goes without (what follows says why), as do file systems without locks."""
+    A folder that can't be opened goes without (what follows says why), as do file systems without locks.
+
+    Raises:
+        BlockingIOError: another has it, and ``how`` is not to wait (``fcntl.LOCK_NB``).
+    """
     descriptor = None
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, how)
     try:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, how)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
         yield
     finally:
         if descriptor is not None:
@@ -181,25 +189,10 @@ def locked(folder: Path, how: int) -> Iterator[None]:
 def remove(folder: Path) -> None:
     """Delete a checkpoint or temporary folder, if it exists, can be deleted, and is not being read; a later save deletes what
     is left. A kill half-way leaves nothing that looks like a checkpoint."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return
-    except OSError:  # a file system without locks
-        pass
-    try:
+    with suppress(OSError), locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         if step_of(folder) is not None:
             folder = folder.rename(folder.with_name(f"{folder.name}.tmp-removed"))
         shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -90,21 +90,19 @@ def snapshot(group: str, tree: Mapping[str, PyTree]) -> Snapshot:
     for _, _, leaf in found:
         if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()
-    leaves, arrays = [], []
+    arrays: dict[Leaf, np.ndarray] = {}
+    seen: set[tuple[str, ...]] = set()
     for layer, path, value in found:
-        described = Leaf(layer, path, (), "")
-        array = _to_host(value, f"{group}: {described.name}")
-        python = type(value).__name__ if isinstance(value, bool | int | float) else None
-        leaves.append(Leaf(layer, path, array.shape, array.dtype.name, python))
-        arrays.append(array)
-    seen: dict[tuple[str, ...], Leaf] = {}
-    for leaf in leaves:
-        other = seen.setdefault(leaf.storage_keys, leaf)
-        if other is not leaf:
+        leaf = Leaf(layer, path, (), "")
+        if leaf.storage_keys in seen:
             raise CheckpointError(
                 f"{group}: two leaves are called {leaf.name}; keys of one dictionary must differ as text"
             )
-    return Snapshot(tuple(tree), tuple(leaves), tuple(arrays))
+        seen.add(leaf.storage_keys)
+        array = _to_host(value, f"{group}: {leaf.name}")
+        python = type(value).__name__ if isinstance(value, bool | int | float) else None
+        arrays[Leaf(layer, path, array.shape, array.dtype.name, python)] = array
+    return Snapshot(tuple(tree), tuple(arrays), tuple(arrays.values()))
 
 
 def flatten(pytree: PyTree) -> list[tuple[tuple[PathStep, ...], Any]]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.tokenizers import Ids, Tokenizer, id_dtype
+from jaxpipe.train.tokenizers import Ids, Tokenizer, check_ids, id_dtype
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -215,13 +215,12 @@ def check_extent(ids: Ids) -> None:
 
 
 def _check_vocabulary(path: Path, ids: Ids, tokenizer: Tokenizer) -> None:
-    for start in range(0, len(ids), _CHUNK):
-        chunk = ids[start : start + _CHUNK]
-        if chunk.min() < 0 or chunk.max() >= tokenizer.vocab_size:
-            at = int(np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))[0])
-            bound = f"outside the vocabulary of tokenizer {tokenizer.name} (0 to {tokenizer.vocab_size - 1})"
-            advice = "set data.tokenizer to the one that made them, or to ids:N with their vocabulary size"
-            raise DataError(f"data {path}: id {chunk[at]} at position {start + at} is {bound}: {advice}")
+    try:
+        for start in range(0, len(ids), _CHUNK):
+            check_ids(ids[start : start + _CHUNK], tokenizer, start)
+    except DataError as error:
+        advice = "set data.tokenizer to the one that made them, or to ids:N with their vocabulary size"
+        raise DataError(f"data {path}: {error}: {advice}") from None
 
 
 def fingerprint_ids(ids: Ids) -> str:

@@ -16,16 +16,17 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxpipe.errors import DataError
+from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.train.corpus import Corpus, Document, check_extent
 from jaxpipe.train.permutation import Permutation, mix
+from jaxpipe.train.settings import decode, within
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
 Batch = dict[str, npt.NDArray[Any]]
@@ -43,8 +44,8 @@ _MIN_BLOCK_TOKENS = 4096
 class DataState:
     """Where a run is in its data, for checkpoints: ``position`` sequences were consumed when ``step`` steps were done."""
 
-    step: int
-    position: int
+    step: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
+    position: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
     seed: int
     seq_len: int
     fingerprint: str
@@ -60,42 +61,14 @@ class DataState:
         Raises:
             DataError: keys are missing, unknown, or of the wrong type.
         """
-        kinds: dict[str, type] = {f.name: str if f.name == "fingerprint" else int for f in fields(cls)}
-        wrong = sorted(kinds.keys() ^ mapping.keys())
-        wrong += [k for k, kind in kinds.items() if k in mapping and type(mapping[k]) is not kind]
-        wrong += [k for k in ("step", "position") if k not in wrong and not 0 <= mapping[k] < _MOST_SEQUENCES]
-        if wrong:
-            raise DataError(
-                f"data state: missing, unknown or malformed {', '.join(wrong)}; the checkpoint is damaged or older"
-            )
-        return cls(**mapping)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """The windows of some spans at one sequence length: window i starts at ``starts(i)``."""
-
-    seq_len: int
-    first: npt.NDArray[np.int64]  # first token of each span
-    before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
-
-    @classmethod
-    def of(cls, spans: tuple[Span, ...], seq_len: int) -> Windows:
-        counts = [max(0, (stop - start - 1) // seq_len) for start, stop in spans]
-        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return cls(seq_len, np.array([start for start, _ in spans], dtype=np.int64), before)
-
-    def __len__(self) -> int:
-        return int(self.before[-1])
-
-    def starts(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Token positions where the windows with these indices start."""
-        span = np.searchsorted(self.before, indices, side="right") - 1
-        return self.first[span] + (indices - self.before[span]) * self.seq_len
+        try:
+            return decode(cls, mapping)
+        except ConfigError as error:
+            raise DataError(f"data state: {error}; the checkpoint is damaged or older") from None
 
 
 class Rows(Protocol):
-    """The train sequences of a dataset at one sequence length, by number."""
+    """Sequences of a dataset at one sequence length, by number."""
 
     def __len__(self) -> int: ...
 
@@ -104,25 +77,37 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenRows:
-    """Windows of ``ids``."""
+class Windows:
+    """The windows of some spans of ``ids`` at one sequence length, span after span."""
 
     ids: Ids
-    windows: Windows
+    seq_len: int
+    edges: npt.NDArray[np.int64]  # [spans, 2]: first token, one past the last
+    before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
+
+    @classmethod
+    def of(cls, ids: Ids, spans: tuple[Span, ...], seq_len: int, *, partial: bool = False) -> Windows:
+        """``partial``: what is left at the end of a span is a window too."""
+        counts = [(stop - start - 1 + (seq_len - 1 if partial else 0)) // seq_len for start, stop in spans]
+        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return cls(ids, seq_len, np.array(spans, dtype=np.int64).reshape(-1, 2), before)
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return int(self.before[-1])
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Windows as ``tokens``, ``targets`` and ``weights`` (ones).
+        """Windows as ``tokens``, ``targets`` and ``weights``: ones, and zeros beyond the end of the span.
 
         Raises:
             DataError: the file that holds the ids has become shorter.
         """
         check_extent(self.ids)
-        length = self.windows.seq_len
-        window = self.ids[self.windows.starts(indices)[:, None] + np.arange(length + 1)].astype(np.int32)
-        weights = np.ones((len(indices), length), dtype=np.float32)
+        span = np.searchsorted(self.before, indices, side="right") - 1
+        start, stop = self.edges[span].T[..., None]
+        positions = start + (indices - self.before[span])[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        real = positions < stop
+        window = np.where(real, self.ids[np.minimum(positions, stop - 1)], 0).astype(np.int32)
+        weights = real[:, 1:].astype(np.float32)
         return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
 
 
@@ -257,13 +242,9 @@ class TokenDataset:
             DataError: nothing would be left on one side.
         """
         assert 0 <= holdout < 1
-        held_out = (
-            ()
-            if holdout == 0
-            else held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
-            if by == "blocks"
-            else _held_files(corpus, holdout)
-        )
+        whole_files = by == "files" and holdout > 0
+        blocks = held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
+        held_out = _held_files(corpus, holdout) if whole_files else blocks
         train = complement(held_out, len(corpus.ids))
         if not train or (holdout and not held_out):
             raise DataError(
@@ -310,13 +291,14 @@ class TokenDataset:
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """As :class:`Dataset` says."""
-        rows = TokenRows(self.corpus.ids, Windows.of(self.train, seq_len))
+        rows = Windows.of(self.corpus.ids, self.train, seq_len)
         if len(rows) < batch:
             raise DataError(self._too_small(len(rows), batch, seq_len))
         return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
-        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(self.train, n)) < batch)
+        ids, train = self.corpus.ids, self.train
+        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(ids, train, n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
@@ -331,31 +313,24 @@ class TokenDataset:
         Raises:
             DataError: there is no held-out token to predict.
         """
-        starts = np.array([a for start, stop in self.held_out for a in range(start, stop - 1, seq_len)], dtype=np.int64)
-        stops = np.array(
-            [stop for start, stop in self.held_out for _ in range(start, stop - 1, seq_len)], dtype=np.int64
-        )
-        if not len(starts):
+        rows = Windows.of(self.corpus.ids, self.held_out, seq_len, partial=True)
+        if not len(rows):
             raise DataError(
                 f"data {self.corpus.source}: {self.held_out_tokens} tokens held out, none to predict: raise data.holdout"
             )
-        if limit is not None and limit * batch < len(starts):
-            chosen = np.linspace(0, len(starts) - 1, limit * batch).astype(np.int64)
-            starts, stops = starts[chosen], stops[chosen]
-        return tuple(
-            self._padded(starts[i : i + batch], stops[i : i + batch], batch, seq_len)
-            for i in range(0, len(starts), batch)
-        )
+        return padded_batches(rows, len(rows), batch, limit)
 
-    def _padded(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], batch: int, seq_len: int) -> Batch:
-        check_extent(self.corpus.ids)
-        positions = starts[:, None] + np.arange(seq_len + 1)
-        real = positions < stops[:, None]
-        window = np.zeros((batch, seq_len + 1), dtype=np.int32)
-        window[: len(starts)] = np.where(real, self.corpus.ids[np.where(real, positions, starts[:, None])], 0)
-        weights = np.zeros((batch, seq_len), dtype=np.float32)
-        weights[: len(starts)] = real[:, 1:]
-        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+
+def padded_batches(rows: Rows, count: int, batch: int, limit: int | None) -> tuple[Batch, ...]:
+    """The first ``count`` rows in batches, the last one filled with rows of zeros; with ``limit``, rows for at most so many
+    batches, spread evenly."""
+    indices = np.arange(count)
+    if limit is not None and limit * batch < count:
+        indices = np.linspace(0, count - 1, limit * batch).astype(np.int64)
+    found = (rows.batch(indices[i : i + batch]) for i in range(0, len(indices), batch))
+    return tuple(
+        {k: np.pad(x, [(0, batch - len(x)), *[(0, 0)] * (x.ndim - 1)]) for k, x in each.items()} for each in found
+    )
 
 
 def check_kinds(source: str, wanted: Mapping[str, Kind], have: Mapping[str, Kind]) -> None:

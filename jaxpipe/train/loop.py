@@ -29,8 +29,9 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
+from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import find_devices, memory_advice, of_device
+from jaxpipe.train.devices import cpu_settings, find_devices, keep_heap, memory_advice, of_device
 from jaxpipe.train.metrics import MetricsLog, require_tensorboard
 from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
@@ -50,8 +51,11 @@ _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite",
 """Of a step's metrics, what its record is made of."""
 
 
-def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) -> TrainResult:
+def train(
+    config: TrainConfig, stream: TextIO | ProgressStream | None = None, *, own_process: bool = False
+) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
+    ``own_process``: nothing else is done in this process, so settings may be made that hold for all of it.
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
@@ -74,6 +78,8 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             if origin is not None:
                 folder.check_metrics()
             devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+            if remark := use_compile_cache(config.run.compile_cache):
+                out.print(f"warning: {remark}")
             if config.run.tensorboard:
                 require_tensorboard()
             if out.isatty():
@@ -81,6 +87,8 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             prepared = prepare(config)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
+            if own_process and devices[0].platform == "cpu":
+                out.print(cpu_settings(keep_heap()))
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
@@ -123,8 +131,7 @@ class _Run:
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
-        enabled = self.config.replan.enabled
-        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step) if enabled else None
+        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
         self.resumed = start.params is not None
@@ -168,8 +175,7 @@ class _Run:
                 raise self._failed(error) from error
             finally:
                 self.line.close()
-                if self.replanner is not None:
-                    self.replanner.close()
+                self.replanner.close()
         if self.stopped:
             self.line.note(
                 f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
@@ -215,7 +221,7 @@ class _Run:
 
     def _replan(self) -> None:
         """Go on with a better schedule, if one was found. What was recorded before belongs to the old one."""
-        if self.replanner is None or (pipe := self.replanner.poll(self.step)) is None:
+        if (pipe := self.replanner.poll(self.step)) is None:
             return
         self._settle()
         self.trainer = self.trainer.with_pipeline(pipe)
@@ -258,7 +264,7 @@ class _Run:
     def _remarks(self) -> Iterator[str]:
         if self.skipped.steps:
             yield f"{self.skipped.steps} skipped"
-        if self.replanner is not None:
+        if self.config.replan.enabled:
             yield f"schedule {self.pipe.schedule.name}"
 
     def _settle(self) -> None:
@@ -292,8 +298,7 @@ class _Run:
                 "bubble_measured": self.bubbles[-1],
                 "replay_ratio": self.ratios[-1],
             }
-            if self.replanner is not None:
-                self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
+            self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
         self._judge(step, applied, bool(found["finite"]))
@@ -429,7 +434,7 @@ class _Run:
         self.folder.draw(self.pipe.schedule, [simulate(self.pipe.schedule, costs), self.timeline])
 
     def _result(self, started: float) -> TrainResult:
-        gains = (math.nan, math.nan) if self.replanner is None else self.replanner.gains
+        gain_predicted, gain_measured = self.replanner.gains
         return TrainResult(
             out_dir=self.folder.path,
             step=self.step,
@@ -445,8 +450,8 @@ class _Run:
             skipped_steps=self.skipped.steps,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,
-            gain_predicted=gains[0],
-            gain_measured=gains[1],
+            gain_predicted=gain_predicted,
+            gain_measured=gain_measured,
         )
 
 

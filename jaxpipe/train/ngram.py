@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,21 +103,17 @@ class Bigram:
         tails = [piece[len(piece) - len(piece) // 10 - 1 :] for piece in pieces if len(piece) >= 10]
         context, target = (_joined(tail[part] for tail in tails) for part in (slice(None, -1), slice(1, None)))
         trial = cls(PairCounts.of(heads, vocab_size), Unigram.fit(heads, vocab_size), 1.0)
-        losses = [trial._loss(kappa, context, target) for kappa in kappas]
-        best = kappas[int(np.argmin(losses))]
-        return cls(PairCounts.of(pieces, vocab_size), Unigram.fit(pieces, vocab_size), best)
+
+        def loss(kappa: float) -> float:
+            return float(-np.log(replace(trial, kappa=kappa).probability(context, target)).sum())
+
+        return cls(PairCounts.of(pieces, vocab_size), Unigram.fit(pieces, vocab_size), min(kappas, key=loss))
 
     def probability(self, context: Ids, target: Ids) -> Floats:
         """P(target | context), elementwise."""
-        return self._probability(self.kappa, context, target)
-
-    def _probability(self, kappa: float, context: Ids, target: Ids) -> Floats:
-        prior = self.unigram.probability(context, target)
-        mixed: Floats = (self.pairs(context, target) + kappa * prior) / (self.pairs.contexts[context] + kappa)
-        return mixed
-
-    def _loss(self, kappa: float, context: Ids, target: Ids) -> float:
-        return float(-np.log(self._probability(kappa, context, target)).sum())
+        mixed = self.pairs(context, target) + self.kappa * self.unigram.probability(context, target)
+        share: Floats = mixed / (self.pairs.contexts[context] + self.kappa)
+        return share
 
 
 @dataclass(frozen=True, slots=True)

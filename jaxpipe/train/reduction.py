@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import DP, TP
-from jaxpipe.runtime.reduction import on_rank, reduced_axes, spec_of
+from jaxpipe.mesh import DP, TP, spec_of
+from jaxpipe.runtime.reduction import on_rank, reduced_axes
 from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]
@@ -93,9 +93,8 @@ def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
         groups.setdefault(reduced_axes(shards.mesh, shards.layout.kinds[index]), []).append(index)
     for axes, members in groups.items():
         if axes:
-            parts = jax.lax.psum([shards.part(acc[i], i) for i in members], axes)
-            for i, part in zip(members, parts, strict=True):
-                sums[i] = shards.with_part(acc[i], part, i)
+            for i, total in zip(members, jax.lax.psum([acc[i] for i in members], axes), strict=True):
+                sums[i] = total
     return sums
 
 
@@ -110,10 +109,9 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     return buckets
 
 
-def gathered(shards: StageShards, buckets: Sequence[jax.Array], old: Sequence[jax.Array]) -> Buffers:
-    """Updated local buffers of the buckets of all dp devices; what this stage does not update in them stays as in ``old``."""
-    given = zip(buckets, shards.updated, old, strict=True)
-    return [shards.join(jax.lax.all_gather(bucket, DP), index, buffer) for bucket, index, buffer in given]
+def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:
+    """Updated local buffers of the buckets of all dp devices."""
+    return [shards.join(jax.lax.all_gather(bucket, DP), i) for bucket, i in zip(buckets, shards.updated, strict=True)]
 
 
 def own_bucket(shards: StageShards, buffer: jax.Array, index: int) -> jax.Array:

@@ -1,10 +1,11 @@
 """Re-planning while training: a child process looks for a better order, and the loop adopts it between two steps.
 
 Source: `optpipe.txt` section 4.3. The run starts at once with the schedule of its config. Its first recorded step gives the
-seconds of every function in the run itself; with these a child process (:mod:`.solve_worker`) searches. What it finds is
-checked here, never believed: it must be able to take the running schedule's place (:mod:`.interchange`: no bit changes,
-nothing is compiled), keep to the memory limit, and be shorter by ``replan.min_gain`` when simulated. An order that measures
-slower by as much as it should have been faster is taken back. When the measured costs drift, the search starts anew.
+seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.schedule.solve.background`) searches.
+What it finds splits or fuses each backward here as the first schedule does, and is checked, never believed: it must be able to
+take the running schedule's place (:mod:`.interchange`: no bit changes, nothing is compiled), keep to the memory limit, and be
+shorter by ``replan.min_gain`` when simulated. An order that measures slower by as much as it should have been faster is taken
+back. When the measured costs drift, the search starts anew.
 
 Nothing here waits, and nothing that happens to the solver ends or delays the run: crash, kill, garbage and timeout are a line
 each.
@@ -18,8 +19,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpipe.cost import with_measured_times
@@ -27,14 +28,15 @@ from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
+from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.memory import static_bytes
-from jaxpipe.schedule.solve import SolveTask
+from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
+from jaxpipe.schedule.solve import Options, SolveTask
+from jaxpipe.schedule.solve.background import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.schedule.tolerance import TIME
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.solve_process import SolveProcess
-from jaxpipe.train.solve_worker import Finished, Found, Problem, read_answer
 from jaxpipe.wording import format_seconds
 
 Seconds = Mapping[tuple[str, int], float]
@@ -42,7 +44,6 @@ Seconds = Mapping[tuple[str, int], float]
 
 PATIENCE_S = 10.0
 """A solver may take twice its time limit and this before it is killed."""
-_PARTING_S = 3.0
 _TRIED = 3  # recorded steps after which a new schedule is judged
 _KEPT = 9  # recorded steps that the time of a step is the median of
 _MOST_DOUBLINGS = 6
@@ -78,26 +79,25 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Solve:
-    """A search under way. ``costs``: as measured; the task has tensor-parallel collectives as part of the actions, which a
-    schedule with braids does not wait for. ``began``: by the clock. ``complained``: whether the user was told of a schedule
-    refused. ``makespans``: by name, of schedules that have run, under ``costs``."""
+class _Search:
+    """One under way. ``task``: what a schedule must keep to. ``costs``: as measured; the task has tensor-parallel collectives
+    as part of the actions, which a schedule with braids does not wait for. ``began``: by the clock. ``complained``: whether the
+    user was told of a schedule refused."""
 
-    process: SolveProcess
+    solver: BackgroundSolve
     task: SolveTask
     costs: CostProfile
     began: float
     complained: bool = False
-    makespans: dict[str, float] = field(default_factory=dict)
 
     def makespan(self, schedule: Schedule) -> float:
-        if schedule.name not in self.makespans:
-            self.makespans[schedule.name] = simulate(schedule, self.costs).makespan
-        return self.makespans[schedule.name]
+        """Of a schedule that has run, under the costs."""
+        return simulate(schedule, self.costs).makespan
 
 
 class Replanner:
-    """Ask :meth:`poll` between steps, tell :meth:`observe` of each recorded step, and :meth:`close` at the end.
+    """Ask :meth:`poll` between steps, tell :meth:`observe` of each recorded step, and :meth:`close` at the end. Unless
+    ``replan.enabled``, no search ever starts.
 
     Args:
         config: of the run.
@@ -120,16 +120,11 @@ class Replanner:
         self._start = pipeline.schedule
         self._running = _Running(pipeline)
         self._before: _Running | None = None
-        self._solve: _Solve | None = None
+        self._search: _Search | None = None
         self._solved: Seconds | None = None  # what the last search was given
         self._next = -math.inf  # no search before this time
         self._failures = self._adopted = 0
-        self._rejected: set[Schedule] = set()
-
-    @property
-    def pid(self) -> int | None:
-        """The solver's process, if there is one."""
-        return None if self._solve is None else self._solve.process.pid
+        self._rejected: set[tuple[Row, ...]] = set()
 
     @property
     def gains(self) -> tuple[float, float]:
@@ -140,15 +135,15 @@ class Replanner:
 
     def close(self) -> None:
         """End the solver, at the end of the run."""
-        if self._solve is not None:
-            self._solve.process.close(_PARTING_S)
-            self._solve = None
+        if self._search is not None:
+            self._search.solver.close()
+            self._search = None
 
     # -- recorded steps -----------------------------------------------------------------------------------------------
 
     def observe(self, step: int, timeline: Timeline, step_s: float) -> None:
         """Step number ``step`` was recorded: what it measured, and how long it took."""
-        if step <= self._first_step + 1:
+        if not self.config.enabled or step <= self._first_step + 1:
             return
         self._running.steps_s.append(step_s)
         if self._before is not None and len(self._running.steps_s) in (1, _TRIED):
@@ -156,7 +151,7 @@ class Replanner:
             took = f"{self._before.name} took {format_seconds(self._before.step_s)}"
             takes = f"schedule {self._running.name} takes {format_seconds(self._running.step_s)}"
             self._note(f"step {step}: {takes}, {took}: {measured} measured, {predicted} predicted")
-        if self._solve is None and self._clock() >= self._next:
+        if self._search is None and self._clock() >= self._next:
             self._consider(step, timeline)
 
     def _consider(self, step: int, timeline: Timeline) -> None:
@@ -171,18 +166,17 @@ class Replanner:
         else:
             return
         costs = self._costs(seconds, timeline)
-        task = self._task(costs)
-        limit_s = self.config.time_limit_s
-        problem = Problem(self._start, task, limit_s, self.config.workers)
+        task, limit_s = self._task(costs), self.config.time_limit_s
+        options = Options(time_limit_s=limit_s, workers=self.config.workers)
         try:
-            process = SolveProcess(problem.line())
+            solver = BackgroundSolve(replace(task, costs=costs_as_in(self._start, task.costs)), options)
         except OSError as error:
             self._failed(f"can't be started ({error.strerror})")
             return
         self._note(
             f"step {step}: re-planning: {why} (up to {format_seconds(limit_s)}, {task.memory_limit:.3g} activations)"
         )
-        self._solve, self._solved = _Solve(process, task, costs, self._clock()), seconds
+        self._search, self._solved = _Search(solver, task, costs, self._clock()), seconds
 
     def _costs(self, seconds: Seconds, timeline: Timeline) -> CostProfile:
         """Seconds as the run measured them; where it offloads, the rates of the link to the host too."""
@@ -214,57 +208,49 @@ class Replanner:
     def poll(self, step: int) -> Pipeline | None:
         """After step number ``step``: the pipeline for the steps to come, None to go on with the one that runs."""
         back = self._take_back(step)
-        if back is not None or self._solve is None:
+        if back is not None or (search := self._search) is None:
             return back
-        solve, ended = self._solve, self._solve.process.ended
-        found: Found | None = None
-        finished: Finished | None = None
-        try:
-            for line in solve.process.take():
-                match read_answer(line):
-                    case Found() as answer:
-                        found = answer
-                    case Finished() as answer:
-                        finished = answer
-        except ScheduleError as error:
-            self._failed(f"wrote {error}")
-            return None
-        adopted = self._judge(step, found, solve) if found is not None else None
-        if finished is not None:
-            self._finish(solve, finished)
-        elif ended:
-            self._failed(solve.process.fate())
-        elif self._clock() > solve.began + 2 * self.config.time_limit_s + PATIENCE_S:
-            self._failed(f"took longer than {format_seconds(self._clock() - solve.began)}")
+        answers = search.solver.take()
+        adopted = self._judge(step, [answer for answer in answers if isinstance(answer, Found)], search)
+        match answers[-1:]:
+            case [Finished() as finished]:
+                self._finish(search, finished)
+            case [Failed(what)]:
+                self._failed(what)
+            case _ if self._clock() > search.began + 2 * self.config.time_limit_s + PATIENCE_S:
+                self._failed(f"took longer than {format_seconds(self._clock() - search.began)}")
         return adopted
 
-    def _judge(self, step: int, found: Found, solve: _Solve) -> Pipeline | None:
-        """The pipeline that runs what was found, if it is worth it. What claims too little is not even looked at."""
+    def _judge(self, step: int, found: Sequence[Found], search: _Search) -> Pipeline | None:
+        """The pipeline that runs the newest of what was found that can run at all, if it is worth it."""
         running = self._running.pipeline
-        now_s = solve.makespan(running.schedule)
-        most_s = now_s * (1 - max(self.config.min_gain, TIME))
-        schedule = replace(found.schedule, name=f"solved-{self._adopted + 1}", placement=self._start.placement)
-        if not found.makespan_s < most_s or replace(schedule, name="") in self._rejected:
+        for newest in reversed(found):
+            schedule = backwards_like(newest.schedule, self._start)
+            if not (why := why_not(schedule, self._start)):
+                break
+            self._complain(search, why)
+        else:
             return None
         try:
-            if why := why_not(found.schedule, self._start):
-                raise ScheduleError(why)
-            timeline = simulate(schedule, solve.task.costs)
-            if why := _misfit(found, timeline, solve.task):
-                raise ScheduleError(why)
-            pipeline = running.with_schedule(schedule, solve.costs)
+            now_s, timeline = search.makespan(running.schedule), simulate(schedule, search.task.costs)
+            gain = 1 - timeline.makespan / now_s
+            if gain <= max(self.config.min_gain, TIME) or schedule.rows in self._rejected:
+                return None
+            if not search.task.fits(timeline):
+                peak = max(timeline.peak_activations)
+                raise ScheduleError(f"it needs {peak:.3g} activations, more than the limit allows")
+            pipeline = running.with_schedule(replace(schedule, name=f"solved-{self._adopted + 1}"), search.costs)
         except JaxpipeError as error:
-            self._complain(solve, str(error))
+            self._complain(search, str(error))
             return None
-        gain = 1 - timeline.makespan / now_s
         self._adopted += 1
         self._note(
-            f"step {step}: schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {schedule.name} "
-            f"({format_seconds(timeline.makespan)} predicted, {format_gain(gain)}; by {found.source})"
+            f"step {step}: schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {pipeline.schedule.name} "
+            f"({format_seconds(timeline.makespan)} predicted, {format_gain(gain)}; by {newest.source})"
         )
         if self._before is None or self._running.steps_s:  # else what ran before was never measured
             self._before = self._running
-        past_s = solve.makespan(self._before.pipeline.schedule)
+        past_s = search.makespan(self._before.pipeline.schedule)
         self._running = _Running(pipeline, 1 - timeline.makespan / past_s)
         return pipeline
 
@@ -276,20 +262,20 @@ class Replanner:
         self._note(
             f"step {step}: schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
         )
-        self._rejected.add(replace(self._running.pipeline.schedule, name=""))
+        self._rejected.add(self._running.pipeline.schedule.rows)
         self._running, self._before = self._before, None
         return self._running.pipeline
 
     # -- ends of a search ---------------------------------------------------------------------------------------------
 
-    def _finish(self, solve: _Solve, finished: Finished) -> None:
-        took = format_seconds(self._clock() - solve.began)
+    def _finish(self, search: _Search, finished: Finished) -> None:
+        took = format_seconds(self._clock() - search.began)
         self._failures = 0
         self._end()
         running = self._running.pipeline.schedule
         said = finished.remark
         if finished.lower_bound_s > 0:
-            said = f"none is more than {max(0.0, 1 - finished.lower_bound_s / solve.makespan(running)):.1%} shorter"
+            said = f"none is more than {max(0.0, 1 - finished.lower_bound_s / search.makespan(running)):.1%} shorter"
         self._note(f"re-planning: searched for {took}; schedule {running.name} goes on{said and f' ({said})'}")
 
     def _failed(self, what: str) -> None:
@@ -299,27 +285,35 @@ class Replanner:
 
     def _end(self) -> None:
         """No search is under way; the next may begin a time limit after this one did, later after failures."""
-        began = self._clock()
-        if self._solve is not None:
-            began = self._solve.began
-            self._solve.process.close()
-            self._solve = None
+        began = self._clock() if self._search is None else self._search.began
+        self.close()
         self._next = began + self.config.time_limit_s * 2 ** min(self._failures, _MOST_DOUBLINGS)
 
-    def _complain(self, solve: _Solve, why: str) -> None:
+    def _complain(self, search: _Search, why: str) -> None:
         """Say why a schedule is not taken; once a search is enough."""
-        if not solve.complained:
-            solve.complained = True
+        if not search.complained:
+            search.complained = True
             self._note(f"re-planning: a schedule was refused: {why}")
 
 
-def _misfit(found: Found, timeline: Timeline, task: SolveTask) -> str:
-    """What is wrong with a schedule's ``timeline``; empty if nothing is."""
-    if not task.fits(timeline):
-        return f"it needs {max(timeline.peak_activations):.3g} activations, more than the limit allows"
-    if not math.isclose(found.makespan_s, timeline.makespan, rel_tol=1e-6):
-        return f"it should take {format_seconds(found.makespan_s)}, and takes {format_seconds(timeline.makespan)} simulated"
-    return ""
+def costs_as_in(schedule: Schedule, costs: CostProfile) -> CostProfile:
+    """Costs for a solver that splits every backward: a stage whose backwards are all fused in ``schedule`` has a B that does
+    everything and an empty W; one whose backwards are all split gains nothing by fusing them."""
+    fused = Counter(stage for stage, _ in fused_backwards(schedule))
+    stages = range(schedule.num_stages)
+
+    def where_all_are_fused(then: Sequence[float], otherwise: Sequence[float]) -> tuple[float, ...]:
+        return tuple((then if fused[s] == schedule.num_microbatches else otherwise)[s] for s in stages)
+
+    nothing = (0.0,) * schedule.num_stages
+    return replace(
+        costs,
+        b_s=where_all_are_fused(costs.bw_s, costs.b_s),
+        w_s=where_all_are_fused(nothing, costs.w_s),
+        bw_s=tuple(costs.bw_s[s] if fused[s] else costs.b_s[s] + costs.w_s[s] for s in stages),
+        w_residual_bytes=where_all_are_fused(nothing, costs.w_residual_bytes),
+        cotangent_bytes=where_all_are_fused(nothing, costs.cotangent_bytes),
+    )
 
 
 def _bytes_per_s(timeline: Timeline, lane: str, costs: CostProfile) -> float:

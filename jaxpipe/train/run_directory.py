@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+import tempfile
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,7 @@ from jaxpipe.plot import plot_timelines
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.checkpoint_directory import locked
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.sections import RunConfig
@@ -41,7 +43,7 @@ class RunDirectory:
     def __init__(self, run: RunConfig) -> None:
         self.path = Path(run.out_dir)
         self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best)
-        self._lock: int | None = None
+        self._lock = ExitStack()
         self._made: list[Path] = []
 
     @property
@@ -63,9 +65,7 @@ class RunDirectory:
         with suppress(OSError):  # not empty, mostly
             for folder in reversed(self._made):
                 folder.rmdir()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
     def write_plan(self, config: TrainConfig, plan: StagePlan, schedule: Schedule) -> None:
         """What the run is about to do, for people and tools.
@@ -137,27 +137,21 @@ class RunDirectory:
             raise ConfigError(f"run.out_dir={self.path}: can't be made ({error.strerror}); choose another") from None
 
     def _take(self) -> None:
-        """Lock the directory; file systems without locks go without."""
-        self._lock = os.open(self.path, os.O_RDONLY)
+        """Lock the directory."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.enter_context(locked(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigError(
                 f"run.out_dir={self.path}: another process is training in it; wait for it, or choose another directory"
             ) from None
-        except OSError:
-            pass
 
     def _probe(self) -> None:
         """Make a file where checkpoints will be, and remove it."""
         folder = self.store.directory if os.path.lexists(self.store.directory) else self.path
-        file = folder / f".jaxpipe-{os.getpid()}"
         try:
-            file.write_bytes(bytes(4096))
-            file.unlink()
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(4096))
         except OSError as error:
-            with suppress(OSError):
-                file.unlink()
             raise ConfigError(
                 f"run.out_dir={self.path}: checkpoints can't be written in {folder} ({error.strerror}); mend that, or choose "
                 "another directory"

@@ -22,7 +22,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -207,11 +207,14 @@ def _shown(value: Any) -> str:
         return "a value too long to print"
 
 
+_hints: Callable[[type], Mapping[str, Hint]] = cache(partial(get_type_hints, include_extras=True))
+
+
 @cache
 def leaf_hints(record: type) -> Mapping[str, Hint]:
     """Type hints, with their tests, of a record's leaves by dotted key, in order of declaration."""
     hints: dict[str, Hint] = {}
-    for name, hint in get_type_hints(record, include_extras=True).items():
+    for name, hint in _hints(record).items():
         if is_dataclass(hint):
             hints |= {f"{name}.{leaf}": x for leaf, x in leaf_hints(hint).items()}  # type: ignore[arg-type]  # a class
         else:
@@ -246,13 +249,12 @@ class Collected:
     def add(self, key: str, value: Any, place: str, *, text: bool = False) -> None:
         """Check a leaf, or the leaves of a section, and keep what is right. ``text``: as in :func:`fit`."""
         hints = leaf_hints(self.record)
-        inside = [k for k in hints if k.startswith(f"{key}.")]
         if key in hints:
             try:
                 self.values[key] = fit(value, hints[key], self.prefix + key, text=text)
             except ConfigError as error:
                 self.problem(place, str(error), key)
-        elif not inside:
+        elif not (inside := [k for k in hints if k.startswith(f"{key}.")]):
             self._unknown(key, place)
         elif isinstance(value, Mapping):
             for leaf, x in value.items():
@@ -306,7 +308,7 @@ class Collected:
     def made(self, record: type[_T], section: str = "") -> _T:
         """A record like the one that the values are for."""
         given = {}
-        for name, hint in get_type_hints(record).items():
+        for name, hint in _hints(record).items():
             if is_dataclass(hint):
                 given[name] = self.made(hint, f"{section}{name}.")  # type: ignore[arg-type]  # a class
             elif section + name in self.values:

@@ -27,6 +27,7 @@ from jaxpipe.train.devices import device_errors
 from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.sections import PipelineConfig, names_function
+from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes
@@ -120,7 +121,8 @@ def compile_setup(
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done. ``fused``: the stages whose BW stay; by default ``pipeline.split_backwards``
     decides."""
-    trainer = trainer_over(prepared.config, compile_pipeline(prepared, devices, progress))
+    step = step_over(prepared.config, compile_pipeline(prepared, devices, progress))
+    trainer = Trainer.over(step, prepared.config.run.seed)
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
@@ -170,15 +172,14 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
         )
 
 
-def trainer_over(config: TrainConfig, pipeline: Pipeline) -> Trainer:
-    """The trainer of ``config`` over ``pipeline``. Compiles nothing yet."""
-    return Trainer.over(
+def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
+    """The step of ``config`` over ``pipeline``. Compiles nothing yet."""
+    return TrainStep(
         pipeline,
         optimizer_of(config),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=_learning_rate(config),
         zero1=config.pipeline.zero1,
-        seed=config.run.seed,
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated
-from jaxpipe.stage.model.params import LeafSlot, ParamLayout, get_leaf, insert_leaf
+from jaxpipe.stage.model.params import LeafSlot, ParamLayout, by_layer, get_leaf
 
 Tree = Mapping[str, Any]
 
@@ -69,11 +70,8 @@ class StageShards:
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Of leaves in slot order, those that this stage updates, by layer; layers without any are there too."""
-        tree: dict[str, Any] = {name: {} for name in self.layout.layers}
-        for slot, leaf in zip(self.layout.slots, leaves, strict=True):
-            if self.updates(slot):
-                insert_leaf(tree[slot.layer], slot.path, leaf)
-        return tree
+        given = zip(self.layout.slots, leaves, strict=True)
+        return by_layer(self.layout.layers, ((slot, leaf) for slot, leaf in given if self.updates(slot)))
 
     def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
         """Leaves in slot order: those of ``tree``, and ``others`` where this stage updates none."""
@@ -89,7 +87,7 @@ class StageShards:
 
     @property
     def updated(self) -> tuple[int, ...]:
-        """The buffers with a leaf that this stage updates, in order."""
+        """The buffers that this stage updates, in order: of no buffer does it update a part."""
         return tuple(sorted({slot.buffer for slot in self.updated_slots}))
 
     @property
@@ -98,27 +96,8 @@ class StageShards:
         return tuple(i for i in self.updated if self.layout.buffers[i].dtype != self.master)
 
     def members(self, buffer: int) -> list[LeafSlot]:
-        """The leaves of ``buffer`` that this stage updates, as they lie in it."""
-        mine = [slot for slot in self.updated_slots if slot.buffer == buffer]
-        return sorted(mine, key=lambda slot: slot.offset or 0)
-
-    def part(self, buffer: Any, index: int) -> Any:
-        """What this stage updates of a local buffer: all of it as it is, or the members one after another."""
-        members = self.members(index)
-        if sum(slot.size for slot in members) == buffer.size:
-            return buffer
-        return jnp.concatenate([_member(buffer, slot) for slot in members])
-
-    def with_part(self, buffer: Any, part: Any, index: int) -> Any:
-        """A local buffer with ``part``, as :meth:`part` gives it, in its place."""
-        if part.shape == buffer.shape:
-            return part
-        start = 0
-        for slot in self.members(index):
-            assert slot.offset is not None, "a leaf with its own buffer is all of it"
-            buffer = buffer.at[slot.offset : slot.offset + slot.size].set(part[start : start + slot.size])
-            start += slot.size
-        return buffer
+        """The leaves of a buffer that this stage updates, as they lie in it."""
+        return [slot for slot in self.updated_slots if slot.buffer == buffer]
 
     # -- shardings ----------------------------------------------------------------------------------------------------
 
@@ -178,34 +157,28 @@ class StageShards:
 
     def cut(self, buffer: Any, index: int) -> jax.Array:
         """A local buffer as ``[dp, K]``: row d is device d's bucket."""
-        return jnp.concatenate(
-            [self._padded(jnp.ravel(_member(buffer, slot)), slot) for slot in self.members(index)], axis=1
-        )
-
-    def _padded(self, flat: Any, slot: LeafSlot) -> Any:
-        k = self.chunk_shape(slot)[0]
-        return jnp.pad(flat, (0, k * self.dp - slot.size)).reshape(self.dp, k)
-
-    def join(self, rows: Any, index: int, old: Any) -> jax.Array:
-        """The local buffer of ``[dp, K]``; what this stage does not update is taken from ``old``."""
-        parts, column = {}, 0
+        rows = []
         for slot in self.members(index):
+            flat = jnp.ravel(buffer) if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
             k = self.chunk_shape(slot)[0]
-            parts[slot] = rows[:, column : column + k].reshape(-1)[: slot.size]
-            column += k
-        every = sorted((s for s in self.layout.slots if s.buffer == index), key=lambda s: s.offset or 0)
-        flat = [parts[s] if s in parts else jnp.ravel(_member(old, s)) for s in every]
-        return (flat[0] if len(flat) == 1 else jnp.concatenate(flat)).reshape(old.shape)
+            rows.append(jnp.pad(flat, (0, k * self.dp - slot.size)).reshape(self.dp, k))
+        return jnp.concatenate(rows, axis=1)
+
+    def _apart(self, buckets: Any, index: int) -> dict[LeafSlot, Any]:
+        """A buffer's bucket, or rows that are such buckets, leaf by leaf."""
+        ends = accumulate((self.chunk_shape(slot)[0] for slot in self.members(index)), initial=0)
+        return {slot: buckets[..., a:b] for slot, (a, b) in zip(self.members(index), pairwise(ends), strict=True)}
+
+    def join(self, rows: Any, index: int) -> jax.Array:
+        """The local buffer of ``[dp, K]``: the inverse of :meth:`cut`."""
+        flat = [part.reshape(-1)[: slot.size] for slot, part in self._apart(rows, index).items()]
+        return jnp.concatenate(flat).reshape(self.layout.buffers[index].shape)
 
     def chunks(self, buckets: Sequence[Any]) -> dict[str, Any]:
         """The tree of chunks in local ``buckets``, which are in the order of :attr:`updated`."""
         found: dict[LeafSlot, Any] = {}
         for bucket, index in zip(buckets, self.updated, strict=True):
-            start = 0
-            for slot in self.members(index):
-                shape = self.chunk_shape(slot)
-                found[slot] = bucket[start : start + shape[0]].reshape(shape)
-                start += shape[0]
+            found |= {slot: c.reshape(self.chunk_shape(slot)) for slot, c in self._apart(bucket, index).items()}
         return self.tree([found.get(slot) for slot in self.layout.slots])
 
     def buckets(self, tree: Tree) -> list[Any]:
@@ -220,7 +193,7 @@ class StageShards:
     def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
         """A whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
         whole = np.asarray(leaf)
-        shards = [whole] if slot.axis is None else np.split(whole, self.tp, axis=slot.axis)
+        shards = slot.parts(whole, 1 if slot.axis is None else self.tp)
         k = self.chunk_shape(slot)[0]
         padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
         return np.stack(padded).reshape(len(shards), self.dp, k)
@@ -238,11 +211,8 @@ class StageShards:
         """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
         found: dict[LeafSlot, np.ndarray] = {}
         for index, bucket in buckets.items():
-            members = self.members(index)
-            widths = [self.chunk_shape(slot)[0] for slot in members]
-            rows = np.asarray(bucket).reshape(-1, sum(widths))
-            for slot, chunk in zip(members, np.split(rows, np.cumsum(widths)[:-1], axis=1), strict=True):
-                found[slot] = self.host_whole(chunk, slot)
+            rows = np.asarray(bucket).reshape(self.dp * (self.tp if self._is_split(index) else 1), -1)
+            found |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
         return found
 
     def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
@@ -250,7 +220,3 @@ class StageShards:
         shards = np.asarray(chunks).reshape(1 if slot.axis is None else self.tp, -1)[:, : slot.size]
         parts = [shard.reshape(slot.shape) for shard in shards]
         return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
-
-
-def _member(buffer: Any, slot: LeafSlot) -> Any:
-    return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]

@@ -30,13 +30,12 @@ from jaxpipe.mesh import replicated
 from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
-from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import get_leaf, insert_leaf
+from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.optimizer import LearningRate
 from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced
 from jaxpipe.train.shards import StageShards
@@ -129,7 +128,7 @@ class TrainStep:
             raise ConfigError(
                 f"clip_norm is {clip_norm}; want the largest norm of the gradient, such as 1.0, or 0 for any"
             )
-        self._tx, self._extra = optimizer, dict(extra)
+        self.optimizer, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._shards = {
             s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
@@ -142,11 +141,11 @@ class TrainStep:
         self._writes = {s: x.updated for s, x in self._shards.items()}
         self._optimizers = stage_optimizers(optimizer, self._shards, _shapes(extra))
         self._updates = {_kinds(extra): {s: self._compile_update(s, x) for s, x in self._optimizers.items()}}
-        self._states = {s: self._stage_state(s) for s in self._primary}
-        self._reduce = {s: GradientReduction(x, self._states[s].acc) for s, x in self._shards.items()}
+        self.states = {s: self._stage_state(s) for s in self._primary}  # shapes of what the updates take
+        self._reduce = {s: GradientReduction(x, self.states[s].acc) for s, x in self._shards.items()}
         self._unpack = {s: self._compile_unpack(s) for s in self._primary}
         self._fresh = {s: self._compile_fresh(s) for s in self._primary}
-        self._rate = LearningRate(learning_rate, self._states[0].optimizer)
+        self._rate = LearningRate(learning_rate, self.states[0].optimizer)
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
@@ -178,7 +177,7 @@ class TrainStep:
                 states[s] = self._optimizers[s].place(optimizer)
                 continue
             fresh = self._fresh[s](self._taken(s, compute[rank, s]), master[rank, s])
-            states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self._states[s].optimizer))
+            states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self.states[s].optimizer))
         state = TrainState(step, master, compute, acc, states, self._fixed(params))
         for s in self._primary:  # compiles it now, and not at the first checkpoint
             self._unpack[s](self._whole_buffers(s, state))
@@ -248,7 +247,7 @@ class TrainStep:
             if shards.chunked:
                 leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
-            params |= {name: merged(state.fixed[name], tree) for name, tree in trained.items()}
+            params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
             optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
         return params, optimizer
 
@@ -267,21 +266,15 @@ class TrainStep:
     def memory_report(self, *, workspace: bool = True) -> MemoryReport:
         """Predicted memory of a device of each rank in a step, parameters and optimizer state included, by kind. Compiles
         what a step runs, unless it has run already; without ``workspace`` (XLA's temporaries) it compiles nothing."""
-        updates = dict.fromkeys(self._primary, Footprint())
-        if workspace:
-            updates = {s: self._update_footprint(s) for s in self._primary}
-        return step_memory(self.pipeline, self.stage_states(), updates, workspace=workspace)
+        updates = {s: self._update_footprint(s) for s in self._primary} if workspace else None
+        return step_memory(self.pipeline, self.states, updates)
 
     def with_state(self, costs: CostProfile) -> CostProfile:
         """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
-        more = [s.optimizer_bytes + s.master_bytes for s in self._states.values()]
+        more = [s.optimizer_bytes + s.master_bytes for s in self.states.values()]
         return replace(
             costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
         )
-
-    def stage_states(self) -> Mapping[int, StageState]:
-        """By stage, the shapes of what its update takes."""
-        return self._states
 
     def _stage_state(self, stage: int) -> StageState:
         pipe, shards = self.pipeline, self._shards[stage]
@@ -306,7 +299,7 @@ class TrainStep:
         """Of the update, with the reduction before it where that is a program of its own."""
         if stage in self._footprints:
             return self._footprints[stage]
-        state, shards = self._states[stage], self._shards[stage]
+        state, shards = self.states[stage], self._shards[stage]
         dtype = state.acc[0].dtype if state.acc else jnp.float32
         scale, ok = (shards.same_aval(jax.ShapeDtypeStruct(*a)) for a in (((2,), dtype), ((), jnp.bool_)))
         extra = jax.tree.map(shards.same_aval, _shapes(self._extra))
@@ -343,7 +336,7 @@ class TrainStep:
         """Master parameters on the primary ranks: buffers, or buckets where they are divided over dp."""
         placed = {}
         for s, r in self._primary.items():
-            shards, avals = self._shards[s], self._states[s].master
+            shards, avals = self._shards[s], self.states[s].master
             if shards.chunked:
                 made: Any = [shards.host_bucket(params, i).astype(shards.master) for i in shards.mastered]
             else:
@@ -367,7 +360,7 @@ class TrainStep:
         """The compiled updates for arguments like ``extra``."""
         kinds = _kinds(extra)
         if kinds not in self._updates:
-            optimizers = stage_optimizers(self._tx, self._shards, _shapes(extra))
+            optimizers = stage_optimizers(self.optimizer, self._shards, _shapes(extra))
             if any(x.leaves != self._optimizers[s].leaves for s, x in optimizers.items()):
                 raise ConfigError(
                     f"the optimizer keeps another state with the arguments {', '.join(extra)}; give them to TrainStep"

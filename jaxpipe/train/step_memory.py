@@ -52,27 +52,26 @@ class StageState:
 
 
 def step_memory(
-    pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint], *, workspace: bool = True
+    pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint] | None
 ) -> MemoryReport:
     """The memory of a step, per rank: of the pipeline's instructions or of the update, whichever is more.
 
     Args:
         states: by stage, what its update takes.
-        updates: by stage, the compiled update.
-        workspace: count temporaries.
+        updates: by stage, the compiled update; None to count no temporaries.
     """
     resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.programs}
     for rank, held in resident.items():
         held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
         own = [s for s in states if pipeline.primary(s)[0] == rank]
-        held["code"] = sum(updates[s].code_bytes for s in own) if workspace else 0
+        held["code"] = sum(updates[s].code_bytes for s in own) if updates else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
-    report = pipeline.memory_report(resident, workspace=workspace, timeline=pipeline.predicted_timeline())
+    report = pipeline.memory_report(resident, workspace=updates is not None, timeline=pipeline.predicted_timeline())
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
         here = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
-        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in here if workspace), default=0)
+        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in here if updates), default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
     return replace(report, ranks=tuple(ranks))
 

@@ -149,15 +149,20 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return HFTokenizer(spec)
 
 
-def _checked(ids: Sequence[int] | Ids, tokenizer: Tokenizer) -> Ids:
-    """``ids`` as an array, all in the vocabulary."""
-    array = np.asarray(ids, dtype=np.int64)
-    bad = np.flatnonzero((array < 0) | (array >= tokenizer.vocab_size))
+def check_ids(ids: Ids, tokenizer: Tokenizer, first: int = 0) -> None:
+    """Raise DataError if one of the ids, which stand from position ``first`` on, is not in the vocabulary."""
+    bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
     if bad.size:
-        place = f"id {array[bad[0]]} at position {bad[0]}"
+        place = f"id {ids[bad[0]]} at position {first + bad[0]}"
         raise DataError(
             f"{place} is not in the vocabulary of tokenizer {tokenizer.name} (0 to {tokenizer.vocab_size - 1})"
         )
+
+
+def _checked(ids: Sequence[int] | Ids, tokenizer: Tokenizer) -> Ids:
+    """``ids`` as an array, all in the vocabulary."""
+    array = np.asarray(ids, dtype=np.int64)
+    check_ids(array, tokenizer)
     return array
 
 

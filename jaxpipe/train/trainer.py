@@ -28,12 +28,12 @@ from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
-from jaxpipe.runtime.leaves import merged
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.registry import family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
+from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, stage_planner, with_edges
@@ -119,11 +119,12 @@ class Trainer(Closing):
                 f"the model is a {type(model).__name__}; want a jaxpipe.Model, which jaxpipe.layers_from_nnx and "
                 "layers_from_linen make of a Flax module"
             )
-        asked = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-        for name, value in {"microbatch_size": microbatch_size, "dp": dp, **asked}.items():
-            if value is not None:
-                _whole(name, value)
-        _whole("seed", seed, least=0)
+        sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+        asked = {name: n for name, n in sizes.items() if n is not None}
+        for name, value in {"microbatch_size": microbatch_size, "dp": dp, "keep_last": keep_last, **asked}.items():
+            _whole(name, value)
+        for name, value in {"seed": seed, "keep_best": keep_best}.items():
+            _whole(name, value, least=0)
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             raise ConfigError(f"dtype is {dtype}; want a floating-point one, such as 'bfloat16'")
         if platform not in ("auto", "cpu", "gpu"):
@@ -132,13 +133,13 @@ class Trainer(Closing):
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
         shards = TensorParallel(tp) if isinstance(tp, int) else tp
         given = _given_schedule(schedule)
-        sizes = _sizes(schedule, given, asked)
+        known = _sizes(schedule, given, asked)
         pipe = PipelineConfig(
-            ranks=sizes["ranks"],
+            ranks=known["ranks"],
             tp=shards.size,
             dp=dp,
-            microbatches=sizes["microbatches"],
-            chunks=sizes["chunks"],
+            microbatches=known["microbatches"],
+            chunks=known["chunks"],
             schedule=str(schedule) if given is None else "",
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
@@ -164,59 +165,37 @@ class Trainer(Closing):
                 devices=devices,
                 progress=partial(warnings.warn, stacklevel=4),
             )
-        self._set_up(
+        train_step = TrainStep(
             pipeline,
-            optimizer,
-            plan=plan,
-            update_arguments=update_arguments,
-            clip_norm=clip_norm,
-            learning_rate=learning_rate,
-            ema=ema,
-            zero1=zero1,
-            seed=seed,
-            keep_last=keep_last,
-            keep_best=keep_best,
-        )
-
-    @classmethod
-    def over(cls, pipeline: Pipeline, optimizer: optax.GradientTransformation, **options: Any) -> Trainer:
-        """A trainer over a pipeline that is there. ``options``: ``plan``, by which the pipeline was cut, and of the arguments
-        of :class:`Trainer` those that the pipeline does not settle: ``update_arguments``, ``clip_norm``, ``learning_rate``,
-        ``ema``, ``zero1``, ``seed``, ``keep_last``, ``keep_best``."""
-        trainer = object.__new__(cls)
-        trainer._set_up(pipeline, optimizer, **options)
-        return trainer
-
-    def _set_up(
-        self,
-        pipeline: Pipeline,
-        optimizer: optax.GradientTransformation,
-        *,
-        plan: StagePlan | None = None,
-        update_arguments: Mapping[str, Any] = MappingProxyType({}),
-        clip_norm: float = 0.0,
-        learning_rate: float | optax.Schedule | None = None,
-        ema: float | None = None,
-        zero1: bool = False,
-        seed: int = 0,
-        keep_last: int = 3,
-        keep_best: int = 1,
-    ) -> None:
-        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
-            _whole(name, value, least)
-        self.optimizer = optimizer if ema is None else with_ema(optimizer, ema)
-        self.train_step = TrainStep(
-            pipeline,
-            self.optimizer,
+            optimizer if ema is None else with_ema(optimizer, ema),
             clip_norm=clip_norm,
             zero1=zero1,
             learning_rate=learning_rate,
             extra=update_arguments,
         )
-        self.plan, self.seed, self.ema = plan, seed, ema
+        self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best)
+
+    @classmethod
+    def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:
+        """A trainer that takes these steps, over the pipeline that is theirs."""
+        trainer = object.__new__(cls)
+        trainer._set_up(train_step, seed)
+        return trainer
+
+    def _set_up(
+        self,
+        train_step: TrainStep,
+        seed: int,
+        *,
+        plan: StagePlan | None = None,
+        ema: float | None = None,
+        keep_last: int = 3,
+        keep_best: int = 1,
+    ) -> None:
+        self.train_step, self.seed, self.plan, self.ema = train_step, seed, plan, ema
         self.keep_last, self.keep_best = keep_last, keep_best
         self.extra: dict[str, Any] = {}
-        self._spec = pipeline.model.batch_spec(pipeline.microbatch_size)
+        self._spec = self.model.batch_spec(self.pipeline.microbatch_size)
         self._recorded: Timeline | None = None
         self._store: CheckpointStore | None = None
         self._restored: int | None = None  # the step that later checkpoints in the store make way for
@@ -227,6 +206,11 @@ class Trainer(Closing):
     def pipeline(self) -> Pipeline:
         """The compiled stages on their ranks, in the order of :attr:`schedule`."""
         return self.train_step.pipeline
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The moving average is part of it."""
+        return self.train_step.optimizer
 
     @property
     def model(self) -> Model:
@@ -373,7 +357,7 @@ class Trainer(Closing):
         """``params`` with the moving averages in place of what is trained."""
         if self.ema is None:
             raise ConfigError("there is no moving average: give Trainer(ema=…) a decay, such as 0.999")
-        return {name: merged(params[name], leaves) for name, leaves in ema_of(optimizer).items()}
+        return {name: nested(by_path(params[name]) | by_path(leaves)) for name, leaves in ema_of(optimizer).items()}
 
     def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
         """Parameters on the ranks, in the compute dtype."""
@@ -519,7 +503,7 @@ def _cut_setting(cut: Literal["analytic", "measured"] | Sequence[int | str] | St
     return cut if isinstance(cut, str) else tuple(cut)
 
 
-def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int | None]) -> dict[str, int]:
+def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int]) -> dict[str, int]:
     """``ranks``, ``microbatches`` and ``chunks``: as asked, which must agree with a schedule that is given.
 
     Raises:
@@ -527,19 +511,16 @@ def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int | None
     """
     if given is not None:
         have = {"ranks": given.num_ranks, "microbatches": given.num_microbatches, "chunks": given.num_chunks}
-        wrong = [f"{name}={n}, it has {have[name]}" for name, n in asked.items() if n not in (None, have[name])]
+        wrong = [f"{name}={n}, it has {have[name]}" for name, n in asked.items() if n != have[name]]
         if wrong:
             raise ConfigError(f"schedule {given.name!r}: {'; '.join(wrong)}; leave these arguments out")
         return have
     name = str(schedule)
     default_chunks = 1 if ":" in name else family_named(name).default_chunks
-    missing = [size for size in ("ranks", "microbatches") if asked[size] is None]
+    missing = [size for size in ("ranks", "microbatches") if size not in asked]
     if missing:
         raise ConfigError(f"schedule {name!r} fits any sizes: say {' and '.join(f'{size}=…' for size in missing)}")
-    return {
-        **{size: n for size, n in asked.items() if n is not None},
-        "chunks": asked["chunks"] or default_chunks,
-    }
+    return {"chunks": default_chunks, **asked}
 
 
 def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: int) -> Sequence[jax.Device]:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import TP
-from jaxpipe.runtime.reduction import on_rank, spec_of
+from jaxpipe.mesh import TP, spec_of
+from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.train.layerwise import OptimizerPart
 from jaxpipe.train.reduction import gathered, gradient_tree, own_bucket
 from jaxpipe.train.shards import StageShards
@@ -84,7 +84,7 @@ def _update(
         made = shards.layout.pack_leaves(shards.leaves(new, _leaves(shards, params, masters)))
     packed = dict(zip(shards.updated, made, strict=True))
     computed = [b.astype(shards.layout.buffers[i].dtype) for i, b in packed.items()]
-    computed = gathered(shards, computed, params) if shards.chunked else computed
+    computed = gathered(shards, computed) if shards.chunked else computed
     zeros = [] if shards.chunked else [jnp.zeros_like(a) for a in grads]
     kept = [packed[i] for i in shards.mastered]
     return computed, kept, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)

@@ -55,13 +55,16 @@ class Tell(Protocol):
     def __call__(self, schedule: Schedule | None, source: str, bound: float = 0.0) -> None: ...
 
 
-class Worker:
-    """The tasks it knows, and how each kind of job is done."""
+Do = Callable[[SolveTask, Job, Tell], None]
 
-    def __init__(self, out: BinaryIO) -> None:
+
+class Worker:
+    """The tasks it knows, and how each kind of job is done; ``more`` kinds by name."""
+
+    def __init__(self, out: BinaryIO, **more: Do) -> None:
         self.out = out
         self.tasks: list[SolveTask] = []
-        self.kinds: dict[str, Callable[[SolveTask, Job, Tell], None]] = {
+        self.kinds: dict[str, Do] = {
             "families": _families,
             "cycles": _cycles,
             "mirrored": _cycles,
@@ -69,6 +72,7 @@ class Worker:
             "offload-neighbourhoods": _offload_neighbourhoods,
             "exact": _exact,
             "offload": _offload,
+            **more,
         }
 
     def run(self, lines: Iterable[bytes]) -> None:
@@ -218,7 +222,7 @@ def _offload(task: SolveTask, job: Job, tell: Tell) -> None:
         tell(schedule, "list with offload")
 
 
-def main() -> None:
+def serve(**more: Do) -> None:
     """Serve standard input until it ends; that also ends a job under way, since nobody is left to hear of it."""
     os.nice(_NICE)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -229,8 +233,8 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
-    Worker(sys.stdout.buffer).run(iter(lines.get, b""))
+    Worker(sys.stdout.buffer, **more).run(iter(lines.get, b""))
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -21,45 +22,57 @@ from jaxpipe.schedule.plugins import imported_modules
 from jaxpipe.schedule.solve import messages
 from jaxpipe.schedule.solve.task import SolveTask
 
+COMMAND = (sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker")
+
 
 class _Member:
-    """One process and the thread that reads its answers into ``inbox``."""
+    """One process, and the threads that write to it and read its answers into ``inbox``, so that neither a full pipe nor a
+    process that hangs holds up the caller."""
 
-    def __init__(self, number: int, tasks: Sequence[SolveTask], inbox: queue.Queue[tuple[int, dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        tasks: Sequence[SolveTask],
+        inbox: queue.Queue[tuple[int, dict[str, Any]]],
+    ) -> None:
         self.number, self.inbox = number, inbox
         self.job: int | None = None
         self.alive = True
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker"],
+            command,
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.send({"tasks": [messages.task_out(task) for task in tasks], "imports": imported_modules()})
-        self.thread = threading.Thread(target=self._listen, daemon=True)
-        self.thread.start()
+        self.outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.outbox.put({"tasks": [messages.task_out(task) for task in tasks], "imports": imported_modules()})
+        self.threads = [threading.Thread(target=talk, daemon=True) for talk in (self._write, self._listen)]
+        for thread in self.threads:
+            thread.start()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def _write(self) -> None:
         assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(messages.line(message))
-            self.process.stdin.flush()
-        except OSError:
-            self.alive = False
+        with contextlib.suppress(OSError):  # it is gone, as the one who listens will say
+            for message in iter(self.outbox.get, None):
+                self.process.stdin.write(messages.line(message))
+                self.process.stdin.flush()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for text in iter(self.process.stdout.readline, b""):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 self.inbox.put((self.number, json.loads(text)))
-        self.inbox.put((self.number, {"gone": True}))
+        self.inbox.put((self.number, {"gone": _fate(self.process.wait())}))
 
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        self.thread.join()
+        self.outbox.put(None)
+        for thread in self.threads:
+            thread.join()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -73,18 +86,33 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": package + (os.pathsep + path if path else "")}
 
 
-class WorkerPool:
-    """``size`` workers that know ``tasks``. Use as a context; leaving it ends them."""
+def _fate(code: int) -> str:
+    """How a process ended, by its exit code."""
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended before it was done (exit code {code})"
 
-    def __init__(self, size: int, tasks: Sequence[SolveTask]) -> None:
+
+class WorkerPool:
+    """``size`` workers that know ``tasks``, processes that run ``command``. Use as a context; leaving it ends them.
+
+    Raises:
+        OSError: they can't be started.
+    """
+
+    def __init__(self, size: int, tasks: Sequence[SolveTask], command: Sequence[str] = COMMAND) -> None:
         self._inbox: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._members = [_Member(k, tasks, self._inbox) for k in range(size)]
+        self._members = [_Member(k, command, tasks, self._inbox) for k in range(size)]
         self._jobs = 0
 
     def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the workers, whatever they do."""
         for member in self._members:
             member.stop()
 
@@ -102,7 +130,7 @@ class WorkerPool:
         """Give a job to an idle worker; returns its number."""
         member = next(m for m in self._members if m.alive and m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
-        member.send({**job, "job": member.job})
+        member.outbox.put({**job, "job": member.job})
         return member.job
 
     def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
@@ -112,9 +140,9 @@ class WorkerPool:
         except queue.Empty:
             return None
         member = self._members[number]
-        if message.get("gone"):
+        if "gone" in message:
             lost, member.alive, member.job = member.job, False, None
-            return {"job": lost, "done": True, "error": "a solver process ended", "gone": True}
+            return {**message, "job": lost, "done": True, "error": f"a solver process {message['gone']}"}
         if message.get("done"):
             member.job = None
         return message

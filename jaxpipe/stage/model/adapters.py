@@ -61,8 +61,7 @@ def from_linen(
     mode = mode_keyword(module.__call__)
 
     def init(key: jax.Array) -> Params:
-        arguments = jax.tree.map(_zeros, tuple(example))
-        return _without(linen_params(label, module, key, arguments, mode(False)), ties, label)
+        return _without(linen_params(label, module, key, example, mode(False)), ties, label)
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
         arguments = _arguments(x, context, reads)
@@ -172,9 +171,9 @@ def not_linen(module: Any) -> str:
 
 
 def linen_params(label: str, module: Any, key: jax.Array, arguments: Sequence[Any], mode: Mapping[str, bool]) -> Params:
-    """The parameters that a linen module makes for a call with these arguments."""
+    """The parameters that a linen module makes for a call with these arguments, zeros in place of types of arrays."""
     with as_stage_error(label):
-        variables = module.init(key, *arguments, **mode)
+        variables = module.init(key, *jax.tree.map(_zeros, tuple(arguments)), **mode)
     kinds = [c for c in variables if c != "params"]
     if kinds:
         raise StageError(

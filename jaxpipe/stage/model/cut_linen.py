@@ -12,17 +12,14 @@ from dataclasses import fields
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen
 
-from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams
-from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
-from jaxpipe.stage.model.layer import Params, Path
-from jaxpipe.stage.model.nnx_modules import mode_keyword, typed_key
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
+from jaxpipe.stage.model.layer import Params, Path, key_aval
+from jaxpipe.stage.model.nnx_modules import drawn, mode_keyword, typed_key
 from jaxpipe.stage.model.outline import Stubs
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.wiring import Home
@@ -77,10 +74,9 @@ class _LinenCut:
         self._given = None if params is None else by_path(linen.meta.unbox(params))
 
         def init(key: jax.Array) -> dict[Path, Any]:
-            zeros = [jnp.zeros(v.shape, v.dtype) for v in data]
-            return by_path(linen_params(self.label, module, key, zeros, self._mode(False)))
+            return by_path(linen_params(self.label, module, key, data, self._mode(False)))
 
-        self._program, types = jax.make_jaxpr(init, return_shape=True)(jax.eval_shape(lambda: jax.random.key(0)))
+        self._program, types = jax.make_jaxpr(init, return_shape=True)(key_aval())
         self.leaves: Mapping[Path, jax.ShapeDtypeStruct] = types
         if self._given is not None:
             _check_params(self.label, self._given, types)
@@ -125,10 +121,9 @@ class _LinenCut:
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
         if self._given is not None:
             return {path: self._given[path] for path in paths}
-        order = list(self.leaves)
-        part, (takes_key,) = only_results(self._program, map(order.index, paths))
-        found = eval_jaxpr(part.jaxpr, part.consts, *([typed_key(key)] if takes_key else []))
-        return dict(zip(sorted(paths, key=order.index), map(jnp.asarray, found), strict=True))
+        found = drawn(self._program, list(self.leaves), paths, typed_key(key))
+        assert found is not None, "there is a key"
+        return found
 
     def _copy(self, block: int, module: Any) -> Any:
         """A block by itself."""
@@ -150,19 +145,12 @@ def _check_params(label: str, given: Mapping[Path, Any], types: Mapping[Path, ja
     """Raise StageError unless ``given`` are the parameters of the module, in their shapes."""
     if given.keys() != types.keys() and {path[0] for path in given if path} == {"params"}:
         raise StageError(f'{label}: params= holds {{"params": …}}; give what is in it, variables["params"]')
-    for path in given:
-        if path not in types:
-            raise StageError(
-                f"{label} has no parameter {'/'.join(path)!r}, which params= holds{nearest(path, types)}; give its "
-                'variables["params"]'
-            )
-    for path, leaf in types.items():
+    check_leaves(
+        label, given, {path: leaf.shape for path, leaf in types.items()}, 'give its variables["params"] as params='
+    )
+    for path in types:
         if path not in given:
             raise StageError(f'{label}: params= lacks {"/".join(path)}; give all of its variables["params"]')
-        if np.shape(given[path]) != leaf.shape:
-            raise StageError(
-                f"{label}: params= holds {'/'.join(path)} of shape {np.shape(given[path])}; the module makes it {leaf.shape}"
-            )
 
 
 def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) -> list[tuple[Path, int]]:

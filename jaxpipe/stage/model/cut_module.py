@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._jax_compat import Atom, Literal, Var, dtype_of, shape_of
+from jaxpipe._jax_compat import Atom, Literal, Var, shape_of
 from jaxpipe.errors import StageError
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.model.outline import Outline
-from jaxpipe.stage.model.params import find_leaf, nested
-from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Mode, Tracing, Wire, Wiring, structure_key
+from jaxpipe.stage.model.outline import Outline, Wire
+from jaxpipe.stage.model.params import nested, required_leaf
+from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Tracing, Wiring, structure_key
 from jaxpipe.wording import closest
 
 
@@ -47,7 +47,9 @@ class CutModel(Model):
             StageError: one is missing.
         """
         return {
-            name: nested({path: _part(_found(whole, home[0]), home[1]) for path, home in homes.items()})
+            name: nested(
+                {path: _part(required_leaf(whole, home, self.name), index) for path, (home, index) in homes.items()}
+            )
             for name, homes in self.homes.items()
         }
 
@@ -62,7 +64,7 @@ class CutModel(Model):
         single: dict[Path, Any] = {}
         for name, homes in self.homes.items():
             for path, (home, index) in homes.items():
-                leaf = _found(params.get(name, {}), path)
+                leaf = required_leaf(params.get(name, {}), path, f"{self.name}, layer {name!r}")
                 leaf = leaf if isinstance(leaf, jax.core.Tracer) else jax.device_get(leaf)
                 if index is None:
                     single[home] = leaf
@@ -100,9 +102,15 @@ def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.S
     return types
 
 
-def nearest(path: Path, known: Iterable[Path]) -> str:
-    """``; did you mean x?`` for the known path most like ``path``, or nothing."""
-    return closest("/".join(path), ["/".join(p) for p in known])
+def check_leaves(label: str, given: Mapping[Path, Any], shapes: Mapping[Path, tuple[int, ...]], advice: str) -> None:
+    """Raise StageError unless ``given`` are among a module's parameters, in their shapes; ``advice``: what to give."""
+    for path, value in given.items():
+        name = "/".join(path)
+        if path not in shapes:
+            near = closest(name, map("/".join, shapes))
+            raise StageError(f"{label} has no parameter {name!r}{near}; {advice}")
+        if np.shape(value) != shapes[path]:
+            raise StageError(f"{label}: parameter {name} has shape {shapes[path]}, got {np.shape(value)}; {advice}")
 
 
 def cut_module(
@@ -125,13 +133,14 @@ def cut_module(
     layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
     homes["loss"] = {}
-    output = _types(outlines[TRAIN])
-    shape = output.shape if is_array(output) and len(output.shape) == 3 else (0, 0, 0)
+    output = outlines[TRAIN].output
+    shape = shape_of(output) if isinstance(output, Var | Literal) else ()
+    _, seq_len, vocab_size = shape if len(shape) == 3 else (0, 0, 0)
 
     def batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {n: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for n, v in batch.items()}
 
-    return CutModel(name, tuple(layers), batch_spec, shape[2], shape[1], homes)
+    return CutModel(name, tuple(layers), batch_spec, vocab_size, seq_len, homes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,20 +209,18 @@ class _Layers:
         leaves: dict[Path, Home] = {}
         draws = False
         for mode, outline in self.wiring.outlines.items():
-            targets = [self.wiring.at[mode][w] for w in wires] if c < len(outline.entries) else outline.results
-            known = self._known(outline, mode, c)
+            targets = [outline.wires[w] for w in wires] if c < len(outline.entries) else outline.results
+            known = self._known(outline, c)
             eqns, starts = outline.needed(targets, known)
             takes.update(known[v] for v in starts if v in known)
-            paths = list(self.module.leaves)
-            read = [p for p, v in zip(paths, outline.invars, strict=False) if v in starts - known.keys()]
+            read = [p for p, v in zip(self.module.leaves, outline.invars, strict=False) if v in starts - known.keys()]
             if self.stacked.intersection(read):
                 where = "/".join(min(self.stacked.intersection(read)))
                 raise StageError(
                     f"{self.module.label} reads {where}, which its blocks share out, outside of them; write the layers by hand"
                 )
             leaves.update((p, (p, None)) for p in read)
-            key = outline.invars[len(paths) + len(self.tracing.reads)]
-            draws = draws or key in starts
+            draws = draws or outline.invars[-1] in starts
             if mode[0] and c and outline.draws_before(eqns, c - 1):
                 raise StageError(
                     f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "
@@ -221,13 +228,10 @@ class _Layers:
                 )
         return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
 
-    def _known(self, outline: Outline, mode: Mode, c: int) -> dict[Var, Wire]:
+    def _known(self, outline: Outline, c: int) -> dict[Var, Wire]:
         """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
-        earlier = [w for k in range(c) for w in self.wiring.computed[k]]
-        last = {e.first + e.count - 1 for e in outline.entries[:c]}
-        at = self.wiring.at[mode]
-        wires = [*earlier, *(w for w in at if w[0] == "out" and w[1] in last)]
-        return {v: w for w in wires if isinstance(v := at[w], Var)}
+        wires = [w for k in range(c) for w in (*self.wiring.computed[k], *outline.entries[k].results)]
+        return {v: w for w in wires if isinstance(v := outline.wires[w], Var)}
 
     def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
         def init(key: jax.Array) -> Params:
@@ -240,26 +244,22 @@ class _Layers:
         """The function of a layer around blocks."""
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
-            atoms = self.wiring.at[(context.train, None)]
-            flowing = {
-                w: _unboxed(v, shape_of(atoms[w])) for w, v in zip(step.enters, x or (), strict=True) if w in step.takes
-            }
+            entered = dict(zip(step.enters, x or (), strict=True))
+            shapes = {w: shape_of(a) for w, a in self.wiring.outlines[(context.train, None)].wires.items()}
+            flowing = {w: _unboxed(v, shapes[w]) for w, v in entered.items() if w in step.takes}
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
-            own = {path: _found(params, path) for path in step.leaves}
-            given = {(w[1], w[2]): v for w, v in flowing.items() if w[0] == "out"}
+            own = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
             leaves = {**self.module.leaves, **own}
-            outline = self.tracing.outline(leaves, data, (context.train, None), key, given)
+            outline = self.tracing.outline(leaves, data, (context.train, None), key, flowing)
             self._check_calls(outline)
-            inputs = [*own.values(), *data, key]
-            at = dict(zip([*leaves, *range(len(data) + 1)], outline.invars, strict=False))
-            known = dict(zip((at[name] for name in (*own, *range(len(data) + 1))), inputs, strict=True))
-            known.update(_places(outline, flowing))
+            inputs = [*(own.get(path) for path in leaves), *data, key]
+            known = {v: x for v, x in zip(outline.invars, inputs, strict=True) if x is not None}
+            known |= {v: x for w, x in flowing.items() if isinstance(v := outline.wires[w], Var)}
             if step.entry == len(outline.entries):
                 return outline.returned(outline.evaluate(outline.results, known))
-            entering = outline.entries[step.entry].entering
-            made = dict(zip(step.wires, outline.evaluate([entering[w[2]] for w in step.wires], known), strict=True))
-            handed = {**dict(zip(step.enters, x or (), strict=True)), **{w: _boxed(v) for w, v in made.items()}}
+            made = outline.evaluate([outline.wires[w] for w in step.wires], known)
+            handed = entered | dict(zip(step.wires, map(_boxed, made), strict=True))
             return tuple(handed[w] for w in step.hands_on)
 
         return apply
@@ -315,7 +315,7 @@ class _Layers:
         """The arguments of an entry for this batch, and the values of ``free`` ones."""
         outline = self.tracing.from_data(data, train)
         self._check_calls(outline)
-        targets = [outline.entries[self.wiring.free[w]].entering[w[2]] for w in free]
+        targets = [outline.wires[w] for w in free]
         start = len(self.module.leaves)
         known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
         values = zip(free, targets, outline.evaluate(targets, known), strict=True)
@@ -338,11 +338,6 @@ def _flowing(steps: Sequence[_Step]) -> list[_Step]:
     return made
 
 
-def _types(outline: Outline) -> Any:
-    """What the call returns, as types."""
-    return outline.returned([jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in outline.results])
-
-
 def _boxed(value: jax.Array) -> jax.Array:
     """As it flows between layers: a scalar as an array of one, so that shards of a batch can have one each."""
     return value[None] if value.ndim == 0 else value
@@ -357,21 +352,6 @@ def _as_written(atom: Atom, value: jax.Array) -> Any:
     return (
         np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
     )
-
-
-def _places(outline: Outline, flowing: Mapping[Wire, Any]) -> dict[Var, Any]:
-    """What flows, by variable of an outline."""
-    last = {e.first + e.count - 1: e.leaving for e in outline.entries}
-    first = {e.first: e.entering for e in outline.entries}
-    at = {w: (last if w[0] == "out" else first)[w[1]][w[2]] for w in flowing if w[0] == "in" or w[1] in last}
-    return {v: flowing[w] for w, v in at.items() if isinstance(v, Var)}
-
-
-def _found(tree: Any, path: Path) -> Any:
-    leaf = find_leaf(tree, path)
-    if leaf is None:
-        raise StageError(f"there is no parameter {'/'.join(path)} in what was given")
-    return leaf
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:

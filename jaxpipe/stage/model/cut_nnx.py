@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.identity import value_key
-from jaxpipe.stage.model.cut_module import CutModel, batch_types, cut_module, nearest
+from jaxpipe.stage.identity import Same, value_key
+from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Params, Path
 from jaxpipe.stage.model.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
 from jaxpipe.stage.model.outline import Stubs
@@ -69,15 +68,9 @@ def update_module(module: Any, params: Params) -> None:
     """
     variables = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     given = by_path(params)
-    for path, value in given.items():
-        if path not in variables:
-            raise StageError(
-                f"nnx module {type(module).__name__} has no parameter {joined(path)!r}{nearest(path, variables)}; give what "
-                "module_params gives, or a part of it"
-            )
-        shape = variables[path].get_value().shape
-        if np.shape(value) != shape:
-            raise StageError(f"parameter {joined(path)} has shape {shape}, got {np.shape(value)}")
+    shapes = {path: variable.get_value().shape for path, variable in variables.items()}
+    advice = "give what module_params gives, or a part of it"
+    check_leaves(f"nnx module {type(module).__name__}", given, shapes, advice)
     for path, value in given.items():
         variables[path].set_value(jax.numpy.asarray(value))
 
@@ -116,7 +109,7 @@ class _NnxCut:
         for block in {id(block): block for _, block in found}.values():
             object.__setattr__(block, "__class__", _stub_class(type(block)))
         self._outlined, _ = split_module(self.label, skeleton)
-        self._kinds = _numbered(map(_kind, self._splits))
+        self._kinds = list(map(_kind, self._splits))
 
     def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
         def prepare(module: Any) -> None:
@@ -205,19 +198,12 @@ def _stub_class(cls: type) -> type:
 
 
 def _kind(split: SplitModule) -> Hashable:
-    """Equal for blocks of which a call computes the same."""
+    """Equal for blocks of which a call computes the same; for no other where that can't be hashed."""
     leaves = tuple((path, v and (v.get_value().shape, str(v.get_value().dtype))) for path, v in split.leaves.items())
     definitions = tuple(split.definitions[train] for train in (True, False))
-    return definitions, leaves, value_key(dict(enumerate(split.constants.values())))
-
-
-def _numbered(keys: Any) -> list[int]:
-    """A number for each key, the same for equal ones; keys that can't be hashed equal no other."""
-    numbers: dict[Hashable, int] = {}
-    found: list[int] = []
-    for key in keys:
-        try:
-            found.append(numbers.setdefault(key, len(found)))
-        except TypeError:
-            found.append(len(found))
-    return found
+    kind = definitions, leaves, value_key(dict(enumerate(split.constants.values())))
+    try:
+        hash(kind)
+    except TypeError:
+        return Same(split)
+    return kind

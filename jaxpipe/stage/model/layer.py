@@ -205,10 +205,27 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
 
 def leaf_paths(layer: Layer) -> tuple[Path, ...]:
     """The paths of the floating-point leaves that ``layer`` creates."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    made = jax.tree_util.tree_leaves_with_path(jax.eval_shape(layer.init, key))
+    made = jax.tree_util.tree_leaves_with_path(init_avals(layer))
     floats = [keys for keys, leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return tuple(tuple(str(getattr(k, "key", k)) for k in keys) for keys in floats)
+
+
+def key_aval() -> Any:
+    """The type of a PRNG key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def init_avals(layer: Layer) -> Any:
+    """Shapes and dtypes of what ``init`` makes, without making it.
+
+    Raises:
+        StageError: it makes something else than a dict.
+    """
+    made = jax.eval_shape(layer.init, key_aval())
+    if not isinstance(made, Mapping):
+        what = "an array" if isinstance(made, jax.ShapeDtypeStruct) else f"a {type(made).__name__}"
+        raise StageError(f"layer {layer.name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
+    return made
 
 
 def _model_problems(model: Model) -> list[str]:

@@ -15,7 +15,7 @@ import jax
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.model.layer import Layer, Params, taken_by
-from jaxpipe.stage.model.params import is_trained
+from jaxpipe.stage.model.params import find_leaf, is_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,8 @@ class StageLinks:
     @property
     def without_loss(self) -> StageLinks:
         """Of the layers but the last, what the last takes leaving, for one microbatch."""
-        return replace(
-            self,
-            takes=self.takes[:-1],
-            leaving=self.takes[-1],
-            readers=(),
-            losses=(),
-            y_learns=(),
-            loss_learns=(),
-            span=1,
-        )
+        *takes, leaving = self.takes
+        return StageLinks(tuple(takes), self.before, leaving, (), (), self.x_learns, (), ())
 
     def without(self, dropped: Collection[int]) -> StageLinks:
         """Of the stage without the layers at these positions, each of which takes one result: who took theirs takes that."""
@@ -71,18 +63,8 @@ class StageLinks:
     @property
     def kind(self) -> Hashable:
         """Equal for stages that are linked the same, whatever the numbers of their neighbours."""
-        readers = tuple(taken for _, taken in self.readers)
-        return (
-            self.takes,
-            len(self.before),
-            self.leaving,
-            readers,
-            self.losses,
-            self.x_learns,
-            self.y_learns,
-            self.loss_learns,
-            self.span,
-        )
+        before, readers = ((0, k) for k in range(len(self.before))), ((0, taken) for _, taken in self.readers)
+        return replace(self, before=tuple(before), readers=tuple(readers))
 
     def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
         """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none. A
@@ -125,25 +107,23 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     learns: list[bool] = []
     for layer, sources in zip(layers, taken, strict=True):
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
-    takers: list[list[int]] = [[] for _ in layers]
-    for i, sources in enumerate(taken):
-        for k in sources:
-            takers[k].append(i)
+    read = {k for sources in taken for k in sources}
     entering = [sorted({k for i in _of(home, s) for k in taken[i] if home[k] < s}) for s in range(len(stages))]
-    leaving = [[k for k in _of(home, s) if any(home[i] > s for i in takers[k])] for s in range(len(stages))]
+    leaving = [sorted({k for some in entering for k in some if home[k] == s}) for s in range(len(stages))]
 
     def links(s: int) -> StageLinks:
         mine, inside, out = _of(home, s), entering[s], leaving[s]
-        readers = sorted({home[i] for k in out for i in takers[k]} - {s})
+        readers = [t for t, some in enumerate(entering) if not set(out).isdisjoint(some)]
+        losses = [i for i in mine if i not in read]
         return StageLinks(
             tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
             tuple((home[k], leaving[home[k]].index(k)) for k in inside),
             tuple(k - start[s] for k in out),
             tuple((t, tuple(n for n, k in enumerate(out) if k in entering[t])) for t in readers),
-            tuple(i - start[s] for i in mine if not takers[i]),
+            tuple(i - start[s] for i in losses),
             tuple(learns[k] for k in inside),
             tuple(learns[k] for k in out),
-            tuple(learns[i] for i in mine if not takers[i]),
+            tuple(learns[i] for i in losses),
             max(layer.span for layer in stages[s]),
         )
 
@@ -166,10 +146,6 @@ def _of(home: Sequence[int], stage: int) -> list[int]:
 
 
 def _has_trained(layer: Layer, params: Mapping[str, Any]) -> bool:
-    leaves = jax.tree.leaves(params.get(layer.name, {}))
-    for owner, path in layer.tied.values():
-        leaf: Any = params.get(owner, {})
-        for part in path:
-            leaf = leaf.get(part, {}) if isinstance(leaf, Mapping) else {}
-        leaves += jax.tree.leaves(leaf)
+    tied = [find_leaf(params, (owner, *path)) for owner, path in layer.tied.values()]
+    leaves = jax.tree.leaves([params.get(layer.name), tied])
     return any(hasattr(leaf, "dtype") and is_trained(leaf) for leaf in leaves)

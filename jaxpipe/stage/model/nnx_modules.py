@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from jaxpipe._jax_compat import eval_jaxpr, is_key_dtype, only_results
+from jaxpipe._jax_compat import ClosedJaxpr, eval_jaxpr, is_key_dtype, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import find_leaf, nested
+from jaxpipe.stage.model.layer import Params, key_aval
+from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on
 
 KeyPath = tuple[Any, ...]
@@ -66,11 +66,8 @@ class SplitModule:
 
     def skeleton(self) -> nnx.Module:
         """The module, in training mode, with types of arrays in place of parameters and random streams."""
-        leaves = {
-            path: _filled(leaf, self.constants[path]) if path in self.constants else leaf
-            for path, leaf in self.leaves.items()
-        }
-        return nnx.merge(self.definitions[True], nnx.from_flat_state({**leaves, **self.streams}))
+        constants = {path: _filled(self.leaves[path], value) for path, value in self.constants.items()}
+        return nnx.merge(self.definitions[True], nnx.from_flat_state({**self.leaves, **constants, **self.streams}))
 
     def call(
         self,
@@ -86,7 +83,8 @@ class SplitModule:
         Raises:
             StageError: a parameter is missing; the call changes a parameter, a constant or an attribute.
         """
-        given = {path: jnp.asarray(self._at(params, path)) for path in self.params} | dict(self.constants)
+        own = {path: required_leaf(params, tuple(map(str, path)), self.label) for path in self.params}
+        given = {path: jnp.asarray(leaf) for path, leaf in own.items()} | dict(self.constants)
 
         def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> tuple[Any, dict[KeyPath, Any]]:
             module = nnx.merge(self.definitions[train], nnx.from_flat_state(self._filled(values, key)))
@@ -161,12 +159,6 @@ class SplitModule:
             "use a layer without it (LayerNorm or RMSNorm in place of BatchNorm, no cache in training)"
         )
 
-    def _at(self, params: Params, path: KeyPath) -> Any:
-        leaf = find_leaf(params, tuple(map(str, path)))
-        if leaf is None:
-            raise StageError(f"{self.label} has no parameter {joined(path)} in what it was given")
-        return leaf
-
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
@@ -208,24 +200,34 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
         made.append((split, tuple(values)))
         return list(values.values())
 
-    program = jax.make_jaxpr(build)(jax.eval_shape(lambda: jax.random.key(0)))
+    program = jax.make_jaxpr(build)(key_aval())
     module, paths = made[-1]
 
     def draw(key: jax.Array | None, chosen: Sequence[KeyPath]) -> dict[KeyPath, jax.Array]:
-        part, (takes_key,) = only_results(program, [paths.index(path) for path in chosen])
-        if takes_key and key is None:
+        found = drawn(program, paths, chosen, key)
+        if found is None:
             raise StageError(
                 f"{module.label} draws its constant {joined(chosen[0])} at random, and would draw another in each layer; make "
                 "it an nnx.Param, or give a module that is built already"
             )
-        found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
-        arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
-        made = dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
-        return {path: made[path] for path in chosen}
+        return found
 
     traced = [path for path in paths if path in module.constants]
     constants = {**module.constants, **{path: draw(None, [path])[path] for path in traced}}
     return Blueprint(replace(module, constants=constants), draw)
+
+
+def drawn(
+    program: ClosedJaxpr, paths: Sequence[KeyPath], chosen: Sequence[KeyPath], key: jax.Array | None
+) -> dict[KeyPath, jax.Array] | None:
+    """The values at ``chosen``, of those at ``paths`` that ``program`` makes of a key, and no others; None where they depend on
+    the key and there is none."""
+    part, (takes_key,) = only_results(program, map(paths.index, chosen))
+    if takes_key and key is None:
+        return None
+    found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
+    arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
+    return dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
 
 
 def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyPath, Any]]:
@@ -275,14 +277,10 @@ def _value(leaf: Any) -> Any:
 
 
 def _fixed(leaf: Any) -> Any:
-    """The value of a constant, such that nobody can change it in place."""
+    """The value of a constant, which nobody else can change in place."""
     value = _value(leaf)
-    if not isinstance(value, np.ndarray):
-        return value
-    if isinstance(leaf, nnx.Variable):
-        return jnp.array(value)
-    value = value.copy()
-    value.flags.writeable = False
+    if isinstance(value, np.ndarray):
+        return jnp.array(value) if isinstance(leaf, nnx.Variable) else value.copy()
     return value
 
 

@@ -26,19 +26,22 @@ def build_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
     Raises ConfigError when an option is unknown (with the nearest name), missing, or of the wrong type. Checks of values are
     the dataclass's own, in its ``__post_init__``. An int is accepted where a float is wanted.
     """
-    table = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    unknown = [name for name in options if name not in table]
-    if unknown:
-        raise ConfigError(f"{what} has no option {unknown[0]!r}{suggestion(unknown[0], table)}")
-    missing = [
-        f.name
-        for f in table.values()
-        if f.default is MISSING and f.default_factory is MISSING and f.name not in options
-    ]
-    if missing:
-        raise ConfigError(f"{what} needs the option {missing[0]}; give {missing[0]}=…")
+    table = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}  # type: ignore[arg-type]
+    check_names(what, options, table)
     hints = typing.get_type_hints(cls)
     return cls(**{name: _typed(value, hints[name], f"{what}: {name}") for name, value in options.items()})
+
+
+def check_names(what: str, options: Iterable[str], needed: Mapping[str, bool]) -> None:
+    """Raise ConfigError, with the nearest name that exists, unless ``options`` are among the names in ``needed``, and all that
+    are needed are there."""
+    options = list(options)
+    for name in options:
+        if name not in needed:
+            raise ConfigError(f"{what} has no option {name!r}{suggestion(name, needed)}")
+    for name, must in needed.items():
+        if must and name not in options:
+            raise ConfigError(f"{what} needs the option {name}; give {name}=…")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
 """The outline of a module's call: what goes into each of its blocks, what comes out, and what is computed around them.
 
-The call is traced with each block replaced by a stub, which marks its arguments in the jaxpr and returns marked stand-ins for
-its results (:class:`Stubs`). Calls that hold marks (``jit``, ``checkpoint``) are inlined; a ``scan`` over a stack of blocks,
-whose body does nothing but call the block, becomes one entry of several blocks. What remains are equations between the marks:
-which of them a value needs is exact, and any part of them can be computed alone (:meth:`Outline.evaluate`).
+The call is traced with each block replaced by a stub (:class:`Stubs`), which puts one equation into the jaxpr, of a primitive
+that takes the block's arguments and gives its results. Calls that hold blocks (``jit``, ``checkpoint``) are inlined; a ``scan``
+over a stack of blocks, whose body does nothing but call the block, becomes one entry of several blocks. What remains are
+equations between the blocks: which of them a value needs is exact, and any part of them can be computed alone
+(:meth:`Outline.evaluate`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import batching
 
 from jaxpipe._jax_compat import (
     Atom,
-    ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     ScanParts,
     Var,
     called_jaxpr,
-    checkpoint_name_of,
     close_jaxpr,
     eval_jaxpr,
     fresh_var,
     is_key_dtype,
     scan_parts,
-    shape_of,
     sub_jaxprs,
     variables,
 )
@@ -38,7 +38,13 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.leaves import array_leaves, fill
 
-_MARK = "jaxpipe.block"
+_BLOCK = Primitive("jaxpipe_block")
+"""A call of a block. ``stubs`` stands in for it, ``block`` is its number, ``avals`` are the types of its results."""
+_BLOCK.multiple_results = True
+_BLOCK.def_abstract_eval(lambda *arguments, stubs, block, avals: list(avals))
+
+Wire = tuple[str, int, int]
+"""An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
 
 Results = Callable[[int, Any], Any]
 """What a block returns for ``(args, kwargs)``, arrays as ``ShapeDtypeStruct``."""
@@ -62,11 +68,18 @@ class Entry:
     arguments: Any
     at: int
 
+    @property
+    def results(self) -> dict[Wire, Var]:
+        """The results that are there."""
+        last = self.first + self.count - 1
+        return {("out", last, j): v for j, v in enumerate(self.leaving) if v is not None}
+
 
 class Stubs:
-    """Stands in for the blocks of a module while its call is traced. ``given``: known results, by block and position."""
+    """Stands in for the blocks of a module while its call is traced. ``given``: what is known of their results.
+    ``arguments``: by block, what it was called with."""
 
-    def __init__(self, label: str, results: Results, given: Mapping[tuple[int, int], Any]) -> None:
+    def __init__(self, label: str, results: Results, given: Mapping[Wire, Any]) -> None:
         self.label = label
         self.results = results
         self.given = given
@@ -75,27 +88,37 @@ class Stubs:
     def __call__(self, block: int, *args: Any, **kwargs: Any) -> Any:
         """Stand-ins for what the block returns."""
         given = (args, kwargs)
-        for leaf in array_leaves(given):
-            if is_key_dtype(leaf.dtype):
-                raise StageError(
-                    f"{self.label}: block {block} receives random keys as an argument; let it draw from streams of its own, or "
-                    "write the layers by hand"
-                )
-        self.arguments[block] = fill(given, [type_of(leaf) for leaf in array_leaves(given)])
-        for i, leaf in enumerate(array_leaves(given)):
-            checkpoint_name(jnp.asarray(leaf), f"{_MARK}/in/{block}/{i}")
+        arrays = array_leaves(given)
+        if any(is_key_dtype(leaf.dtype) for leaf in arrays):
+            raise StageError(
+                f"{self.label}: block {block} receives random keys as an argument; let it draw from streams of its own, or "
+                "write the layers by hand"
+            )
+        self.arguments[block] = fill(given, [type_of(leaf) for leaf in arrays])
         results = self.results(block, given)
-        marked = [
-            checkpoint_name(self.given.get((block, j), jnp.zeros(v.shape, v.dtype)), f"{_MARK}/out/{block}/{j}")
-            for j, v in enumerate(array_leaves(results))
-        ]
-        return fill(results, marked)
+        zeros = [jnp.zeros(v.shape, v.dtype) for v in array_leaves(results)]
+        avals = tuple(jax.typeof(self.given.get(("out", block, j), zero)) for j, zero in enumerate(zeros))
+        return fill(results, _BLOCK.bind(*map(jnp.asarray, arrays), stubs=self, block=block, avals=avals))
+
+    def refuse(self, block: int, what: str) -> NoReturn:
+        raise StageError(
+            f"{self.label}: block {block} {what}; blocks are called once each, one after another or in a scan over a stack of "
+            "them. Write the layers by hand where they are not"
+        )
+
+
+def _vmapped(*_: Any, stubs: Stubs, block: int, avals: Any) -> NoReturn:
+    stubs.refuse(block, "is called inside vmap")
+
+
+batching.primitive_batchers[_BLOCK] = _vmapped
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
     """``invars``: of the traced call. ``output``: what it returns, arrays as atoms. ``lost``: values that a scan over blocks
-    collects, and that blocks by themselves do not make."""
+    collects, and that blocks by themselves do not make. ``wires``: what goes into the first block of each entry, and what comes
+    out of the last."""
 
     label: str
     invars: tuple[Var, ...]
@@ -104,6 +127,7 @@ class Outline:
     entries: tuple[Entry, ...]
     output: Any
     lost: frozenset[Var]
+    wires: Mapping[Wire, Atom]
 
     @property
     def results(self) -> list[Atom]:
@@ -146,105 +170,84 @@ class Outline:
         return any(any(map(_is_key, e.invars)) and not all(map(_is_key, e.outvars)) for e in early)
 
 
-def trace_outline(label: str, call: Callable[[list[Any]], tuple[Any, Stubs]], inputs: Sequence[Any]) -> Outline:
-    """The outline of ``call``, which takes ``inputs`` (arrays, or types of arrays) as a list, makes stubs, and returns what the
-    module returned and the stubs.
+def trace_outline(stubs: Stubs, call: Callable[[list[Any]], Any], inputs: Sequence[Any]) -> Outline:
+    """The outline of ``call``, the module's with ``stubs`` for its blocks, which takes ``inputs`` (arrays, or types of arrays)
+    as a list.
 
     Raises:
         StageError: a block is called twice, or within something that is no plain call nor a plain loop.
     """
     returned: list[Any] = []
-    arguments: dict[int, Any] = {}
 
     def traced(arrays: list[Any]) -> list[Any]:
-        output, stubs = call(arrays)
-        arguments.update(stubs.arguments)
-        returned.append(output)
-        return array_leaves(output)
+        returned.append(call(arrays))
+        return array_leaves(returned[-1])
 
-    closed = jax.make_jaxpr(traced)(list(inputs))
-    lifting = _Lifting(label, arguments)
-    results = lifting.take(closed)
-    entries = tuple(sorted(lifting.entries.values(), key=lambda entry: entry.at))
-    return Outline(
-        label,
-        tuple(lifting.invars),
-        lifting.consts,
-        tuple(lifting.eqns),
-        entries,
-        fill(returned[-1], results),
-        frozenset(lifting.lost),
-    )
+    lifting, closed = _Lifting(stubs), jax.make_jaxpr(traced)(list(inputs))
+    output = fill(returned[-1], lifting.take(closed.jaxpr, closed.consts, {}))
+    invars, eqns, entries = tuple(closed.jaxpr.invars), tuple(lifting.eqns), tuple(lifting.entries.values())
+    wires: dict[Wire, Atom] = {}
+    for e in entries:
+        wires |= {("in", e.first, i): atom for i, atom in enumerate(e.entering)} | e.results
+    return Outline(stubs.label, invars, lifting.consts, eqns, entries, output, frozenset(lifting.lost), wires)
 
 
 @dataclass(slots=True)
 class _Lifting:
-    """Gathers the equations around the blocks, and the blocks' entries by number."""
+    """Gathers the equations around the blocks, and the blocks' entries by number, in the order of their calls."""
 
-    label: str
-    arguments: Mapping[int, Any]
-    invars: list[Var] = field(default_factory=list)
+    stubs: Stubs
     consts: dict[Var, Any] = field(default_factory=dict)
     eqns: list[JaxprEqn] = field(default_factory=list)
     entries: dict[int, Entry] = field(default_factory=dict)
     lost: set[Var] = field(default_factory=set)
 
-    def take(self, closed: ClosedJaxpr) -> list[Atom]:
-        """Take up a program; returns what its results are called."""
-        env: dict[Var, Atom] = {}
-        for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+    def take(self, jaxpr: Jaxpr, consts: Sequence[Any], env: dict[Var, Atom]) -> list[Atom]:
+        """Take up a program, whose inputs are called as ``env`` says; returns what its results are called."""
+        for v, c in zip(jaxpr.constvars, consts, strict=True):
             self.consts[_renamed(env, v)] = c
-        self.invars += [_renamed(env, v) for v in closed.jaxpr.invars]
-        for eqn in closed.jaxpr.eqns:
+        for eqn in jaxpr.eqns:
             self.add(eqn, env)
-        return [called(env, a) for a in closed.jaxpr.outvars]
+        return [called(env, a) for a in jaxpr.outvars]
 
     def add(self, eqn: JaxprEqn, env: dict[Var, Atom]) -> None:
         invars = [called(env, a) for a in eqn.invars]
-        mark, call, scan = _mark_of(eqn), called_jaxpr(eqn), scan_parts(eqn)
-        if mark is not None:
-            self._take_mark(mark, eqn, invars[0], env)
+        call, scan = called_jaxpr(eqn), scan_parts(eqn)
+        if eqn.primitive is _BLOCK:
+            self._call(eqn, invars, env)
         elif not _blocks_in(eqn):
             self.eqns.append(eqn.replace(invars=invars, outvars=[_renamed(env, v) for v in eqn.outvars]))
         elif call is not None and not eqn.primitive.name.startswith("custom"):
-            body, consts = call
-            inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
-            for v, c in zip(body.constvars, consts, strict=True):
-                self.consts[_renamed(inner, v)] = c
-            for sub in body.eqns:
-                self.add(sub, inner)
-            env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+            results = self.take(*call, dict(zip(call[0].invars, invars, strict=True)))
+            env.update(zip(eqn.outvars, results, strict=True))
         elif scan is not None:
             self._loop(eqn, scan, invars, env)
         else:
-            self._refuse(min(_blocks_in(eqn)), f"is called inside {eqn.primitive.name}")
+            self.stubs.refuse(min(_blocks_in(eqn)), f"is called inside {eqn.primitive.name}")
 
-    def _take_mark(self, mark: tuple[str, int, int], eqn: JaxprEqn, operand: Atom, env: dict[Var, Atom]) -> None:
-        """An argument of a block, or a stand-in for a result of it."""
-        way, block, position = mark
-        if block not in self.arguments:
-            self._refuse(block, "is called by a function that keeps an earlier trace (nn.jit)")
-        old = self.entries.get(block, Entry(block, 1, (), (), {}, self.arguments[block], len(self.eqns)))
-        if position != len(old.entering if way == "in" else old.leaving):
-            self._refuse(block, "is called more than once")
-        if way == "in" and shape_of(operand) != array_leaves(self.arguments[block])[position].shape:
-            self._refuse(block, "is called inside vmap")
-        if way == "in":
-            self.entries[block] = replace(old, entering=(*old.entering, operand))
-        else:
-            self.entries[block] = replace(old, leaving=(*old.leaving, _renamed(env, eqn.outvars[0])))
+    def _call(self, eqn: JaxprEqn, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
+        """A call of one block."""
+        block = eqn.params["block"]
+        if eqn.params["stubs"] is not self.stubs:
+            self.stubs.refuse(block, "is called by a function that keeps an earlier trace (nn.jit)")
+        if block in self.entries:
+            self.stubs.refuse(block, "is called more than once")
+        leaving = tuple(_renamed(env, v) for v in eqn.outvars)
+        self.entries[block] = Entry(block, 1, tuple(invars), leaving, {}, self.stubs.arguments[block], len(self.eqns))
 
     def _loop(self, eqn: JaxprEqn, scan: ScanParts, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
         """A scan over a stack of blocks: an entry of as many blocks as it has iterations."""
-        inner = _Lifting(self.label, self.arguments)
-        ends = inner.take(ClosedJaxpr(scan.body, list(scan.body_consts)))
+        inner = _Lifting(self.stubs)
+        ends = inner.take(scan.body, scan.body_consts, {})
         (entry, *more) = inner.entries.values()
         if more or entry.count > 1 or scan.reverse:
-            self._refuse(entry.first, "is called with others in one scan" if more else "is called in an unusual scan")
+            self.stubs.refuse(
+                entry.first, "is called with others in one scan" if more else "is called in an unusual scan"
+            )
         self.consts.update(inner.consts)
-        operand: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
-        carries = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
-        xs = set(inner.invars[scan.num_consts + scan.num_carry :])
+        operand: dict[Var, Atom] = dict(zip(scan.body.invars, invars, strict=True))
+        carries = scan.body.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+        xs = set(scan.body.invars[scan.num_consts + scan.num_carry :])
         result = {v: j for j, v in enumerate(entry.leaving)}
         end_of = dict(zip(carries, ends, strict=False))
         flow: dict[int, int] = {}
@@ -255,7 +258,7 @@ class _Lifting:
                 if isinstance(end, Var) and end in result:
                     flow[i] = result[end]
                 elif end is not a or a in xs or (a not in operand and a not in self.consts):
-                    self._refuse(entry.first, "is given something else than its scan carries from block to block")
+                    self.stubs.refuse(entry.first, "is given something else than its scan carries from block to block")
                 a = operand.get(a, a)
             entering.append(a)
         leaving: list[Var | None] = [None] * len(entry.leaving)
@@ -268,12 +271,6 @@ class _Lifting:
                 self.lost.add(_renamed(env, v))
         self.entries[entry.first] = replace(
             entry, count=scan.length, entering=tuple(entering), leaving=tuple(leaving), flow=flow, at=len(self.eqns)
-        )
-
-    def _refuse(self, block: int, what: str) -> NoReturn:
-        raise StageError(
-            f"{self.label}: block {block} {what}; blocks are called once each, one after another or in a scan over a stack of "
-            "them. Write the layers by hand where they are not"
         )
 
 
@@ -292,20 +289,10 @@ def _renamed(env: dict[Var, Atom], var: Var) -> Var:
     return new
 
 
-def _mark_of(eqn: JaxprEqn) -> tuple[str, int, int] | None:
-    """Of a mark: ``in`` or ``out``, the block and the position."""
-    name = checkpoint_name_of(eqn)
-    if name is None or not name.startswith(_MARK):
-        return None
-    _, way, block, position = name.split("/")
-    return way, int(block), int(position)
-
-
 def _blocks_in(eqn: JaxprEqn) -> set[int]:
     """Blocks that are called inside an equation."""
     found: set[int] = set()
     for body in sub_jaxprs(eqn):
         for inner in body.eqns:
-            mark = _mark_of(inner)
-            found |= _blocks_in(inner) if mark is None else {mark[1]}
+            found |= {inner.params["block"]} if inner.primitive is _BLOCK else _blocks_in(inner)
     return found

@@ -4,7 +4,7 @@ A call costs about 1 µs per argument on top of a fixed price, and a transformer
 to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vectors (biases and scales, whose gradients B makes
 in passing) and one for the rest. Larger leaves keep their own buffer and shape. The gradient accumulators mirror the buffers.
 Leaves that are not trained (integers, and what :attr:`Layer.trainable` leaves out) go into buffers after all others and have no
-accumulator.
+accumulator. Copies of leaves tied to another stage's share buffers only with each other: the owner's stage updates them.
 
 With tensor parallelism a buffer holds leaves of one kind: split over the shards, whole on each (``same``), or whole on each
 with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's; what a rank holds of a split buffer
@@ -13,12 +13,12 @@ parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and :meth:`~P
 leaves and its buffers.
 
 Tied leaves: :func:`stage_params` puts a copy of the owner's leaf at the tied path when the owner lives in another stage; when
-owner and user share a stage there is one leaf, and :meth:`ParamLayout.unpack` shows it at both places.
+owner and user share a stage there is one leaf, and :meth:`ParamLayout.tree` shows it at both places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
-from jaxpipe.stage.model.layer import Layer, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, init_avals
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""
@@ -64,21 +64,17 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
         dtype = leaf.dtype if not floating else master if layer.stays_float32(path) else compute
         return ParamAval(leaf.shape, dtype, layer.trains(path))
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return {
-        layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), jax.eval_shape(layer.init, key))
-        for layer in layers
-    }
+    return {layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), init_avals(layer)) for layer in layers}
 
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
     """Of parameters by layer (or shapes of them), those that are trained: what an optimizer gets."""
-    found: dict[str, Params] = {layer.name: {} for layer in layers}
-    for layer in layers:
-        for path, leaf in _leaves(layer.name, params):
-            if jnp.issubdtype(leaf.dtype, jnp.inexact) and layer.trains(path):
-                insert_leaf(found[layer.name], path, leaf)
-    return found
+
+    def trained(layer: Layer) -> Params:
+        floats = [(path, leaf) for path, leaf in leaves_of(layer.name, params) if is_trained(leaf)]
+        return nested({path: leaf for path, leaf in floats if layer.trains(path)})
+
+    return {layer.name: trained(layer) for layer in layers}
 
 
 def is_trained(leaf: Any) -> bool:
@@ -108,6 +104,10 @@ class LeafSlot:
     def whole_shape(self, shards: int) -> tuple[int, ...]:
         """The shape of the leaf, all shards together."""
         return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
+
+    def parts(self, whole: Any, shards: int) -> Sequence[Any]:
+        """The whole leaf as each shard has it."""
+        return [whole] * shards if self.axis is None else np.split(whole, shards, self.axis)
 
     def __str__(self) -> str:
         return "/".join((self.layer, *self.path))
@@ -152,13 +152,16 @@ class ParamLayout:
         names = tuple(layer.name for layer in layers)
         aliases, shared = _ties(layers)
         leaves = [
-            (name, path, leaf) for name in names for path, leaf in _leaves(name, params) if (name, path) not in aliases
+            (name, path, leaf)
+            for name in names
+            for path, leaf in leaves_of(name, params)
+            if (name, path) not in aliases
         ]
-        _check_ties(leaves, aliases, shared)
-        lie = _sharding(layers, tp)
-        _check_tied_shards(lie, aliases)
+        have, lie = {(name, path) for name, path, _ in leaves}, _sharding(layers, tp)
+        assert shared.keys() <= have, "parameters that stage_params selects"
+        _check_ties(have, lie, aliases)
         own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        slots, buffers, num_trained, kinds = _assign(own, lie, small_bytes)
+        slots, buffers, num_trained, kinds = _assign(own, lie, shared, small_bytes)
         return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
@@ -169,7 +172,7 @@ class ParamLayout:
             floating = jnp.issubdtype(leaf.dtype, jnp.floating)
             return leaf.astype(slot.dtype if dtype is None else dtype) if floating else leaf
 
-        return self.tree([cast(slot) for slot in self.slots], ties=False)
+        return by_layer(self.layers, ((slot, cast(slot)) for slot in self.slots))
 
     def trains(self, slot: LeafSlot) -> bool:
         """Whether a leaf has a gradient."""
@@ -183,23 +186,13 @@ class ParamLayout:
             StageError: a leaf is missing or has another shape.
         """
         leaves = [self._find(params, slot) for slot in self.slots]
-        if self.shards == 1:
-            return self.pack_leaves(leaves)
-        packed = [
-            self.pack_leaves([self._part(s, v, k) for s, v in zip(self.slots, leaves, strict=True)])
-            for k in range(self.shards)
-        ]
+        parts = [slot.parts(leaf, self.shards) for slot, leaf in zip(self.slots, leaves, strict=True)]
+        packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
         join: Any = np.concatenate if all(isinstance(v, np.ndarray) for v in leaves) else jnp.concatenate
         return [
-            join(parts) if kind == "split" else parts[0]
-            for kind, parts in zip(self.kinds, zip(*packed, strict=True), strict=True)
+            join(buffers) if kind == "split" else buffers[0]
+            for kind, buffers in zip(self.kinds, zip(*packed, strict=True), strict=True)
         ]
-
-    def _part(self, slot: LeafSlot, leaf: Any, shard: int) -> Any:
-        if slot.axis is None:
-            return leaf
-        n = slot.shape[slot.axis]
-        return leaf[(slice(None),) * slot.axis + (slice(shard * n, (shard + 1) * n),)]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """A shard's buffers of its leaves in slot order; of leaves that are None there is no buffer. Traceable."""
@@ -219,13 +212,11 @@ class ParamLayout:
             for s in self.slots
         ]
 
-    def unpack(self, buffers: Sequence[Any], *, ties: bool = False) -> dict[str, Params]:
-        """The whole parameters by layer name, from what a rank holds. ``ties=True`` also puts leaves tied within the stage at
-        both places. Traceable."""
-        leaves = (
-            self.unpack_leaves(buffers) if self.shards == 1 else [self._whole(buffers[s.buffer], s) for s in self.slots]
-        )
-        return self.tree(leaves, ties=ties)
+    def unpack(self, buffers: Sequence[Any], *, copies: bool = True) -> dict[str, Params]:
+        """The whole parameters by layer name, each once, from what a rank holds; ``copies``: those of other stages' too.
+        Traceable."""
+        slots = [slot for slot in self.slots if copies or (slot.layer, slot.path) not in self.shared]
+        return by_layer(self.layers, ((slot, self._whole(buffers[slot.buffer], slot)) for slot in slots))
 
     def _whole(self, buffer: Any, slot: LeafSlot) -> Any:
         """A whole leaf out of what a rank holds of its buffer."""
@@ -234,17 +225,13 @@ class ParamLayout:
         each = buffer.reshape(self.shards, -1)
         begin = 0 if slot.offset is None else slot.offset
         parts = each[:, begin : begin + slot.size].reshape(self.shards, *slot.shape)
-        order = [*range(1, slot.axis + 1), 0, *range(slot.axis + 1, len(slot.shape) + 1)]
-        return parts.transpose(order).reshape(slot.whole_shape(self.shards))
+        return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape(self.shards))
 
-    def tree(self, leaves: Sequence[Any], *, ties: bool = True) -> dict[str, Params]:
-        """The parameters by layer name, from the leaves in slot order."""
-        params: dict[str, Params] = {name: {} for name in self.layers}
-        for slot, leaf in zip(self.slots, leaves, strict=True):
-            insert_leaf(params[slot.layer], slot.path, leaf)
-        if ties:
-            for (layer, path), (owner, owner_path) in self.aliases.items():
-                insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
+    def tree(self, leaves: Sequence[Any]) -> dict[str, Params]:
+        """The parameters by layer name, from the leaves in slot order; leaves tied within the stage at both places."""
+        params = by_layer(self.layers, zip(self.slots, leaves, strict=True))
+        for (layer, path), (owner, owner_path) in self.aliases.items():
+            insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -263,6 +250,12 @@ class ParamLayout:
         return leaf
 
 
+def by_layer(layers: Iterable[str], leaves: Iterable[tuple[LeafSlot, Any]]) -> dict[str, Params]:
+    """Leaves in nested dicts by the name of each of ``layers``, also of those without any."""
+    none: dict[str, Params] = {name: {} for name in layers}
+    return none | nested({(slot.layer, *slot.path): leaf for slot, leaf in leaves})
+
+
 def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
     """The parameters a stage of these layers holds, out of the whole model's: its layers' own leaves, and copies of leaves
     tied to layers of other stages (kept as they are where the owner is absent but the copy is there already).
@@ -277,7 +270,7 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
     for layer in layers:
         if layer.name not in params:
             raise StageError(f"layer {layer.name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
-        own = _copy_dicts(params[layer.name])
+        own = params[layer.name]
         for path, (owner, owner_path) in layer.tied.items():
             if owner in here or (owner not in params and find_leaf(own, path) is not None):
                 continue
@@ -286,9 +279,14 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
                 )
-            insert_leaf(own, path, leaf)
+            own = with_leaf(own, path, leaf)
         chosen[layer.name] = own
     return chosen
+
+
+def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
+    """The parameters of ``layer`` with its tied leaves, taken from their owners, put in. Raises as :func:`stage_params`."""
+    return stage_params([layer], params)[layer.name]
 
 
 def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Place]]:
@@ -297,32 +295,28 @@ def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Plac
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
-    aliases: dict[Place, Place] = {}
-    shared: dict[Place, Place] = {}
-    for layer in layers:
-        for path, (owner, owner_path) in layer.tied.items():
-            (aliases if owner in here else shared)[(layer.name, tuple(path))] = (owner, tuple(owner_path))
-    return aliases, shared
+    ties = [((layer.name, path), (owner, tuple(at))) for layer in layers for path, (owner, at) in layer.tied.items()]
+    return {place: x for place, x in ties if x[0] in here}, {place: x for place, x in ties if x[0] not in here}
 
 
-def _check_ties(
-    leaves: Sequence[tuple[str, Path, Any]], aliases: Mapping[Place, Place], shared: Mapping[Place, Place]
-) -> None:
-    have = {(name, path) for name, path, _ in leaves}
+def _check_ties(have: Collection[Place], lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
+    """Raise StageError unless the leaves tied within a stage are there, and lie on the shards as their owners do."""
     for (layer, path), (owner, owner_path) in aliases.items():
+        tie = f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}"
         if (owner, owner_path) not in have:
+            raise StageError(f"{tie}, which does not exist or is itself tied; tie to the layer that creates the leaf")
+        if lie.get((layer, path)) != lie.get((owner, owner_path)):
             raise StageError(
-                f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist or is "
-                "itself tied; tie to the layer that creates the leaf"
-            )
-    for layer, path in shared:
-        if (layer, path) not in have:
-            raise StageError(
-                f"tied leaf {'/'.join((layer, *path))} was not given; select parameters with stage_params()"
+                f"{tie}, which lies differently on tensor-parallel shards; name the same axis in shards() of both"
             )
 
 
-def _leaves(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
+def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
+    """The leaves of a layer's parameters by path.
+
+    Raises:
+        StageError: there are none of that layer, or they are not arrays in nested dicts.
+    """
     if name not in params:
         raise StageError(f"layer {name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
     if not isinstance(params[name], Mapping):
@@ -372,24 +366,15 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shar
     return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
 
 
-def _check_tied_shards(lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
-    for (layer, path), owner in aliases.items():
-        if lie.get((layer, path)) != lie.get(owner):
-            raise StageError(
-                f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner[0], *owner[1]))}, which lies differently on "
-                "tensor-parallel shards; name the same axis in shards() of both"
-            )
-
-
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], shared: Collection[Place], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
     """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
     groups: dict[tuple[bool, bool, Hashable], list[int]] = {}
     for i, (name, path, leaf) in enumerate(leaves):
         dtype = np.dtype(leaf.dtype)
         small = leaf.size * dtype.itemsize <= small_bytes
-        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))))
+        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))), (name, path) in shared)
         groups.setdefault((not is_trained(leaf), small, alike if small else i), []).append(i)
     slots: dict[int, LeafSlot] = {}
     buffers: list[jax.ShapeDtypeStruct] = []
@@ -408,10 +393,6 @@ def _assign(
     return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(kinds)
 
 
-def _copy_dicts(tree: Any) -> Any:
-    return {k: _copy_dicts(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
-
-
 def get_leaf(tree: Any, path: Path) -> Any:
     """The leaf of a nested dict at ``path``."""
     for key in path:
@@ -426,6 +407,14 @@ def find_leaf(tree: Any, path: Path) -> Any:
             return None
         tree = tree[key]
     return tree
+
+
+def required_leaf(tree: Any, path: Path, whose: str) -> Any:
+    """The same; where there is none, StageError, which says that it is a parameter of ``whose``."""
+    leaf = find_leaf(tree, path)
+    if leaf is None:
+        raise StageError(f"{whose} has no parameter {'/'.join(path)} in what was given")
+    return leaf
 
 
 def by_path(tree: Any, path: Path = ()) -> dict[Path, Any]:

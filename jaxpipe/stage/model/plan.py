@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import jax
@@ -26,8 +27,9 @@ from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, taken_by
-from jaxpipe.stage.model.reference import calling, with_tied_leaves
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, init_avals, key_aval, taken_by
+from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
+from jaxpipe.stage.model.reference import calling
 from jaxpipe.wording import aligned
 
 _MOST_DIVISIONS = 20_000
@@ -94,13 +96,6 @@ class StagePlan:
         costs = [stage.cost for stage in self.stages]
         return max(costs) * len(costs) / sum(costs) if sum(costs) > 0 else 1.0
 
-    def stage_of(self, layer: str) -> int:
-        """The stage that runs ``layer``; StageError if the model has no such layer."""
-        for stage in self.stages:
-            if layer in stage.layers:
-                return stage.index
-        raise StageError(f"{self.model} has no layer {layer!r}; it has {', '.join(self._layer_names())}")
-
     def __str__(self) -> str:
         """A table for people, a row each stage."""
         rows = [("stage", "layers", "parameters", "MB", f"cost ({self.costs_from})", "share", "tied to")]
@@ -127,9 +122,6 @@ class StagePlan:
             return cls(stages=stages, **{**data, "layer_costs": tuple(map(float, data["layer_costs"]))})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StageError(f"not a stage plan in JSON ({error}); write one with StagePlan.to_json") from error
-
-    def _layer_names(self) -> list[str]:
-        return [layer for stage in self.stages for layer in stage.layers]
 
 
 def cut(
@@ -188,13 +180,10 @@ def cut_edges(taken: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The ways to give each of some branches 1 to ``most`` stages, ``total`` in all."""
-    if not most:
-        if total == 0:
-            yield ()
-        return
-    for count in range(1, min(most[0], total - len(most) + 1) + 1):
-        for rest in _divided(total - count, most[1:]):
-            yield count, *rest
+    for ends in combinations(range(1, total), len(most) - 1):
+        parts = tuple(b - a for a, b in pairwise([0, *ends, total]))
+        if all(map(operator.le, parts, most)):
+            yield parts
 
 
 def _evenly(
@@ -293,9 +282,7 @@ def plan_stages(
     stages = []
     for index, (start, stop) in enumerate(ranges):
         mine = layers[start:stop]
-        leaves = {
-            f"{layer.name}/{path}": leaf for layer in mine for path, leaf in _leaves_by_path(avals[layer.name]).items()
-        }
+        leaves = {"/".join((layer.name, *path)): leaf for layer in mine for path, leaf in leaves_of(layer.name, avals)}
         cost = math.fsum(values[start:stop])
         stages.append(
             StageSpec(
@@ -319,18 +306,8 @@ def plan_stages(
 
 
 def param_avals(model: Model) -> dict[str, Any]:
-    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes, without making it.
-
-    Raises:
-        StageError: a layer's ``init`` makes something else than a dict.
-    """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    avals = {layer.name: jax.eval_shape(layer.init, key) for layer in model.layers}
-    for name, tree in avals.items():
-        if not isinstance(tree, Mapping):
-            what = "an array" if isinstance(tree, jax.ShapeDtypeStruct) else f"a {type(tree).__name__}"
-            raise StageError(f"layer {name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
-    return avals
+    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
+    return {layer.name: init_avals(layer) for layer in model.layers}
 
 
 class LayerCosts(tuple[float, ...]):
@@ -356,13 +333,12 @@ def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
     """
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     seen: dict[Any, tuple[float, Any]] = {}
     costs, sent = [], []
     made: list[Any] = []
     for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):
         x = given_to(layer, [made[k] for k in taken])
-        arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key)
+        arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key_aval())
         leaves, structure = jax.tree.flatten(arguments)
         signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in seen:
@@ -468,11 +444,6 @@ def _checked_costs(layers: Sequence[Layer], costs: Sequence[float] | None) -> tu
         if not 0 <= cost < math.inf:
             raise StageError(f"the cost of layer {layer.name} is {cost}; want a finite number >= 0")
     return tuple(map(float, costs))
-
-
-def _leaves_by_path(tree: Any) -> dict[str, Any]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def _stage_from(data: Mapping[str, Any]) -> StageSpec:

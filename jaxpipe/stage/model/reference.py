@@ -26,8 +26,8 @@ import numpy as np
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, given_to, taken_by
-from jaxpipe.stage.model.options import suggestion
-from jaxpipe.stage.model.params import find_leaf, with_leaf
+from jaxpipe.stage.model.options import check_names, suggestion
+from jaxpipe.stage.model.params import with_tied_leaves
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
@@ -135,17 +135,6 @@ def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax
     return result
 
 
-def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
-    """The parameters of ``layer`` with its tied leaves, taken from their owners, put in."""
-    own = params[layer.name]
-    for path, (owner, owner_path) in layer.tied.items():
-        leaf = find_leaf(params[owner], owner_path)
-        if leaf is None:
-            raise StageError(f"layer {layer.name} is tied to {owner}/{'/'.join(owner_path)}, which does not exist")
-        own = with_leaf(own, path, leaf)
-    return own
-
-
 def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: str = "") -> Any:
     """What a layer returns.
 
@@ -213,12 +202,7 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
         raise ConfigError(f"{what} {name}: {attribute} does not say what arguments it takes; name a function") from None
     options = {**{key: value for key, value in (offered or {}).items() if key in parameters}, **options}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        unknown = [option for option in options if option not in parameters]
-        if unknown:
-            raise ConfigError(f"{name} has no option {unknown[0]!r}{suggestion(unknown[0], parameters)}")
-        missing = [n for n, p in parameters.items() if p.default is p.empty and n not in options]
-        if missing:
-            raise ConfigError(f"{name} needs the option {missing[0]}; give {missing[0]}=…")
+        check_names(name, options, {n: p.default is p.empty for n, p in parameters.items()})
     try:
         return factory(**options)
     except JaxpipeError:

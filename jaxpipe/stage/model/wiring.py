@@ -16,12 +16,9 @@ from jaxpipe._jax_compat import Atom, Var, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
-from jaxpipe.stage.model.layer import Params, Path
-from jaxpipe.stage.model.outline import Outline, Stubs, trace_outline, type_of
+from jaxpipe.stage.model.layer import Params, Path, key_aval
+from jaxpipe.stage.model.outline import Outline, Stubs, Wire, trace_outline, type_of
 from jaxpipe.stage.model.params import nested
-
-Wire = tuple[str, int, int]
-"""An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
 
 Home = tuple[Path, int | None]
 """Where a leaf lies in the module's own parameters: its path, and its place on axis 0 if blocks are stacked there."""
@@ -101,24 +98,16 @@ class Tracing:
         data: Sequence[Any],
         mode: Mode,
         key: Any = None,
-        given: Mapping[tuple[int, int], Any] | None = None,
+        given: Mapping[Wire, Any] | None = None,
     ) -> Outline:
-        """The outline with inputs ``leaves`` (in order), ``data``, the key, ``given`` (known results of blocks)."""
-        given = given or {}
-        key = _KEY if key is None else key
+        """The outline with inputs ``leaves`` (in order), ``data``, the key. ``given``: known results of blocks."""
+        stubs = Stubs(self.module.label, lambda block, args: self.probe(block, args, mode)[0], given or {})
 
-        def call(arrays: list[Any]) -> tuple[Any, Stubs]:
-            rest = iter(arrays)
-            own = {path: next(rest) for path in leaves}
-            batch, drawn = [next(rest) for _ in data], next(rest)
-            stubs = Stubs(
-                self.module.label,
-                lambda block, arguments: self.probe(block, arguments, mode)[0],
-                {at: next(rest) for at in given},
-            )
-            return self.module.run(own, batch, drawn, mode[0], stubs), stubs
+        def call(arrays: list[Any]) -> Any:
+            own = dict(zip(leaves, arrays, strict=False))
+            return self.module.run(own, arrays[len(own) : -1], arrays[-1], mode[0], stubs)
 
-        return trace_outline(self.module.label, call, [*leaves.values(), *data, key, *given.values()])
+        return trace_outline(stubs, call, [*leaves.values(), *data, key_aval() if key is None else key])
 
     def from_data(self, data: Sequence[Any], train: bool) -> Outline:
         """The outline for values that depend on the batch alone; traced once for arrays of these types."""
@@ -141,21 +130,17 @@ class Tracing:
                 made.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
                 return array_leaves(made[-1])
 
-            closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, _KEY)
+            closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, key_aval())
             used = only_results(closed, range(len(out)))[1]
             self._probed[signature] = (fill(made[-1], out), used[-1])
         return self._probed[signature]
-
-
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 class Wiring:
     """Where each argument of each block comes from, read off the outlines in both modes.
 
     ``sources``: by block and position, the wire. ``computed``: by entry, the wires that a layer before it must compute.
-    ``free``: wires that depend on the batch alone, and the entry at which they first appear. ``at``: by mode, a wire in the
-    outline.
+    ``free``: wires that depend on the batch alone.
     """
 
     def __init__(self, module: CuttableModule, outlines: Mapping[Mode, Outline]) -> None:
@@ -163,8 +148,7 @@ class Wiring:
         self.outlines = outlines
         self.sources: dict[tuple[int, int], Wire] = {}
         self.computed: dict[int, list[Wire]] = {}
-        self.free: dict[Wire, int] = {}
-        self.at: dict[Mode, dict[Wire, Atom]] = {mode: {} for mode in outlines}
+        self.free: set[Wire] = set()
         self._check_entries()
         known: dict[Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
         for c, entry in enumerate(outlines[TRAIN].entries):
@@ -172,10 +156,7 @@ class Wiring:
             for i in range(len(entry.entering)):
                 self._connect(c, i, known)
             for mode, outline in outlines.items():
-                for j, var in enumerate(outline.entries[c].leaving):
-                    if var is not None:
-                        wire = known[mode][var] = ("out", entry.first + entry.count - 1, j)
-                        self.at[mode][wire] = var
+                known[mode] |= {var: wire for wire, var in outline.entries[c].results.items()}
 
     def _connect(self, c: int, i: int, known: Mapping[Mode, dict[Var, Wire]]) -> None:
         """Find where argument ``i`` of entry ``c`` comes from."""
@@ -187,11 +168,10 @@ class Wiring:
         if source is None:
             source = wire
             for mode, atom in atoms.items():
-                self.at[mode][wire] = atom
                 if isinstance(atom, Var):
                     known[mode].setdefault(atom, wire)
             if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
-                self.free[wire] = c
+                self.free.add(wire)
             else:
                 self.computed[c].append(wire)
         self.sources[(entry.first, i)] = source

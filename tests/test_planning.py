@@ -424,7 +424,7 @@ def tight() -> tuple[Prediction, Workbench, float]:
     config = small(microbatches=8, ranks=2)
     bench = bench_of(config)
     roomy = prediction_of(config, bench)
-    limit = 0.9 * roomy.worst.peak_bytes
+    limit = 0.95 * roomy.worst.peak_bytes
     return prediction_of(config, bench, limit), bench, limit
 
 
@@ -555,12 +555,12 @@ def test_plan_prints_json_and_writes_files(
 
 def test_plan_that_does_not_fit_suggests(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--compile-seconds", "0", "--suggest-seconds", "8", "--schedules", str(tmp_path)]
-    code = main(["plan", config_file, "--memory-limit-gb", "0.00098", *flags])
+    code = main(["plan", config_file, "--memory-limit-gb", "0.00076", *flags])
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "DOES NOT FIT: rank" in out
     assert "change that fits" in out
-    assert "pipeline.recompute=flash" in out
+    assert "pipeline.recompute=full" in out
     assert "assumed  precision: float32" in out
 
 

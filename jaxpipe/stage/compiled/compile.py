@@ -45,8 +45,11 @@ from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand."""
+    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand. ``stage``:
+    the first of them, by which their programs are called: equal ones under equal names are found in JAX's compilation cache
+    on devices of other ranks too (where its keys leave the devices out, which is on GPUs)."""
 
+    stage: int
     joint: StageTrace
     evaluation: StageTrace
     splits: dict[str, Split] = field(default_factory=dict)
@@ -209,7 +212,7 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache) -> _Traced:
     signature = _signature(spec, mesh)
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
-        made = _Traced(trace_joint(spec, mesh), trace_eval(spec, mesh))
+        made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh))
         program = (signature, made.joint.key(), made.evaluation.key())
         cache.traced[functions] = cache.traced.setdefault(program, made)
     return cache.traced[functions]
@@ -246,7 +249,7 @@ def _assemble(
     def compiled(op: str, part: Part, consts: Mapping[Var, Any]) -> StageFunction:
         closed = part.close(consts)
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda: str(closed))
-        return _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+        return _function(op, part, closed, homes, f"{op}_stage{traced.stage}", (*key, op), cache)
 
     functions = {op: compiled(op, part, consts) for op, part in cut.parts.items()}
     evaluation = {v: _portable(c) for v, c in traced.evaluation.consts.items()}

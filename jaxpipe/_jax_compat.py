@@ -191,11 +191,14 @@ def close_jaxpr(
     return ClosedJaxpr(jaxpr, [c for _, c in consts])
 
 
-def only_results(closed: ClosedJaxpr, results: Iterable[int]) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """A closed jaxpr that computes these results alone (in their old order), and which of the old inputs it still takes."""
-    wanted = set(results)
+def only_results(
+    closed: ClosedJaxpr, results: Iterable[int], inputs: Iterable[int] = ()
+) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
+    """A closed jaxpr that computes these results alone (in their old order), and which of the old inputs it takes: these
+    ``inputs``, and those that it reads."""
+    wanted, given = set(results), set(inputs)
     used = [k in wanted for k in range(len(closed.jaxpr.outvars))]
-    jaxpr, kept = _partial_eval.dce_jaxpr(closed.jaxpr, used)
+    jaxpr, kept = _partial_eval.dce_jaxpr(closed.jaxpr, used, [k in given for k in range(len(closed.jaxpr.invars))])
     return ClosedJaxpr(jaxpr, closed.consts), tuple(kept)
 
 

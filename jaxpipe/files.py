@@ -8,6 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -118,3 +119,28 @@ class Closing:
             if error is None:
                 raise
             error.add_note(f"also: {failed}")
+
+
+def user_cache() -> Path:
+    """The folder for what may be made anew: ``$XDG_CACHE_HOME/jaxpipe``, else ``~/.cache/jaxpipe``.
+
+    Without a home folder: one in the folder for temporary files, which this user alone can enter.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the XDG specification: ignore a relative path
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            base = _private_temporary()
+    return base / "jaxpipe"
+
+
+def _private_temporary() -> Path:
+    """A folder of this user's among temporary files: the same every time, unless somebody else has taken its name."""
+    folder = Path(tempfile.gettempdir()) / f"jaxpipe-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="jaxpipe-"))

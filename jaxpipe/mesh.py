@@ -93,6 +93,12 @@ def device_sharded(mesh: AnyMesh, axes: Sequence[str], memory_kind: str | None =
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
+def spec_of(array: jax.ShapeDtypeStruct | jax.Array) -> PartitionSpec:
+    """How an array that lies on a rank is divided over it."""
+    assert isinstance(array.sharding, NamedSharding)
+    return array.sharding.spec
+
+
 def varies_over_tp(aval: jax.ShapeDtypeStruct) -> bool:
     """Whether an array, by its sharding, holds something else on each ``tp`` shard."""
     spec: tuple[Any, ...] = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))

@@ -5,9 +5,15 @@ against measurement. Prints one JSON object.
     python scripts/bench_runtime.py --ranks 2 --rounds 3
 
 Everything is compared within one run, alternating A B A B, medians of several: absolute times on a shared machine mean
-little, ratios more. ``host_us``: host time of single instructions (µs, median over all of all rounds, and by kind);
-a dispatch that finds 32 computations in flight on its device waits for one to finish, which shows in ``p90``. On a CPU the
-dispatching thread shares the cores with the computations.
+little, ratios more. ``host_us``: host time of single instructions over all rounds, in µs: median and 90th percentile of all,
+medians by kind, and what a device waits for: ``run_mean`` and ``run_p90`` of instructions that run a function, on ``arrays``
+arguments and results a call. ``of_5_ms``: the part of a GPU's time that the host thread, which feeds all ranks, would be busy
+if each such instruction took 5 ms. A dispatch that finds 32 computations in flight on its device waits for one to finish,
+which shows in the 90th percentiles. On a CPU the dispatching thread shares the cores with the computations.
+
+Unpipelined JAX on one device, which may use all cores: a compiled loop over the microbatches (``unpipelined``), one call a
+microbatch (``one_by_one``), all sequences in one call (``at_once``); ``pipelined_over_strongest``: over the fastest of them.
+They run with the XLA flags of a run. ``scripts/bench_torch.py`` compares with PyTorch.
 """
 
 from __future__ import annotations
@@ -117,12 +123,13 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
 
     params = init_params(model, 0)
     pipe = _build(args, config, model, name, args.microbatch_size)
-    unpipelined, one_by_one = _unpipelined(model), _one_by_one(model)
+    rivals = {"unpipelined": _unpipelined(model), "one_by_one": _one_by_one(model), "at_once": _at_once(model)}
     placed = pipe.place(params)
     alone = jax.device_put((params, batch), jax.devices()[0])
     acc = {at: pipe.zeros(at) for at in pipe.all_instances}
-    jax.block_until_ready((unpipelined(*alone), one_by_one(*alone)))
-    pipelined_s, unpipelined_s, one_by_one_s, ratios, bubbles = [], [], [], [], []
+    jax.block_until_ready([rival(*alone) for rival in rivals.values()])
+    pipelined_s, ratios, bubbles = [], [], []
+    rivals_s: dict[str, list[float]] = {rival: [] for rival in rivals}
     host: list[tuple[str, float]] = []
     for _ in range(args.rounds):
         start = time.perf_counter()
@@ -131,27 +138,28 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         jax.block_until_ready((acc, out.losses))
         pipelined_s.append(time.perf_counter() - start)
         host += zip(pipe.executor.instruction_kinds, out.instruction_s, strict=True)
-        start = time.perf_counter()
-        jax.block_until_ready(unpipelined(*alone))
-        unpipelined_s.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        jax.block_until_ready(one_by_one(*alone))
-        one_by_one_s.append(time.perf_counter() - start)
+        for rival, run in rivals.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*alone))
+            rivals_s[rival].append(time.perf_counter() - start)
         out = pipe.run(placed, acc, batch, record=True)
         acc = {at: list(b) for at, b in out.acc.items()}
         ratios.append(pipe.replay_ratio(out))
         bubbles.append(pipe.measured_timeline(out).bubble_rate)
+
+    def over(times: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(pipelined_s, times, strict=True))
+
     costs = pipe.costs
     seconds = {op: sum(getattr(costs, f"{op.lower()}_s")) for op in ("F", "B", "W", "BW")}
     flops = {op: sum(s.flops[op] for s in pipe.stages) for op in ("F", "B", "W", "BW")}
     return {
         "instructions": pipe.executor.num_instructions,
-        "host_us": _host_cost(host),
+        "host_us": _host_cost(host) | _arrays(pipe, args.ranks, host),
         "pipelined_s": statistics.median(pipelined_s),
-        "unpipelined_s": statistics.median(unpipelined_s),
-        "pipelined_over_unpipelined": statistics.median(a / b for a, b in zip(pipelined_s, unpipelined_s, strict=True)),
-        "one_by_one_s": statistics.median(one_by_one_s),
-        "pipelined_over_one_by_one": statistics.median(a / b for a, b in zip(pipelined_s, one_by_one_s, strict=True)),
+        **{f"{rival}_s": statistics.median(times) for rival, times in rivals_s.items()},
+        **{f"pipelined_over_{rival}": over(times) for rival, times in rivals_s.items()},
+        "pipelined_over_strongest": max(over(times) for times in rivals_s.values()),
         "measured_over_replay": statistics.median(ratios),
         "bubble_predicted": pipe.predicted_timeline().bubble_rate,
         "bubble_measured": statistics.median(bubbles),
@@ -204,6 +212,32 @@ def _one_by_one(model: Any) -> Any:
         return carry
 
     return step
+
+
+def _at_once(model: Any) -> Any:
+    """The same gradient of all sequences together."""
+    import jax
+
+    one = _microbatch_step(model)
+
+    def step(params: Any, batch: Any) -> Any:
+        return one(_zeros(params), params, {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()})
+
+    return jax.jit(step)
+
+
+def _arrays(pipe: Any, ranks: int, samples: list[tuple[str, float]]) -> dict[str, float]:
+    """Of instructions that run a function."""
+    from jaxpipe.program.ir import Run
+
+    runs = [i for program in pipe.programs for i in program.instructions if isinstance(i, Run)]
+    us = sorted(s * 1e6 for kind, s in samples if kind == "run")
+    return {
+        "run_mean": statistics.mean(us),
+        "run_p90": us[len(us) * 9 // 10],
+        "arrays": statistics.mean(len(i.inputs) + len(i.outputs) for i in runs),
+        "of_5_ms": ranks * statistics.mean(us) / 5000,
+    }
 
 
 def _host_cost(samples: list[tuple[str, float]]) -> dict[str, float]:

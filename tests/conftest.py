@@ -44,6 +44,7 @@ _OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ  # else a worker's, o
 if _OWN_CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpipe-tests-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("MALLOC_ARENA_TEST", "8")  # the default; keep_heap() does nothing where one is set
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.
@@ -81,7 +82,9 @@ MOST_MAPS = 30_000
 def _few_memory_maps() -> Iterator[None]:
     """Every program that XLA compiles for a CPU takes some memory maps; a run of all tests would end in a segmentation fault
     inside the compiler. So after a module that leaves too many, what tests share between modules goes."""
+    gc.freeze()  # traced programs of other modules are many small objects: looking through them took 10% of a run
     yield
+    gc.unfreeze()
     if "jax" not in sys.modules or _memory_maps() < MOST_MAPS:
         return
     import jax

@@ -101,7 +101,8 @@ def test_train_prints_progress_and_a_summary(
     out, err = cli("train", *tiny())
     assert err == ""
     lines = out.splitlines()
-    assert "tokens; " in lines[0]  # the data
+    assert lines[0].startswith("on a CPU: malloc ")
+    assert "tokens; " in lines[1]  # the data
     assert [line.split()[1] for line in lines if line.startswith("step ") and "/4" in line] == ["2/4", "4/4"]
     assert lines[-3].startswith("done at step 4: loss ")
     assert lines[-2].startswith("bubble ")

@@ -19,23 +19,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 712, 15),
+    "(top)": (9, 734, 15),
     "cli": (17, 1988, 6),
     "cost": (5, 712, 6),
     "planning": (8, 976, 11),
     "plot": (8, 801, 5),
     "program": (6, 522, 10),
     "rehearsal": (6, 600, 8),
-    "runtime": (12, 1489, 15),
+    "runtime": (12, 1485, 15),
     "schedule": (24, 2796, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
     "schedule/families": (20, 1644, 3),
     "schedule/list_schedule": (9, 1015, 14),
     "schedule/passes": (10, 933, 9),
-    "schedule/solve": (35, 4156, 42),
-    "stage": (43, 5807, 52),
-    "train": (47, 6152, 73),
+    "schedule/solve": (35, 4139, 42),
+    "stage": (43, 5596, 53),
+    "train": (48, 6187, 73),
 }
 MOST_OF_SCHEDULE = 7219
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

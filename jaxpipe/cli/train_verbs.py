@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace) -> int:
         from jaxpipe.train.report import result_json, result_text
 
     out = ProgressStream(sys.stdout)
-    result = train(config, sys.stderr if args.json else out)
+    result = train(config, sys.stderr if args.json else out, own_process=True)
     out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
 

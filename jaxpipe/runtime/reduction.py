@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from jaxpipe.mesh import DP, TP
+from jaxpipe.mesh import DP, TP, spec_of
 from jaxpipe.stage.functions import StageFunctions
 
 Reduction = Callable[[list[jax.Array]], list[jax.Array]]
@@ -54,9 +53,3 @@ def on_rank(
         return jax.jit(function, donate_argnums=donate)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate)
-
-
-def spec_of(aval: jax.ShapeDtypeStruct | jax.Array) -> P:
-    """The partition of an array that lies on a rank."""
-    assert isinstance(aval.sharding, NamedSharding)
-    return aval.sharding.spec

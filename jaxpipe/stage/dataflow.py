@@ -25,6 +25,10 @@ class Dataflow:
         """The equations whose results equation ``i`` reads."""
         return (self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker)
 
+    def outputs(self, i: int) -> Iterable[int]:
+        """The equations that read results of equation ``i``."""
+        return (r for v in self.eqns[i].outvars for r in self.readers.get(v, ()))
+
     def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
         """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
         makers = (self.maker[v] for v in variables(roots) if v in self.maker)

@@ -23,6 +23,7 @@ A :class:`BraidedFunction` is several of them in one call (:mod:`jaxpipe.stage.c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,6 +31,8 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
+from jaxpipe.mesh import DP, TP, AnyMesh, device_sharded, replicated
+from jaxpipe.stage.leaves import array_leaves
 from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.weave.weaver import CoveredCollective
@@ -60,6 +63,55 @@ SHARED = ("param", "acc", "state")
 
 IN_PLACE = ("acc", "state")
 """Those that functions update; what updates one donates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
+    enters and leaves, whether it differs between ``tp`` shards. ``dy_of``: by ``dy`` port, the leaf of what leaves.
+    ``handed_on``: results that are arguments → those."""
+
+    mesh: AnyMesh
+    layout: ParamLayout
+    x_varies: tuple[bool, ...]
+    y_varies: tuple[bool, ...] = ()
+    dy_of: tuple[int, ...] = ()
+    handed_on: Mapping[Port, Port] = field(default_factory=dict)
+
+    def axes(self, port: Port) -> tuple[str, ...]:
+        """The mesh axes along which an array differs."""
+        match port.kind:
+            case "param":
+                return (TP,) if self.layout.kinds[port.index] == "split" else ()
+            case "key" | "token":
+                return ()
+            case "data" | "loss":
+                return (DP,)
+            case "x" | "dx":
+                return (DP, TP) if self.x_varies[port.index] else (DP,)
+            case "y":
+                return (DP, TP) if self.y_varies[port.index] else (DP,)
+            case "dy":
+                return self.axes(Port("y", self.dy_of[port.index]))
+            case "acc":
+                return (DP,) if self.layout.kinds[port.index] == "same" else (DP, TP)
+            case "res" | "wres" | "user" | "state":
+                source = self.handed_on.get(port)
+                return (DP, TP) if source is None else self.axes(source)
+
+    def entering(self, port: Port, whole: Any) -> jax.ShapeDtypeStruct:
+        """An array that is ``whole`` outside, as it lies on this rank; scalars are the same on all devices."""
+        home = device_sharded(self.mesh, self.axes(port)) if whole.shape else replicated(self.mesh)
+        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)
+
+    def aval(self, port: Port, local: Any) -> jax.ShapeDtypeStruct:
+        """Shape and sharding over the rank of what is ``local`` on each device."""
+        axes, shape = self.axes(port), tuple(local.shape)
+        devices = math.prod(self.mesh.shape[a] for a in axes)
+        if not axes or (not shape and devices == 1):
+            return jax.ShapeDtypeStruct(shape, local.dtype, sharding=replicated(self.mesh))
+        shape = (devices * shape[0], *shape[1:]) if shape else (devices,)
+        return jax.ShapeDtypeStruct(shape, local.dtype, sharding=device_sharded(self.mesh, axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +159,7 @@ class StageFunctions:
     ``functions``: by op, those that a schedule runs. ``evaluation``: E.
 
     ``x``/``y``: pytrees of ``ShapeDtypeStruct`` (global shapes) and static leaves that enter and leave; None where nothing
-    does. ``x_avals``/``y_avals``: their array leaves in port order. ``x_from``: by ``x`` port, the stage that makes it and the
+    does. ``x_from``: by ``x`` port, the stage that makes it and the
     ``y`` port there; ``dy_from``: by ``dy`` port, the stage that makes it and the ``dx`` port there. ``data_names``: batch
     arrays it reads, in port order. ``links``: to its neighbours. A stage that takes several microbatches at once
     (``links.span``) has ``x``, ``dx`` and ``data`` ports for each of them in turn; ``x_from`` and ``data_names`` are of one.
@@ -125,8 +177,6 @@ class StageFunctions:
     evaluation: StageFunction
     x: Any
     y: Any
-    x_avals: tuple[jax.ShapeDtypeStruct, ...]
-    y_avals: tuple[jax.ShapeDtypeStruct, ...]
     links: StageLinks
     data_names: tuple[str, ...]
     uses_key: bool
@@ -146,6 +196,16 @@ class StageFunctions:
     eval_metrics: Metrics = field(default_factory=dict)
     x_from: tuple[tuple[int, int], ...] = ()
     dy_from: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def x_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The array leaves of ``x``, in port order."""
+        return tuple(array_leaves(self.x))
+
+    @property
+    def y_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The array leaves of ``y``, in port order."""
+        return tuple(array_leaves(self.y))
 
     @property
     def data_avals(self) -> Mapping[int, jax.ShapeDtypeStruct]:

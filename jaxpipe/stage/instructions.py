@@ -19,12 +19,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._jax_compat import Var, eval_jaxpr
+from jaxpipe._jax_compat import eval_jaxpr
 from jaxpipe.errors import JaxpipeError, StageError, gist
 from jaxpipe.mesh import AnyMesh, replicated
-from jaxpipe.stage.compiled.compile import forwarding
+from jaxpipe.stage.compiled.compile import compiled
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.functions import IN_PLACE, SHARED, Port, PortKind, StageFunction, StageFunctions
+from jaxpipe.stage.functions import IN_PLACE, Port, PortKind, StageFunction, StageFunctions
 from jaxpipe.wording import closest
 
 Build = Callable[[StageFunctions, AnyMesh], StageFunction]
@@ -145,39 +145,22 @@ class _Instruction:
         closed = jax.make_jaxpr(run)(*avals_in)
         self._check(made, [len(leaves) for leaves in returned], closed.out_avals)
         outputs = [p for name in writes for p in made[name]] + [Port("token")]
-        at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
-        donated = tuple(k for k, p in enumerate(inputs) if p.kind in IN_PLACE and p in outputs)
-        forwarded = {
-            k: at[a]
-            for k, a in enumerate(closed.jaxpr.outvars)
-            if isinstance(a, Var) and a in at and not {inputs[at[a]].kind, outputs[k].kind} & set(SHARED)
-        }
-        rest = [k for k in range(len(outputs)) if k not in forwarded]
-        avals_out = [
-            avals_in[forwarded[k]] if k in forwarded else self._home(port, aval)
-            for k, (port, aval) in enumerate(zip(outputs, closed.out_avals, strict=True))
-        ]
+        homes = [self._home(port, aval) for port, aval in zip(outputs, closed.out_avals, strict=True)]
 
-        def replay(*arrays: Any) -> tuple[Any, ...]:
-            results = eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
-            chosen = [(results[k], closed.jaxpr.outvars[k]) for k in rest]
-            return tuple(jnp.copy(x) if isinstance(v, Var) and v in at else jnp.asarray(x) for x, v in chosen)
+        def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
+            def replay(*arrays: Any) -> tuple[Any, ...]:
+                out = eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+                chosen = [(out[k], closed.jaxpr.outvars[k]) for k in results]
+                entered = closed.jaxpr.invars
+                return tuple(jnp.copy(x) if any(v is a for a in entered) else jnp.asarray(x) for x, v in chosen)
 
-        replay.__name__ = replay.__qualname__ = f"{self.op}_stage{self.stage.stage}"
-        homes = tuple(avals_out[k].sharding for k in rest)
-        jitted = jax.jit(replay, donate_argnums=donated, out_shardings=homes)
+            replay.__name__ = replay.__qualname__ = f"{self.op}_stage{self.stage.stage}"
+            return jax.jit(replay, donate_argnums=donated, out_shardings=tuple(homes[k].sharding for k in results))
+
+        calls = compiled(closed, inputs, outputs, jit)
+        avals_out = [avals_in[calls.forwarded[k]] if k in calls.forwarded else home for k, home in enumerate(homes)]
         return StageFunction(
-            tuple(inputs),
-            tuple(outputs),
-            tuple(avals_in),
-            tuple(avals_out),
-            donated,
-            closed,
-            forwarding(jitted, forwarded, len(outputs)) if forwarded else jitted,
-            jitted,
-            forwarded,
-            op=self.op,
-            per_shard=False,
+            tuple(inputs), tuple(outputs), tuple(avals_in), tuple(avals_out), *calls, op=self.op, per_shard=False
         )
 
     def _read(self, entry: str | From) -> tuple[bool, Sequence[Port], Sequence[jax.ShapeDtypeStruct]]:

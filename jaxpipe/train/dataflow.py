@@ -1,4 +1,4 @@
-"""Dataflow through a flat jaxpr: which inputs its results depend on, and the part of it that makes some of them.
+"""Dataflow through a flat jaxpr: which inputs its results depend on.
 
 Branches and scans are looked into: a result of ``cond`` or ``scan`` depends on what its own values come from, not on all that
 the others read. JAX can take these apart, and no ``while``: each of its results depends on everything that it reads.
@@ -9,19 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxpipe._jax_compat import (
-    Atom,
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    close_jaxpr,
-    pruned,
-    scan_parts,
-    variables,
-)
-from jaxpipe.stage.inline import FlatJaxpr
+from jaxpipe._jax_compat import Atom, Jaxpr, JaxprEqn, Literal, Var, scan_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +23,7 @@ class Sources:
 NOTHING = Sources()
 
 
-def sources(jaxpr: Jaxpr | FlatJaxpr, given: Sequence[Sources]) -> list[Sources]:
+def sources(jaxpr: Jaxpr, given: Sequence[Sources]) -> list[Sources]:
     """The sources of each result, from those of the inputs (constants have none)."""
     known: dict[Var, Sources] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -45,19 +33,6 @@ def sources(jaxpr: Jaxpr | FlatJaxpr, given: Sequence[Sources]) -> list[Sources]
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, _through(eqn, [read(a) for a in eqn.invars]), strict=True))
     return [read(a) for a in jaxpr.outvars]
-
-
-def part_of(flat: FlatJaxpr, invars: Sequence[Var], outvars: Sequence[Atom]) -> ClosedJaxpr:
-    """The equations that ``outvars`` depend on, as a jaxpr from ``invars``, which must be all the inputs that these read."""
-    needed = set(variables(outvars))
-    kept = []
-    for eqn in reversed(flat.eqns):
-        used = [v in needed for v in eqn.outvars]
-        if any(used):
-            kept.append(pruned(eqn, used))
-            needed.update(variables(kept[-1].invars))
-    assert not (needed & set(flat.invars)) - set(invars), "an input is read that is not given"
-    return close_jaxpr([(v, c) for v, c in flat.consts.items() if v in needed], invars, kept[::-1], outvars)
 
 
 def _through(eqn: JaxprEqn, given: Sequence[Sources]) -> list[Sources]:

@@ -9,6 +9,7 @@ not import JAX.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import re
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
     from jaxpipe.cost.memory import MemoryReport
 
 _FLAG = "--xla_force_host_platform_device_count"
-_YNN = "--xla_cpu_experimental_ynn_fusion_type"
-"""Set to nothing with jaxlib 0.10: its fused reductions on CPU give wrong sums for some shapes (jax#39103). Costs about 10%."""
+_CPU_FLAGS = {
+    "--xla_cpu_experimental_ynn_fusion_type": "",
+    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
+}
+"""With jaxlib 0.10, unless XLA_FLAGS names them. Its fused reductions give wrong sums for some shapes (jax#39103); without them
+a step takes about 10% more. Its scheduler lets temporaries live long."""
+_MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
+"""Options of mallopt(3) and values: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MAX_EMULATED = 512
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LESS_STATE = "more pipeline.ranks or tp, pipeline.zero1 with dp, run.dtype=bfloat16, or a smaller model"
@@ -47,10 +54,29 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
     elif int(given[1]) < count:
         os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
-    if importlib.metadata.version("jaxlib").startswith("0.10.") and _YNN not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] += f" {_YNN}="
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        unsaid = [f" {flag}={value}" for flag, value in _CPU_FLAGS.items() if flag not in os.environ["XLA_FLAGS"]]
+        os.environ["XLA_FLAGS"] += "".join(unsaid)
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def keep_heap() -> bool:
+    """Have glibc's malloc keep what XLA frees on a CPU, and not hand it back to the system to be asked for page by page in the
+    next call. Whether it does: not where ``MALLOC_…`` or ``GLIBC_TUNABLES`` settle it, nor with another C library."""
+    settled = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    mallopt = None if settled else getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(option, value) for option, value in _MALLOC.items())
+
+
+def cpu_settings(kept: bool) -> str:
+    """What a run on emulated devices has set, in a line; ``kept``: as :func:`keep_heap` says."""
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = " ".join(text for flag, value in _CPU_FLAGS.items() if (text := f"{flag}={value}") in given)
+    heap = "malloc keeps what is freed" if kept else "malloc as the environment has it"
+    return f"on a CPU: {heap}; XLA_FLAGS {f'has {flags}' if flags else 'as given'}"
 
 
 def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:

@@ -21,10 +21,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, eval_jaxpr, is_key_dtype, source_functions, source_line
+from jaxpipe._jax_compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    eval_jaxpr,
+    is_key_dtype,
+    only_results,
+    source_functions,
+    source_line,
+)
 from jaxpipe.errors import ConfigError, JaxpipeError
-from jaxpipe.stage.inline import FlatJaxpr, flatten
-from jaxpipe.train.dataflow import NOTHING, Sources, part_of, sources
+from jaxpipe.stage.inline import flatten
+from jaxpipe.train.dataflow import NOTHING, Sources, sources
 from jaxpipe.train.optimizer import functions_of
 from jaxpipe.train.optimizer_state import StateLeaf, of_layers, state_leaves
 
@@ -50,8 +58,8 @@ class LayerwiseOptimizer:
     extra: Mapping[str, jax.ShapeDtypeStruct]
     numbers: Any
     leaves: tuple[StateLeaf, ...]
-    start: FlatJaxpr
-    update: FlatJaxpr
+    start: ClosedJaxpr
+    update: ClosedJaxpr
 
     @classmethod
     def trace(
@@ -90,13 +98,9 @@ class LayerwiseOptimizer:
         mine = [k for k, layer in enumerate(_layers_of_leaves(self.params)) if layer in layers]
         n, m = len(jax.tree.leaves(self.params)), len(self.leaves)
         grads_and_state = [*mine, *(n + k for k in chosen)]
-        others = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.invars))]
-        start = part_of(self.start, [self.start.invars[k] for k in mine], [self.start.outvars[k] for k in chosen])
-        update = part_of(
-            self.update,
-            [self.update.invars[k] for k in (*grads_and_state, *others)],
-            [self.update.outvars[k] for k in grads_and_state],
-        )
+        others = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.in_avals))]
+        start = _part(self.start, mine, chosen)
+        update = _part(self.update, [*grads_and_state, *others], grads_and_state)
         return OptimizerPart(jax.tree.structure(numbers), tuple(chosen), start, update)
 
 
@@ -125,7 +129,14 @@ class OptimizerPart:
         return jax.tree.unflatten(structure, made[:count]), jax.tree.unflatten(self.structure, made[count:])
 
 
-def _traced(what: str, function: Callable[..., Any], *shapes: Any) -> tuple[FlatJaxpr, Any]:
+def _part(closed: ClosedJaxpr, inputs: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
+    """What makes these results of these inputs, all that they depend on."""
+    part, taken = only_results(closed, results, inputs)
+    assert [k for k, yes in enumerate(taken) if yes] == inputs, "an input is read that is not given"
+    return part
+
+
+def _traced(what: str, function: Callable[..., Any], *shapes: Any) -> tuple[ClosedJaxpr, Any]:
     try:
         closed, made = jax.make_jaxpr(function, return_shape=True)(*shapes)
     except JaxpipeError:
@@ -143,7 +154,7 @@ def _traced(what: str, function: Callable[..., Any], *shapes: Any) -> tuple[Flat
                 f"the optimizer's {what} has a side effect ({eqn.primitive.name} at {source_line(eqn)}), which would happen on "
                 "some devices and not on others; remove it"
             )
-    return flat, made
+    return flat.close(), made
 
 
 def _check_same(what: str, before: Any, after: Any, *, dtypes: bool) -> None:
@@ -183,7 +194,7 @@ def _layers_of_leaves(params: Tree) -> list[str]:
 
 
 def _owned(
-    params: Tree, num_extra: int, leaves: Sequence[StateLeaf], start: FlatJaxpr, update: FlatJaxpr
+    params: Tree, num_extra: int, leaves: Sequence[StateLeaf], start: ClosedJaxpr, update: ClosedJaxpr
 ) -> tuple[StateLeaf, ...]:
     """The leaves of the state with the layers that they belong to.
 
@@ -194,10 +205,10 @@ def _owned(
     bits = {name: Sources(1 << k) for k, name in enumerate(names)}
     mine = _layers_of_leaves(params)
     own = [bits[name] for name in mine]
-    made = sources(start, own)
+    made = sources(start.jaxpr, own)
     while True:  # until no leaf is found to depend on a layer through another one
         held = [NOTHING if leaf.layer is None else bits[leaf.layer] for leaf in leaves]
-        results = sources(update, [*own, *held, *own, *[NOTHING] * num_extra])
+        results = sources(update.jaxpr, [*own, *held, *own, *[NOTHING] * num_extra])
         updates, after = results[: len(own)], results[len(own) :]
         found = [Sources(a.mask | b.mask, a.origin or b.origin) for a, b in zip(made, after, strict=True)]
         for name, update_sources in zip(mine, updates, strict=True):

@@ -29,8 +29,9 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
+from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import find_devices, memory_advice, of_device
+from jaxpipe.train.devices import cpu_settings, find_devices, keep_heap, memory_advice, of_device
 from jaxpipe.train.metrics import MetricsLog, require_tensorboard
 from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
@@ -50,8 +51,11 @@ _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite",
 """Of a step's metrics, what its record is made of."""
 
 
-def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) -> TrainResult:
+def train(
+    config: TrainConfig, stream: TextIO | ProgressStream | None = None, *, own_process: bool = False
+) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
+    ``own_process``: nothing else is done in this process, so settings may be made that hold for all of it.
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
@@ -74,6 +78,8 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             if origin is not None:
                 folder.check_metrics()
             devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+            if remark := use_compile_cache(config.run.compile_cache):
+                out.print(f"warning: {remark}")
             if config.run.tensorboard:
                 require_tensorboard()
             if out.isatty():
@@ -81,6 +87,8 @@ def train(config: TrainConfig, stream: TextIO | ProgressStream | None = None) ->
             prepared = prepare(config)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
+            if own_process and devices[0].platform == "cpu":
+                out.print(cpu_settings(keep_heap()))
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:

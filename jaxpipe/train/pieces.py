@@ -14,13 +14,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape_of
+from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, only_results, shape_of
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import array_key, value_key
-from jaxpipe.stage.inline import FlatJaxpr
 from jaxpipe.stage.model.params import Place
 from jaxpipe.stage.primitives import Kind, row
-from jaxpipe.train.dataflow import part_of
 from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
 from jaxpipe.train.optimizer_state import StateLeaf
 
@@ -62,10 +60,11 @@ def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division:
     return divided
 
 
-def _check(whole: FlatJaxpr, local: FlatJaxpr, given: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:
+def _check(whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:
     """Compare two programs whose inputs are of the kinds ``given``, and whose results must be of those ``wanted``."""
-    pair = _Pair(part_of(whole, whole.invars, whole.outvars), part_of(local, local.invars, local.outvars), given)
-    for a, b, kind, want in zip(whole.outvars, local.outvars, pair.results(), wanted, strict=True):
+    whole, local = (only_results(x, range(len(x.out_avals)), range(len(x.in_avals)))[0] for x in (whole, local))
+    pair = _Pair(whole, local, given)
+    for a, b, kind, want in zip(whole.jaxpr.outvars, local.jaxpr.outvars, pair.results(), wanted, strict=True):
         number = kind == _UNIFORM or (kind == _SAME and not shape_of(a))
         if kind != want and not (number and (want != _SAME or shape_of(a) == shape_of(b))):
             _refuse(pair.maker.get(a) if isinstance(a, Var) else None)

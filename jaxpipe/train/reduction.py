@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import DP, TP
-from jaxpipe.runtime.reduction import on_rank, reduced_axes, spec_of
+from jaxpipe.mesh import DP, TP, spec_of
+from jaxpipe.runtime.reduction import on_rank, reduced_axes
 from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]

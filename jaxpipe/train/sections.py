@@ -176,7 +176,8 @@ class RunConfig:
 
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
-    this, and than 20 times the median, ends the run as hung (0: none does).
+    this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
+    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
     """
 
     steps: _Count = 200
@@ -197,6 +198,7 @@ class RunConfig:
     on_nonfinite: Literal["skip", "abort"] = "skip"
     max_skipped: _Whole = 5
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
+    compile_cache: _Name = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,24 @@ Gradients are added before the reduction, while each device still has its own su
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StageError
+from jaxpipe.mesh import spec_of
 from jaxpipe.runtime.assembly import Tie
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.reduction import on_rank, spec_of
-from jaxpipe.stage.model.layer import Path
+from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.stage.model.params import LeafSlot
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
+End = tuple[int, LeafSlot]
+"""A stage, and where the leaf lies there."""
 
 
 class TiedLeaves:
@@ -34,47 +35,41 @@ class TiedLeaves:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipe = pipeline
-        slots = {tie: _slots(pipeline, tie) for tie in pipeline.tied}
-        self._slots = {t: pair for t, pair in slots.items() if pipeline.layout(t.owner_stage).trains(pair[0])}
-        self._take_grad = {t: self._taker(t.copy_stage, copy, "acc") for t, (_, copy) in self._slots.items()}
-        self._add = {t: self._putter(t.owner_stage, owner, "acc") for t, (owner, _) in self._slots.items()}
-        self._take_value = {t: self._taker(t.owner_stage, owner, "param") for t, (owner, _) in self._slots.items()}
-        self._put = {t: self._putter(t.copy_stage, copy, "param") for t, (_, copy) in self._slots.items()}
+        ends = [_ends(pipeline, tie) for tie in pipeline.tied]
+        ends = [(owner, copy) for owner, copy in ends if pipeline.layout(owner[0]).trains(owner[1])]
+        self._gather = [self._moving(copy, owner, "acc") for owner, copy in ends]
+        self._spread = [self._moving(owner, copy, "param") for owner, copy in ends]
 
     def gather(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
         """Accumulators with those of copies added to their owner's. The owner's are donated."""
-        for t in self._slots:
-            owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
-            leaf = self._carry(self._take_grad[t](acc[copy]), owner[0])
-            acc[owner] = list(self._add[t](acc[owner], leaf))
+        for move in self._gather:
+            move(acc)
         return acc
 
     def spread(self, buffers: dict[Instance, Buffers]) -> None:
         """Put the owners' values into the copies' parameter buffers, which are donated."""
-        for t in self._slots:
-            owner, copy = self._pipe.primary(t.owner_stage), self._pipe.primary(t.copy_stage)
-            leaf = self._carry(self._take_value[t](buffers[owner]), copy[0])
-            buffers[copy] = list(self._put[t](buffers[copy], leaf))
+        for move in self._spread:
+            move(buffers)
 
-    def _carry(self, leaf: jax.Array, rank: int) -> jax.Array:
-        carried: jax.Array = jax.device_put(leaf, NamedSharding(self._pipe.submeshes[rank], spec_of(leaf)))
-        return carried
+    def _moving(self, source: End, target: End, kind: str) -> Callable[[dict[Instance, Buffers]], None]:
+        """From the leaf at ``source`` to that at ``target``: added to an accumulator, put in a parameter's place."""
+        start, end = self._pipe.primary(source[0]), self._pipe.primary(target[0])
+        meshes = [self._pipe.submeshes[rank] for rank, _ in (start, end)]
+        given, into = (self._specs(at, kind) for at in (start, end))
+        taken, put = _flat(given[source[1].buffer]), _flat(into[target[1].buffer])
+        take = on_rank(partial(_take, source[1]), meshes[0], (given,), taken)
+        change = on_rank(partial(_put, target[1], add=kind == "acc"), meshes[1], (into, put), into, donate=(0,))
 
-    def _taker(self, stage: int, slot: LeafSlot, kind: str) -> Any:
-        specs = self._specs(stage, kind)
-        return on_rank(partial(_take, slot), self._mesh(stage), (specs,), _flat(specs[slot.buffer]))
+        def move(buffers: dict[Instance, Buffers]) -> None:
+            leaf = take(buffers[start])
+            carried = jax.device_put(leaf, NamedSharding(meshes[1], spec_of(leaf)))
+            buffers[end] = list(change(buffers[end], carried))
 
-    def _putter(self, stage: int, slot: LeafSlot, kind: str) -> Any:
-        specs = self._specs(stage, kind)
-        change = partial(_put, slot, add=kind == "acc")
-        return on_rank(change, self._mesh(stage), (specs, _flat(specs[slot.buffer])), specs, donate=(0,))
+        return move
 
-    def _specs(self, stage: int, kind: str) -> list[P]:
-        functions = self._pipe.functions[self._pipe.primary(stage)]
+    def _specs(self, at: Instance, kind: str) -> list[P]:
+        functions = self._pipe.functions[at]
         return [spec_of(a) for a in (functions.acc_avals if kind == "acc" else functions.param_avals)]
-
-    def _mesh(self, stage: int) -> jax.sharding.Mesh:
-        return self._pipe.submeshes[self._pipe.primary(stage)[0]]
 
 
 def _flat(spec: P) -> P:
@@ -84,39 +79,27 @@ def _flat(spec: P) -> P:
 
 def _take(slot: LeafSlot, buffers: Buffers) -> jax.Array:
     """The local leaf, flat (a scalar has no axis that devices could be stacked on)."""
-    return _member(buffers[slot.buffer], slot)
+    start = slot.offset or 0
+    return buffers[slot.buffer].reshape(-1)[start : start + slot.size]
 
 
 def _put(slot: LeafSlot, buffers: Buffers, leaf: jax.Array, *, add: bool) -> Buffers:
-    old = buffers[slot.buffer]
-    new = _member(old, slot) + leaf if add else leaf
-    start = slot.offset or 0
+    old, start = buffers[slot.buffer], slot.offset or 0
+    new = _take(slot, buffers) + leaf if add else leaf
     whole = new if new.size == old.size else old.ravel().at[start : start + slot.size].set(new)
     return [whole.reshape(old.shape) if k == slot.buffer else b for k, b in enumerate(buffers)]
 
 
-def _member(buffer: jax.Array, slot: LeafSlot) -> jax.Array:
-    start = slot.offset or 0
-    return buffer.reshape(-1)[start : start + slot.size]
-
-
-def _slots(pipeline: Pipeline, tie: Tie) -> tuple[LeafSlot, LeafSlot]:
-    """Where the owner and the copy of a tied leaf lie."""
+def _ends(pipeline: Pipeline, tie: Tie) -> tuple[End, End]:
+    """The owner and the copy of a tied leaf."""
     owner, copy = (
-        _slot(pipeline, stage, path)
+        (stage, next(s for s in pipeline.layout(stage).slots if (s.layer, *s.path) == path))
         for stage, path in ((tie.owner_stage, tie.owner_path), (tie.copy_stage, tie.copy_path))
     )
-    kinds: Mapping[str, Any] = {
-        str(slot): (pipeline.layout(stage).kinds[slot.buffer], slot.axis)
-        for stage, slot in ((tie.owner_stage, owner), (tie.copy_stage, copy))
-    }
-    if len(set(kinds.values())) > 1:
-        told = " and ".join(f"{name} ({kind}, axis {axis})" for name, (kind, axis) in kinds.items())
+    lie = {str(slot): (pipeline.layout(stage).kinds[slot.buffer], slot.axis) for stage, slot in (owner, copy)}
+    if len(set(lie.values())) > 1:
+        told = " and ".join(f"{name} ({kind}, axis {axis})" for name, (kind, axis) in lie.items())
         raise StageError(
             f"tied leaves lie differently on tensor-parallel shards: {told}; give both the same in Layer.shards"
         )
     return owner, copy
-
-
-def _slot(pipeline: Pipeline, stage: int, path: Path) -> LeafSlot:
-    return next(s for s in pipeline.layout(stage).slots if (s.layer, *s.path) == path)

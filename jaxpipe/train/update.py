@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import TP
-from jaxpipe.runtime.reduction import on_rank, spec_of
+from jaxpipe.mesh import TP, spec_of
+from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.train.layerwise import OptimizerPart
 from jaxpipe.train.reduction import gathered, gradient_tree, own_bucket
 from jaxpipe.train.shards import StageShards

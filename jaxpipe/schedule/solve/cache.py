@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.files import write_atomically
+from jaxpipe.files import user_cache, write_atomically
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.simulate import simulate
@@ -262,31 +261,9 @@ class ScheduleCache:
 
 
 def default_folder() -> Path:
-    """``$JAXPIPE_CACHE_DIR``, else ``$XDG_CACHE_HOME/jaxpipe/schedules``, else ``~/.cache/jaxpipe/schedules``.
-
-    Without a home folder: one in the folder for temporary files, which this user alone can enter.
-    """
+    """``$JAXPIPE_CACHE_DIR``, else ``schedules`` in the folder of :func:`~jaxpipe.files.user_cache`."""
     given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification: ignore a relative path
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:
-            base = _private_temporary()
-    return base / "jaxpipe" / "schedules"
-
-
-def _private_temporary() -> Path:
-    """A folder of this user's among temporary files: the same every time, unless somebody else has taken its name."""
-    folder = Path(tempfile.gettempdir()) / f"jaxpipe-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
-            return folder
-    return Path(tempfile.mkdtemp(prefix="jaxpipe-"))
+    return Path(given) if given else user_cache() / "schedules"
 
 
 def _doubt(path: Path, bound: float, value: float) -> str:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe import dump
-from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var
+from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var, variables
 from jaxpipe.mesh import TP
-from jaxpipe.stage.compiled.compile import BuildCache, forwarding, gpu_options, jit_per_shard
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
+from jaxpipe.stage.dataflow import Dataflow, called, reachable
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.weave.weaver import weave
 
@@ -54,28 +55,22 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     name = "_with_".join(f"{op}_stage{stage}" for op, stage in names)
     dump.dump("jaxpr", f"braid-{name}", lambda: str(made.closed))
     dump.dump("weave", f"braid-{name}", lambda: str(made.woven))
-    at = {v: k for k, v in enumerate(made.closed.jaxpr.invars)}
-    donated = tuple(k for k, (_, port, _) in enumerate(made.inputs) if port.kind == "acc")
-    outvars = made.closed.jaxpr.outvars
-    forwarded = {k: at[a] for k, a in enumerate(outvars) if isinstance(a, Var) and a in at and at[a] not in donated}
-    rest = [k for k in range(len(outvars)) if k not in forwarded]
-    avals_in = tuple(aval for _, _, aval in made.inputs)
-    avals_out = tuple(aval for _, _, aval in made.outputs)
-    results = [avals_out[k] for k in rest]
-    jitted = jit_per_shard(made.closed, avals_in, results, rest, mesh, donated, name, gpu_options(mesh))
+    (input_parts, inputs, avals_in), (output_parts, outputs, avals_out) = (
+        tuple(zip(*ends, strict=True)) for ends in (made.inputs, made.outputs)
+    )
+
+    def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
+        return jit_per_shard(made.closed, avals_in, avals_out, results, mesh, donated, name)
+
     return BraidedFunction(
+        inputs,
+        outputs,
+        avals_in,
+        avals_out,
+        *compiled(made.closed, inputs, outputs, jit),
         parts=names,
-        inputs=tuple(port for _, port, _ in made.inputs),
-        outputs=tuple(port for _, port, _ in made.outputs),
-        input_parts=tuple(k for k, _, _ in made.inputs),
-        output_parts=tuple(k for k, _, _ in made.outputs),
-        avals_in=avals_in,
-        avals_out=avals_out,
-        donated=donated,
-        jaxpr=made.closed,
-        call=jitted if not forwarded else forwarding(jitted, forwarded, len(outvars)),
-        jitted=jitted,
-        forwarded=forwarded,
+        input_parts=input_parts,
+        output_parts=output_parts,
         collectives=made.woven.collectives,
     )
 
@@ -195,15 +190,12 @@ def _without_additions(function: StageFunction) -> _Head:
     given = list(zip(function.inputs, jaxpr.invars, strict=True))
     results = list(zip(function.outputs, jaxpr.outvars, strict=True))
     sums = tuple((p, v) for p, v in given if p.kind == "acc")
-    after = {v for _, v in sums}
-    head, additions = [], []
-    for eqn in jaxpr.eqns:
-        if any(isinstance(a, Var) and a in after for a in eqn.invars):
-            additions.append(eqn)
-            after.update(eqn.outvars)
-        else:
-            head.append(eqn)
-    crossing = tuple(dict.fromkeys(a for eqn in additions for a in eqn.invars if isinstance(a, Var) and a not in after))
+    flow = Dataflow(jaxpr.eqns)
+    adding = reachable((i for _, v in sums for i in flow.readers.get(v, ())), flow.outputs)
+    additions = [jaxpr.eqns[i] for i in sorted(adding)]
+    head = [eqn for i, eqn in enumerate(jaxpr.eqns) if i not in adding]
+    after = {*(v for _, v in sums), *(v for eqn in additions for v in eqn.outvars)}
+    crossing = tuple(dict.fromkeys(v for eqn in additions for v in variables(eqn.invars) if v not in after))
     late = {p for p, a in results if isinstance(a, Var) and a in after}
     kept = [(p, a) for p, a in results if p not in late]
     inputs = [(p, v) for p, v in given if p.kind != "acc"]

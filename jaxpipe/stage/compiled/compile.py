@@ -5,7 +5,7 @@ that compute the same (:mod:`jaxpipe.stage.identity`) are split once per :class:
 are the same functions; on one submesh they also share compiled code (unless a layer draws random numbers: its index in the
 model is part of the program).
 
-Calls are positional over flat lists of arrays. How each lies on the submesh follows from its port (:class:`_Homes`): keys and
+Calls are positional over flat lists of arrays. How each lies on the submesh follows from its port (:class:`Homes`): keys and
 parameters that are the same on all shards are replicated, split parameters stacked over ``tp``; batch arrays, losses and
 activations that are the same on all ``tp`` shards are split over ``dp`` on axis 0; all else (residuals, accumulators of
 parameters that the shards divide, sequence-parallel activations) is each device's own, stacked over ``dp`` and ``tp`` on axis
@@ -14,26 +14,22 @@ parameters that the shards divide, sequence-parallel activations) is each device
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxpipe import dump
-from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr
+from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, variables
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, device_sharded, replicated, varies_over_tp
+from jaxpipe.mesh import ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
+from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions
 from jaxpipe.stage.identity import Same, function_key, value_key
 from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, Params
@@ -43,22 +39,17 @@ from jaxpipe.stage.split.graph import Part
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
 from jaxpipe.stage.split.splitter import Split, split
-from jaxpipe.stage.split.trace import (
-    StageTrace,
-    TraceSpec,
-    acc_axes,
-    boundary_axes,
-    param_axes,
-    trace_eval,
-    trace_joint,
-)
+from jaxpipe.stage.split.trace import StageTrace, TraceSpec, leaves_read, trace_eval, trace_joint
 from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand."""
+    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand. ``stage``:
+    the first of them, by which their programs are called: equal ones under equal names are found in JAX's compilation cache
+    on devices of other ranks too (where its keys leave the devices out, which is on GPUs)."""
 
+    stage: int
     joint: StageTrace
     evaluation: StageTrace
     splits: dict[str, Split] = field(default_factory=dict)
@@ -154,19 +145,12 @@ def build_all(
         )  # fmt: skip
         leaving.append(links.exits(built[-1].y))
         offset += len(layers)
-    ends = [list(accumulate((len(array_leaves(entry)) for entry in found), initial=0)) for found in leaving]
+    read = [leaves_read(f.links, f.y) for f in built]
     x_from = [
-        tuple((t, leaf) for t, n in links.before for leaf in range(ends[t][n], ends[t][n + 1])) for links in all_links
+        tuple((t, leaf) for t, taken in enumerate(read) for reader, leaf in taken if reader == s)
+        for s in range(len(built))
     ]
-    dy_from = [
-        tuple(
-            (t, x_from[t].index((s, leaf)))
-            for t, taken in links.readers
-            for n in taken
-            for leaf in range(ends[s][n], ends[s][n + 1])
-        )
-        for s, links in enumerate(all_links)
-    ]
+    dy_from = [tuple((t, x_from[t].index((s, leaf))) for t, leaf in taken) for s, taken in enumerate(read)]
     return tuple(replace(f, x_from=x_from[s], dy_from=dy_from[s]) for s, f in enumerate(built))
 
 
@@ -184,7 +168,7 @@ def build_output(
     x = last.links.members(last.x)[0]
     spec = TraceSpec(last.stage, tuple(layers[:-1]), 0, last.layout, x, data, links, jnp.float32, tp)
     trace = trace_eval(spec, mesh)
-    homes = _Homes(mesh, last.layout, tuple(varies_over_tp(v) for v in array_leaves(x)), trace.y_varies, ())
+    homes = Homes(mesh, last.layout, spec.x_varies, trace.y_varies)
     part = _eval_part(trace)
     closed = part.close({v: _portable(c) for v, c in trace.consts.items()})
     return _function("Y", part, closed, homes, f"Y_stage{last.stage}", None, BuildCache()), trace.y
@@ -228,7 +212,7 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache) -> _Traced:
     signature = _signature(spec, mesh)
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
-        made = _Traced(trace_joint(spec, mesh), trace_eval(spec, mesh))
+        made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh))
         program = (signature, made.joint.key(), made.evaluation.key())
         cache.traced[functions] = cache.traced.setdefault(program, made)
     return cache.traced[functions]
@@ -259,30 +243,23 @@ def _assemble(
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset)
-    x_varies = tuple(varies_over_tp(v) for v in array_leaves(spec.x))
-    homes = _Homes(mesh, spec.layout, x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
+    homes = Homes(mesh, spec.layout, spec.x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
 
     def compiled(op: str, part: Part, consts: Mapping[Var, Any]) -> StageFunction:
         closed = part.close(consts)
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda: str(closed))
-        return _function(op, part, closed, homes, f"{op}_stage{spec.stage}", (*key, op), cache)
+        return _function(op, part, closed, homes, f"{op}_stage{traced.stage}", (*key, op), cache)
 
     functions = {op: compiled(op, part, consts) for op, part in cut.parts.items()}
     evaluation = {v: _portable(c) for v, c in traced.evaluation.consts.items()}
-    y = joint.y
-    leaving = [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(y))]
-    y_global = fill(y, leaving) if y is not None else None
-    x_avals = tuple(homes.entering(i, v) for i, v in enumerate(array_leaves(spec.x)))
     layout = spec.layout
     built = StageFunctions(
         stage=spec.stage,
         functions=functions,
         evaluation=compiled("E", _eval_part(traced.evaluation), evaluation),
-        x=spec.x,
-        y=y_global,
-        x_avals=x_avals,
-        y_avals=tuple(array_leaves(y_global)),
+        x=fill(spec.x, [homes.entering(Port("x", i), v) for i, v in enumerate(array_leaves(spec.x))]),
+        y=fill(joint.y, [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(joint.y))]),
         links=spec.links,
         data_names=tuple(spec.data),
         uses_key=spec.uses_key,
@@ -290,7 +267,7 @@ def _assemble(
         param_avals=tuple(homes.aval(Port("param", i), b) for i, b in enumerate(layout.buffers)),
         acc_avals=tuple(homes.aval(Port("acc", i), b) for i, b in enumerate(layout.acc_avals(spec.acc_dtype))),
         **_sizes(cut.parts),
-        boundary_bytes=sum(aval_bytes(v) for v in array_leaves(y)),
+        boundary_bytes=sum(aval_bytes(v) for v in array_leaves(joint.y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
         notes=cut.notes,
@@ -303,17 +280,10 @@ def _assemble(
 
 
 def _eval_part(trace: StageTrace) -> Part:
-    ports = {v: p for v, p in trace.inputs.items() if p.kind != "acc"}
-    read = {a for eqn in trace.eqns for a in eqn.invars if isinstance(a, Var)}
-    read.update(a for _, a in trace.outputs if isinstance(a, Var))
-    used = [(p, v) for v, p in ports.items() if v in read]
-    return Part(
-        tuple(p for p, _ in used),
-        tuple(v for _, v in used),
-        tuple(p for p, _ in trace.outputs),
-        tuple(a for _, a in trace.outputs),
-        trace.eqns,
-    )
+    ports, results = zip(*trace.outputs, strict=True)
+    read = set(variables([*(a for eqn in trace.eqns for a in eqn.invars), *results]))
+    used = {v: p for v, p in trace.inputs.items() if v in read}
+    return Part(tuple(used.values()), tuple(used), ports, results, trace.eqns)
 
 
 def _portable(const: Any) -> Any:
@@ -340,65 +310,13 @@ def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Homes:
-    """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
-    enters and leaves, whether it differs between ``tp`` shards. ``dy_of`` as in :class:`StageTrace`. ``handed_on``: results
-    that are arguments → those."""
-
-    mesh: AnyMesh
-    layout: ParamLayout
-    x_varies: tuple[bool, ...]
-    y_varies: tuple[bool, ...]
-    dy_of: tuple[int, ...]
-    handed_on: Mapping[Port, Port] = field(default_factory=dict)
-
-    def axes(self, port: Port) -> tuple[str, ...]:
-        """The mesh axes along which an array differs."""
-        match port.kind:
-            case "param":
-                return param_axes(self.layout, port.index)
-            case "key" | "token":
-                return ()
-            case "data" | "loss":
-                return (DP,)
-            case "x" | "dx":
-                return boundary_axes(self.x_varies[port.index])
-            case "y":
-                return boundary_axes(self.y_varies[port.index])
-            case "dy":
-                return boundary_axes(self.y_varies[self.dy_of[port.index]])
-            case "acc":
-                return acc_axes(self.layout, port.index)
-            case "res" | "wres" | "user" | "state":
-                source = self.handed_on.get(port)
-                return (DP, TP) if source is None else self.axes(source)
-
-    def entering(self, index: int, whole: Any) -> jax.ShapeDtypeStruct:
-        """Array leaf ``index`` of what enters the stage, as it lies on this rank."""
-        home = device_sharded(self.mesh, self.axes(Port("x", index))) if whole.shape else replicated(self.mesh)
-        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)
-
-    def aval(self, port: Port, local: Any) -> jax.ShapeDtypeStruct:
-        """Shape and sharding over the rank of what is ``local`` on each device."""
-        axes, shape = self.axes(port), tuple(local.shape)
-        devices = math.prod(self.mesh.shape[a] for a in axes)
-        if not axes or (not shape and devices == 1):
-            return jax.ShapeDtypeStruct(shape, local.dtype, sharding=replicated(self.mesh))
-        shape = (devices * shape[0], *shape[1:]) if shape else (devices,)
-        return jax.ShapeDtypeStruct(shape, local.dtype, sharding=device_sharded(self.mesh, axes))
-
-
 def _handed_on(parts: Mapping[str, Part]) -> dict[Port, Port]:
     """Residuals that are arguments of the function that saves them, with those: they stay where they are."""
     found: dict[Port, Port] = {}
-    for op in ("F", "B"):
-        ports = dict(zip(parts[op].invars, parts[op].inputs, strict=True))
-        found.update(
-            (p, ports[a])
-            for p, a in zip(parts[op].outputs, parts[op].outvars, strict=True)
-            if p.kind in ("res", "wres") and isinstance(a, Var) and a in ports
-        )
+    for part in parts.values():
+        ports = dict(zip(part.invars, part.inputs, strict=True))
+        results = zip(part.outputs, part.outvars, strict=True)
+        found |= {p: ports[v] for p, v in results if p.kind in ("res", "wres") and isinstance(v, Var) and v in ports}
     return found
 
 
@@ -406,31 +324,71 @@ def _function(
     op: str,
     part: Part,
     closed: ClosedJaxpr,
-    homes: _Homes,
+    homes: Homes,
     name: str,
     key: Hashable,
     cache: BuildCache,
 ) -> StageFunction:
     avals_in = tuple(homes.aval(p, v.aval) for p, v in zip(part.inputs, part.invars, strict=True))
     avals_out = tuple(homes.aval(p, a.aval) for p, a in zip(part.outputs, part.outvars, strict=True))
-    donated = tuple(k for k, p in enumerate(part.inputs) if p.kind == "acc")
-    at = {v: k for k, v in enumerate(part.invars)}
+
+    def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
+        if key not in cache.jitted:
+            shards = homes.mesh.shape[TP]
+            # weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave
+            program = weave([closed], shards=shards).jaxpr if donated and shards > 1 else closed
+            cache.jitted[key] = jit_per_shard(program, avals_in, avals_out, results, homes.mesh, donated, name)
+        return cache.jitted[key]
+
+    calls = compiled(closed, part.inputs, part.outputs, jit)
+    return StageFunction(part.inputs, part.outputs, avals_in, avals_out, *calls, op=op)
+
+
+class _Compiled(NamedTuple):
+    """The fields of a function (:class:`~jaxpipe.stage.functions.AnyFunction`) that follow from what it is compiled to."""
+
+    donated: tuple[int, ...]
+    jaxpr: ClosedJaxpr
+    call: Callable[..., tuple[jax.Array, ...]]
+    jitted: Any
+    forwarded: Mapping[int, int]
+
+
+def compiled(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    jit: Callable[[tuple[int, ...], Sequence[int]], Any],
+) -> _Compiled:
+    """``closed`` as a function between ports: what it updates is donated, and arguments that are results are handed on, not
+    copied, unless they are shared by microbatches. ``jit(donated, results)`` compiles the other results."""
+    at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
+    donated = tuple(k for k, p in enumerate(inputs) if p.kind in IN_PLACE and p in outputs)
     forwarded = {
-        k: at[a] for k, a in enumerate(part.outvars) if isinstance(a, Var) and a in at and at[a] not in donated
+        k: at[a]
+        for k, a in enumerate(closed.jaxpr.outvars)
+        if isinstance(a, Var) and a in at and not {inputs[at[a]].kind, outputs[k].kind} & set(SHARED)
     }
-    jitted = cache.jitted.get(key)
-    if jitted is None:
-        rest = [k for k in range(len(part.outvars)) if k not in forwarded]
-        results, shards = [avals_out[k] for k in rest], homes.mesh.shape[TP]
-        program = closed
-        if donated and shards > 1:  # weight gradients go under collectives; its jaxpr stays plain, for braids to weave
-            program = weave([closed], shards=shards).jaxpr
-        jitted = jit_per_shard(program, avals_in, results, rest, homes.mesh, donated, name, gpu_options(homes.mesh))
-        cache.jitted[key] = jitted
-    call = jitted if not forwarded else forwarding(jitted, forwarded, len(part.outvars))
-    return StageFunction(
-        part.inputs, part.outputs, avals_in, avals_out, donated, closed, call, jitted, forwarded, op=op
-    )
+    rest = [k for k in range(len(outputs)) if k not in forwarded]
+    jitted = jit(donated, rest)
+    call = jitted if not forwarded else _forwarding(jitted, forwarded, rest)
+    return _Compiled(donated, closed, call, jitted, forwarded)
+
+
+def _forwarding(
+    jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], rest: Sequence[int]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """A call that hands arguments on as results without copying them."""
+    count = len(rest) + len(forwarded)
+    if not rest:
+        return lambda *arrays: tuple(arrays[forwarded[k]] for k in range(count))
+    source = tuple((True, forwarded[k]) if k in forwarded else (False, rest.index(k)) for k in range(count))
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        made = jitted(*arrays)
+        return tuple(arrays[i] if given else made[i] for given, i in source)
+
+    return call
 
 
 def gpu_options(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
@@ -448,39 +406,19 @@ def jit_per_shard(
     mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
-    compiler_options: Mapping[str, bool | int | str] = MappingProxyType({}),
 ) -> Any:
+    """``closed``, a program of one shard, jitted over ``mesh``; of its results, which lie as ``avals_out`` say, only
+    ``results``."""
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
+    leaving = [avals_out[k] for k in results]
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         local = [a if a.shape == shape else a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
         out = eval_jaxpr(closed.jaxpr, closed.consts, *local)
         chosen = [jnp.asarray(out[k]) for k in results]
-        return tuple(v if v.ndim == len(a.shape) else v.reshape(1) for v, a in zip(chosen, avals_out, strict=True))
+        return tuple(v if v.ndim == len(a.shape) else v.reshape(1) for v, a in zip(chosen, leaving, strict=True))
 
     run.__name__ = run.__qualname__ = name
-    specs = [tuple(_spec(a) for a in avals) for avals in (avals_in, avals_out)]
+    specs = [tuple(spec_of(a) for a in avals) for avals in (avals_in, leaving)]
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    return jax.jit(mapped, donate_argnums=donated, compiler_options=dict(compiler_options) or None)
-
-
-def _spec(aval: jax.ShapeDtypeStruct) -> P:
-    sharding = aval.sharding
-    assert isinstance(sharding, NamedSharding)
-    return sharding.spec
-
-
-def forwarding(
-    jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], count: int
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """A call that hands arguments on as results without copying them."""
-    rest = [k for k in range(count) if k not in forwarded]
-    if not rest:
-        return lambda *arrays: tuple(arrays[forwarded[k]] for k in range(count))
-    source = tuple((True, forwarded[k]) if k in forwarded else (False, rest.index(k)) for k in range(count))
-
-    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = jitted(*arrays)
-        return tuple(arrays[i] if given else made[i] for given, i in source)
-
-    return call
+    return jax.jit(mapped, donate_argnums=donated, compiler_options=dict(gpu_options(mesh)) or None)

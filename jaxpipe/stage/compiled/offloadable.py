@@ -11,6 +11,7 @@ Not modelled: that W alone may read a residual, so that it could come back later
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.compiled.footprint import device_bytes
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 TINY = 256
 """A leaf stays if the largest is more than this many times larger."""
@@ -37,10 +38,10 @@ def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions
     if not 0 <= fraction <= 1:
         raise StageError(f"offload: fraction is {fraction}; want a number between 0 and 1")
     sizes = leaves_that_may_leave(stage)
-    read_by_w = {p.index for p in stage.functions["W"].inputs if p.kind == "res"}
+    late = _read([f for f in stage.functions.values() if any(p.kind == "wres" for p in f.inputs)])
     target = fraction * sum(sizes.values())
     chosen: dict[int, int] = {}
-    for index in sorted(sizes, key=lambda i: (-sizes[i], i not in read_by_w, i)):
+    for index in sorted(sizes, key=lambda i: (-sizes[i], i not in late, i)):
         if sum(chosen.values()) >= target:
             break
         chosen[index] = sizes[index]
@@ -49,16 +50,20 @@ def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions
 
 def leaves_that_may_leave(stage: StageFunctions) -> dict[int, int]:
     """Bytes per device of every leaf that may be offloaded, by ``res`` index."""
-    forward = stage.functions["F"]
-    read = [{p.index for p in stage.functions[op].inputs if p.kind == "res"} for op in ("B", "W", "BW")]
-    needed = (read[0] | read[1]) & read[2]
+    functions = stage.functions.values()
+    read = _read(functions)
     sizes = {
         port.index: device_bytes(aval)
-        for k, (port, aval) in enumerate(zip(forward.outputs, forward.avals_out, strict=True))
-        if port.kind == "res" and port.index in needed and k not in forward.forwarded and _is_plain_array(aval)
+        for f in functions
+        for k, (port, aval) in enumerate(zip(f.outputs, f.avals_out, strict=True))
+        if port.kind == "res" and port.index in read and k not in f.forwarded and _is_plain_array(aval)
     }
     largest = max(sizes.values(), default=0)
     return {index: n for index, n in sizes.items() if n * TINY >= largest}
+
+
+def _read(functions: Iterable[StageFunction]) -> set[int]:
+    return {p.index for f in functions for p in f.inputs if p.kind == "res"}
 
 
 def _is_plain_array(aval: jax.ShapeDtypeStruct) -> bool:

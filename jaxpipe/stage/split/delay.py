@@ -12,7 +12,7 @@ whose cotangent is there from the start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
@@ -29,25 +29,21 @@ def delayed(part: Part, graph: Graph) -> Part:
     cotangents: dict[int, list[Var]] = {}
     for layer, a in graph.trace.layer_cotangents:
         cotangents.setdefault(layer, []).extend(variables([a]))
-    groups = _groups(part, {k for k in graph.early(part.eqns) if not all(map(graph.is_fixed, part.eqns[k].outvars))})
     made = {v for eqn in part.eqns for v in eqn.outvars}
-    waiting = {
-        g: [k for k in sorted(groups) if groups[k] == g]
-        for g in {*groups.values()}
-        if cotangents.get(g) and made.issuperset(cotangents[g])
-    }
-    waiting = {
-        g: ks for g, ks in waiting.items() if not all(map(graph.is_view, (v for k in ks for v in part.eqns[k].outvars)))
-    }
-    if not waiting:
-        return part
-    eqns = _Reordering(part, waiting, cotangents, graph).run()
+    waiting: dict[int, list[int]] = {}
+    for k, g in sorted(_groups(part, graph).items()):
+        if cotangents.get(g) and made.issuperset(cotangents[g]):
+            waiting.setdefault(g, []).append(k)
+    views = {k for k, eqn in enumerate(part.eqns) if all(map(graph.is_view, eqn.outvars))}
+    waiting = {g: ks for g, ks in waiting.items() if not views.issuperset(ks)}
+    eqns = _Reordering(part, waiting, cotangents, graph).run() if waiting else None
     return part if eqns is None else replace(part, eqns=tuple(eqns))
 
 
-def _groups(part: Part, early: set[int]) -> dict[int, int]:
+def _groups(part: Part, graph: Graph) -> dict[int, int]:
     """For each early equation the last layer that needs it; absent where that is not known."""
     unknown = 1 << 30
+    early = {k for k in graph.early(part.eqns) if not all(map(graph.is_fixed, part.eqns[k].outvars))}
     need: dict[Var, int] = {}
     group: dict[int, int] = {}
     results = set(variables(part.outvars))
@@ -56,10 +52,8 @@ def _groups(part: Part, early: set[int]) -> dict[int, int]:
         layer = layer_of(eqn)
         own = unknown if layer is None else layer
         if k in early:
-            own = max(
-                (need.get(v, _NEVER) if v not in results else max(own, need.get(v, _NEVER)) for v in eqn.outvars),
-                default=unknown,
-            )
+            kept = [own] if not results.isdisjoint(eqn.outvars) else []
+            own = max((*kept, *(need.get(v, _NEVER) for v in eqn.outvars)), default=unknown)
             group[k] = own
         for v in variables(eqn.invars):
             need[v] = max(need.get(v, _NEVER), own)
@@ -67,55 +61,47 @@ def _groups(part: Part, early: set[int]) -> dict[int, int]:
 
 
 class _Reordering:
-    """Equations in a new order. ``waiting``: positions of each group's equations; ``names``: values behind a barrier."""
+    """Equations in a new order. ``waiting``: positions of each group's equations, until it is placed; ``names``: values behind
+    a barrier."""
 
     def __init__(
-        self,
-        part: Part,
-        waiting: dict[int, list[int]],
-        cotangents: Mapping[int, Sequence[Var]],
-        graph: Graph,
+        self, part: Part, waiting: dict[int, list[int]], cotangents: Mapping[int, Sequence[Var]], graph: Graph
     ) -> None:
-        self.part = part
-        self.waiting = waiting
-        self.cotangents = cotangents
-        self.graph = graph
+        self.part, self.waiting, self.cotangents, self.graph = part, waiting, cotangents, graph
         self.group_of = {v: g for g, ks in waiting.items() for k in ks for v in part.eqns[k].outvars}
-        self.delayed = {k for ks in waiting.values() for k in ks}
         self.out: list[JaxprEqn] = []
         self.done: set[Var] = {*part.invars}
-        self.open = set(waiting)
         self.names: dict[Var, Var] = {}
 
     def run(self) -> list[JaxprEqn] | None:
         """None where a group is needed before its cotangents are there."""
+        delayed = {k for ks in self.waiting.values() for k in ks}
         for k, eqn in enumerate(self.part.eqns):
-            if k in self.delayed:
+            if k in delayed:
                 continue
             if not self._ready(eqn.invars):
                 return None
             self._emit(eqn, self.names)
-        return self.out if all(self._flush(g) for g in sorted(self.open, reverse=True)) else None
+        return self.out if all(self._placed(g) for g in sorted(self.waiting, reverse=True)) else None
 
-    def _ready(self, atoms: Sequence[Atom]) -> bool:
+    def _ready(self, atoms: Iterable[Atom]) -> bool:
         """Whether the delayed groups that these values belong to have been, or now can be, placed."""
-        return all(self._flush(self.group_of[v]) for v in variables(atoms) if v in self.group_of)
+        return all(self._placed(self.group_of[v]) for v in variables(atoms) if v in self.group_of)
 
-    def _flush(self, g: int) -> bool:
-        if g not in self.open:
+    def _placed(self, g: int) -> bool:
+        eqns = [self.part.eqns[k] for k in self.waiting.pop(g, ())]
+        if not eqns:
             return True
-        self.open.discard(g)
-        eqns = [self.part.eqns[k] for k in self.waiting[g]]
         made = {v for eqn in eqns for v in eqn.outvars}
         reads = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made and self._held(v))
-        if not self._ready(list(reads)) or not self.done.issuperset(self.cotangents[g]):
+        ends = self.cotangents[g]
+        if not self._ready(reads) or not self.done.issuperset(ends):
             return False
-        gates = [self.names.get(v, v) for v in self.cotangents[g]]
-        operands = [*reads, *gates]
+        operands = [*reads, *(self.names.get(v, v) for v in ends)]
         results = [fresh_var(v.aval) for v in operands]
         self.out.append(barrier(operands, results))
         behind = dict(zip(reads, results, strict=False))
-        self.names.update(zip(self.cotangents[g], results[len(reads) :], strict=True))
+        self.names.update(zip(ends, results[len(reads) :], strict=True))
         for eqn in eqns:
             self._emit(eqn, behind)
         return True

@@ -32,12 +32,13 @@ from jaxpipe._jax_compat import (
     close_jaxpr,
     eval_jaxpr,
     fresh_var,
+    pruned,
     scan_parts,
     sub_jaxprs,
     variables,
     with_outer_names,
 )
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.dataflow import Dataflow, called, reachable
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.primitives import has_body
 
@@ -69,24 +70,19 @@ class Loop:
         c, k = parts.num_consts, parts.num_carry
         return cls(eqn, parts, ins[:c], ins[c : c + k], ins[c + k :], outs[:k], outs[k:])
 
-    def needed(self, results: Iterable[Atom]) -> tuple[set[int], set[int]]:
-        """Body equations and carry positions that these body results depend on, over all iterations."""
-        maker = {v: i for i, eqn in enumerate(self.parts.body.eqns) for v in eqn.outvars}
-        carry_at = {v: j for j, (v, _) in enumerate(self.carries)}
-        eqns: set[int] = set()
-        carries: set[int] = set()
-        stack = list(variables(results))
-        while stack:
-            v = stack.pop()
-            if v in maker and maker[v] not in eqns:
-                eqns.add(maker[v])
-                stack.extend(variables(self.parts.body.eqns[maker[v]].invars))
-            elif v in carry_at and carry_at[v] not in carries:
-                carries.add(carry_at[v])
-                out = self.carry_outs[carry_at[v]][0]
-                if isinstance(out, Var):
-                    stack.append(out)
-        return eqns, carries
+    def needed(self, wanted: Callable[[Var], bool]) -> tuple[set[int], set[int]]:
+        """Body equations and carry positions that the scan's results that are ``wanted`` depend on, over all iterations."""
+        flow = Dataflow(self.parts.body.eqns)
+        again = {v: out for (v, _), (out, _) in zip(self.carries, self.carry_outs, strict=True)}
+
+        def near(v: Var) -> Iterable[Var]:
+            made = flow.eqns[flow.maker[v]].invars if v in flow.maker else ()
+            return variables([*made, *([again[v]] if v in again else ())])
+
+        reached = reachable(variables(a for a, v in (*self.carry_outs, *self.ys) if wanted(v)), near)
+        ends = zip(self.carries, self.carry_outs, strict=True)
+        carries = {j for j, ((v, _), (_, end)) in enumerate(ends) if v in reached or wanted(end)}
+        return {flow.maker[v] for v in reached if v in flow.maker}, carries
 
     def loop_over(
         self,
@@ -149,35 +145,18 @@ def hoist_fixed(
 
 
 def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
-    body = loop.parts.body
-    operand = dict((*loop.consts, *loop.xs))
-    names = _handed_through(loop, {})
-    fixed_ys = []
-    for a, v in loop.ys:
-        if v in names or not isinstance(a, Var):
-            continue
-        needed, carries = loop.needed([a])
-        reads = {u for i in needed for u in variables(body.eqns[i].invars)} | {a}
-        outside = [operand[u] for u in reads if u in operand] + [loop.carries[j][1] for j in carries]
-        if all(known(u) for u in outside):
-            fixed_ys.append((a, v, needed, carries))
-    if not fixed_ys and not names:
-        return [loop.eqn], {}
-    eqns: list[JaxprEqn] = []
-    if fixed_ys:
-        needed = set().union(*(n for _, _, n, _ in fixed_ys))
-        kept = sorted(set().union(*(c for _, _, _, c in fixed_ys)))
-        made, renamed = loop.loop_over(needed, kept, [(a, v) for a, v, _, _ in fixed_ys])
-        dropped = {loop.carry_outs[j][1] for j in kept}
-        eqns += made
-        names.update((v, a) for v, a in renamed.items() if v not in dropped)
-    gone = {v for _, v, _, _ in fixed_ys} | {v for _, v in loop.ys if v in names}
-    rest_ys = [(a, v) for a, v in loop.ys if v not in gone]
-    results = [a for a, _ in (*loop.carry_outs, *rest_ys)]
-    needed, _ = loop.needed(results)
-    made, renamed = loop.loop_over(needed, range(len(loop.carries)), rest_ys)
-    names.update((v, a) for v, a in renamed.items() if v not in names)
-    return eqns + made, names
+    """The loop as one that makes what is fixed and one that makes the rest, and what it hands on."""
+    eqn, names = loop.eqn, _handed_through(loop, {})
+
+    def only(wanted: Callable[[Var], bool]) -> list[JaxprEqn]:
+        used = [wanted(v) for v in eqn.outvars]
+        return [pruned(eqn, used)] if any(used) else []
+
+    own = [v for a, v in loop.ys if v not in names and isinstance(a, Var)]
+    fixed = {v for v in own if all(known(a) for part in only({v}.__contains__) for a in part.invars)}
+    if not fixed and not names:
+        return [eqn], {}
+    return only(fixed.__contains__) + only(lambda v: v not in fixed and v not in names), names
 
 
 def handed_on(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[Atom]:
@@ -240,27 +219,22 @@ def divide(
     None where it can't be divided or nothing is left for the second. Returns the new equations and what each result of the old
     scan is now called.
     """
-    body = loop.parts.body
-    outs_b = [a for a, v in (*loop.carry_outs, *loop.ys) if for_b(v)]
-    eqns_b, carries = loop.needed(outs_b)
-    carries_b = sorted(carries | {j for j, (_, v) in enumerate(loop.carry_outs) if for_b(v)})
-    eqns_b, _ = loop.needed([*outs_b, *(loop.carry_outs[j][0] for j in carries_b)])
+    eqns = loop.parts.body.eqns
+    (eqns_b, carries_b), (eqns_w, carries_w) = loop.needed(for_b), loop.needed(for_w)
+    eqns_w, carries_w = eqns_w - eqns_b, carries_w - carries_b
     ys_w = [(a, v) for a, v in loop.ys if for_w(v)]
-    ends_w = {j for j, (_, v) in enumerate(loop.carry_outs) if for_w(v)}
-    needed_w, more_w = loop.needed([a for a, _ in ys_w] + [loop.carry_outs[j][0] for j in ends_w])
-    carries_w = sorted((ends_w | more_w).difference(carries_b))
-    results_w = [loop.carry_outs[j][0] for j in carries_w] + [a for a, _ in ys_w]
-    eqns_w = needed_w - eqns_b
-    if not eqns_w or any(_mixed(body.eqns[i], loop, eqns_w) for i in eqns_b):
+    results_w = [*(loop.carry_outs[j][0] for j in carries_w), *(a for a, _ in ys_w)]
+    read_w = {v for i in eqns_w for v in variables(eqns[i].invars)}
+    if not eqns_w or any(has_body(eqns[i]) and not read_w.isdisjoint(eqns[i].outvars) for i in eqns_b):
         return None
     again = _from_consts(loop, eqns_b)
-    made_b = {v for i in eqns_b for v in body.eqns[i].outvars} | {loop.carries[j][0] for j in carries_b}
-    crossing, redo = _crossing(loop, eqns_w, results_w, made_b, again)
+    made_b = [*(loop.carries[j][0] for j in sorted(carries_b)), *(v for i in sorted(eqns_b) for v in eqns[i].outvars)]
+    crossing, redo = _crossing(loop, read_w.union(variables(results_w)), made_b, again)
     stacked = {v: fresh_var(v.aval) for v in crossing}  # replaced by what the first loop calls it
     ys_b = [(a, v) for a, v in loop.ys if for_b(v)]
-    first, names = loop.loop_over(eqns_b, carries_b, [*ys_b, *stacked.items()])
+    first, names = loop.loop_over(eqns_b, sorted(carries_b), [*ys_b, *stacked.items()])
     feed = [(v, called(names, s)) for v, s in stacked.items()]
-    second, more = loop.loop_over(eqns_w | redo, carries_w, ys_w, feed)
+    second, more = loop.loop_over(eqns_w | redo, sorted(carries_w), ys_w, feed)
     return first + second, {**names, **more}
 
 
@@ -271,31 +245,20 @@ def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var],
     loop = Loop.of(eqn)
     if loop is None:
         return True
-    results = (*loop.carry_outs, *loop.ys)
-    return (
-        not loop.needed([a for a, v in results if for_w(v)])[0] <= loop.needed([a for a, v in results if for_b(v)])[0]
-    )
+    return not loop.needed(for_w)[0] <= loop.needed(for_b)[0]
 
 
-def _crossing(
-    loop: Loop, eqns_w: set[int], results_w: Sequence[Atom], made_b: set[Var], again: set[int]
-) -> tuple[list[Var], set[int]]:
-    """Body values that the first loop must stack for the second, and equations over constants that both run."""
-    body = loop.parts.body
-    maker = {v: i for i in again for v in body.eqns[i].outvars}
-    crossing: dict[Var, None] = {}
-    redo: set[int] = set()
-    stack = [v for i in sorted(eqns_w) for v in variables(body.eqns[i].invars)]
-    stack += variables(results_w)
-    while stack:
-        v = stack.pop()
-        if v in maker:
-            if maker[v] not in redo:
-                redo.add(maker[v])
-                stack.extend(variables(body.eqns[maker[v]].invars))
-        elif v in made_b:
-            crossing[v] = None
-    return list(crossing), redo
+def _crossing(loop: Loop, read: Iterable[Var], made_b: Iterable[Var], again: set[int]) -> tuple[list[Var], set[int]]:
+    """Body values that the first loop must stack for the second, which reads ``read``, and equations over constants that both
+    run."""
+    eqns = loop.parts.body.eqns
+    maker = {v: i for i in again for v in eqns[i].outvars}
+
+    def near(v: Var) -> Iterable[Var]:
+        return variables(eqns[maker[v]].invars) if v in maker else ()
+
+    reached = reachable(read, near)
+    return [v for v in made_b if v in reached and v not in maker], {maker[v] for v in reached if v in maker}
 
 
 def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
@@ -308,14 +271,6 @@ def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
             found.add(i)
             fixed.update(eqn.outvars)
     return found
-
-
-def _mixed(eqn: JaxprEqn, loop: Loop, eqns_w: set[int]) -> bool:
-    """Whether a loop inside the body has results for both halves."""
-    if not has_body(eqn):
-        return False
-    read = {v for i in eqns_w for v in variables(loop.parts.body.eqns[i].invars)}
-    return any(v in read for v in eqn.outvars)
 
 
 def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom], parts: ScanParts) -> ClosedJaxpr:

@@ -24,9 +24,8 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -47,8 +46,9 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, varies_over_tp
-from jaxpipe.stage.functions import Metrics, Port
+from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
 from jaxpipe.stage.inline import FlatJaxpr, flatten
 from jaxpipe.stage.leaves import array_leaves, fill, is_array, is_inexact
@@ -86,6 +86,11 @@ class TraceSpec:
         return any(layer.uses_key for layer in self.layers)
 
     @property
+    def x_varies(self) -> tuple[bool, ...]:
+        """By array leaf of ``x``, whether it differs between ``tp`` shards."""
+        return tuple(map(varies_over_tp, array_leaves(self.x)))
+
+    @property
     def x_learns(self) -> list[bool]:
         """By array leaf of ``x``, whether it has a cotangent."""
         each = [zip(self.links.entries(x), self.links.x_learns, strict=True) for x in self.links.members(self.x)]
@@ -115,20 +120,20 @@ class StageTrace:
     cotangent it is a part of."""
 
     eqns: tuple[JaxprEqn, ...]
-    recomputed: frozenset[int]
     consts: Mapping[Var, Any]
     inputs: Mapping[Var, Port]
     outputs: tuple[tuple[Port, Atom], ...]
-    roots: tuple[Atom, ...]
-    layer_inputs: tuple[Atom, ...]
-    layer_cotangents: tuple[tuple[int, Atom], ...]
-    named: tuple[tuple[str, Atom], ...]
-    offset: Var | None
-    seed: Var | None
     y: Any
-    y_varies: tuple[bool, ...] = ()
-    metrics: Metrics = field(default_factory=dict)
-    dy_of: tuple[int, ...] = ()
+    y_varies: tuple[bool, ...]
+    metrics: Metrics
+    dy_of: tuple[int, ...]
+    recomputed: frozenset[int] = frozenset()
+    roots: tuple[Atom, ...] = ()
+    layer_inputs: tuple[Atom, ...] = ()
+    layer_cotangents: tuple[tuple[int, Atom], ...] = ()
+    named: tuple[tuple[str, Atom], ...] = ()
+    offset: Var | None = None
+    seed: Var | None = None
 
     def key(self) -> Hashable:
         """Equal for traces of the same program with the same ports, constants compared by value."""
@@ -190,23 +195,18 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
             made.update(_run(spec, mesh, params, spec.whole_x(x_of(floats)), data, key, offset, train=True))
-            learning, rest = made["learning"], made["rest"]
-            return [made["values"][p] for p in learning], [jax.lax.stop_gradient(made["values"][p]) for p in rest]
+            made["rest"] = [p for p in made["values"] if p not in made["learning"]]
+            ys = [made["values"][p] for p in made["learning"]]
+            return ys, [jax.lax.stop_gradient(made["values"][p]) for p in made["rest"]]
 
         ys, pullback, aux = jax.vjp(forward, theta, floats, has_aux=True)
-        dtheta, dx = pullback(_cotangents(spec, dict(zip(made["learning"], ys, strict=True)), made, data))
+        ends = dict(zip(made["learning"], ys, strict=True))
+        dtheta, dx = pullback(_cotangents(spec, ends, made["leaving"]["dy_of"], data))
         made.pop("values")
         grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
         return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
 
-    acc = [
-        jax.ShapeDtypeStruct(_stacked(a.shape, mesh, acc_axes(spec.layout, i)), a.dtype)
-        for i, a in enumerate(spec.layout.acc_avals(spec.acc_dtype))
-    ]
-    closed, offset_at = _trace(spec, mesh, joint, acc)
-    flat = flatten(closed.jaxpr, closed.consts, sources=_SOURCE)
-    _refuse_ordered_effects(spec, flat)
-    return _joint_trace(spec, flat, made, offset_at)
+    return _joint_trace(spec, made, *_trace(spec, mesh, joint, spec.layout.acc_avals(spec.acc_dtype)))
 
 
 def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
@@ -220,27 +220,9 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         made["ports"] = sorted(values)
         return [values[p] for p in made["ports"]]
 
-    closed, offset_at = _trace(spec, mesh, forward, [])
-    flat = flatten(closed.jaxpr, closed.consts)
-    _refuse_ordered_effects(spec, flat)
+    flat, inputs, _ = _trace(spec, mesh, forward, [])
     outputs = tuple(zip(made["ports"], flat.outvars, strict=True))
-    return StageTrace(
-        flat.eqns,
-        frozenset(),
-        flat.consts,
-        _input_ports(spec, flat, offset_at),
-        outputs,
-        (),
-        (),
-        (),
-        (),
-        None,
-        None,
-        made["y"],
-        made["y_varies"],
-        made["metrics"],
-        made["dy_of"],
-    )
+    return StageTrace(flat.eqns, flat.consts, inputs, outputs, **made["leaving"])
 
 
 def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
@@ -249,68 +231,35 @@ def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
     return [vary(b, (DP, TP) if kind == "partial" else (DP,)) for b, kind in zip(buffers, kinds, strict=True)]
 
 
-def param_axes(layout: ParamLayout, index: int) -> tuple[str, ...]:
-    """The mesh axes along which a parameter buffer differs."""
-    return (TP,) if layout.kinds[index] == "split" else ()
-
-
-def acc_axes(layout: ParamLayout, index: int) -> tuple[str, ...]:
-    """The mesh axes along which a gradient accumulator differs within a step."""
-    return (DP,) if layout.kinds[index] == "same" else (DP, TP)
-
-
-def boundary_axes(varies: bool) -> tuple[str, ...]:
-    """The mesh axes along which what crosses a stage boundary differs."""
-    return (DP, TP) if varies else (DP,)
-
-
 def _trace(
     spec: TraceSpec, mesh: AnyMesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[ClosedJaxpr, int]:
-    """The jaxpr of ``fn`` per shard, and the position of the layer offset among its inputs."""
+) -> tuple[FlatJaxpr, dict[Var, Port], Var]:
+    """``fn`` per shard, the ports of its inputs, and the input that is the layer offset."""
     captured: list[ClosedJaxpr] = []
-    x = array_leaves(spec.x)
-    layout = spec.layout
-    args = (
-        [
-            jax.ShapeDtypeStruct(_stacked(b.shape, mesh, param_axes(layout, i)), b.dtype)
-            for i, b in enumerate(layout.buffers)
-        ],
-        [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in x],
-        list(spec.data.values()) * spec.links.span,
-        KEY_AVAL,
-        jax.ShapeDtypeStruct((), jnp.uint32),
-        list(acc),
-    )
-    specs = (
-        [P(param_axes(layout, i) or None) for i in range(len(layout.buffers))],
-        [P(boundary_axes(varies_over_tp(v))) if v.shape else P() for v in x],
-        [split_spec(mesh, v) for v in args[2]],
-        P(),
-        P(),
-        [P(acc_axes(layout, i)) for i in range(len(acc))],
-    )
+    homes, offset = Homes(mesh, spec.layout, spec.x_varies), Port("key", 1)
+    given: Mapping[PortKind, tuple[Any, Sequence[Any]]] = {
+        "param": (homes.aval, spec.layout.buffers),
+        "x": (homes.entering, array_leaves(spec.x)),
+        "data": (homes.entering, [*spec.data.values()] * spec.links.span),
+        "key": (homes.aval, [KEY_AVAL, jax.ShapeDtypeStruct((), jnp.uint32)]),
+        "acc": (homes.aval, acc),
+    }
     _check_divisible(spec, mesh)
+    args = [[lying(Port(kind, i), a) for i, a in enumerate(arrays)] for kind, (lying, arrays) in given.items()]
 
-    def body(*shards: Any) -> jax.Array:
-        captured.append(jax.make_jaxpr(fn)(*shards))
+    def body(params: Any, x: Any, data: Any, drawing: Any, acc: Any) -> jax.Array:
+        captured.append(jax.make_jaxpr(fn)(params, x, data, *drawing, acc))
         return jnp.zeros(())
 
     # Types make derivatives right where parameters are divided; elsewhere they would only refuse loops that start from zeros.
-    typed = spec.tp.size > 1
+    typed, specs = spec.tp.size > 1, tuple(jax.tree.map(spec_of, args))
     mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
     jax.eval_shape(mapped, *args)
-    offset_at = len(spec.layout.buffers) + len(x) + len(args[2]) + 1
-    return captured[0], offset_at
-
-
-def split_spec(mesh: AnyMesh, aval: Any) -> P:
-    """How an activation or batch array lies on the submesh: axis 0 over ``dp``; scalars are replicated (``dp`` 1 only)."""
-    return P(DP) if len(aval.shape) else P()
-
-
-def _stacked(shape: tuple[int, ...], mesh: AnyMesh, axes: Sequence[str]) -> tuple[int, ...]:
-    return (shape[0] * math.prod(mesh.shape[a] for a in axes), *shape[1:])
+    flat = flatten(captured[0].jaxpr, captured[0].consts, sources=_SOURCE)
+    _refuse_ordered_effects(spec, flat)
+    ports = [Port(kind, i) for kind, (_, arrays) in given.items() for i in range(len(arrays))]
+    variable = dict(zip(ports, flat.invars, strict=True))
+    return flat, {v: p for p, v in variable.items() if p != offset}, variable[offset]
 
 
 def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
@@ -355,8 +304,8 @@ def _run(
     *,
     train: bool,
 ) -> dict[str, Any]:
-    """Run the layers. Returns the ``values`` that leave by port; which of these ports are ``learning`` (have a cotangent), and
-    the ``rest``; ``y`` as in :class:`StageTrace`, and what else it has by these names."""
+    """Run the layers. Returns the ``values`` that leave by port; which of these ports are ``learning`` (have a cotangent); and
+    what :class:`StageTrace` says of what is ``leaving``."""
     links = spec.links
     results = _run_layers(spec, mesh, params, links.entries(x), data, key, offset, train=train)
     values: dict[Port, Any] = {}
@@ -376,25 +325,23 @@ def _run(
         values |= {Port("loss", n): v for n, v in zip(at, sums, strict=True)}
         learning.append(Port("loss", 2 * h))
         metrics |= {name: (at[total], at[weight]) for name, (total, weight) in named.items()}
-    return {
-        "values": values,
-        "learning": learning,
-        "rest": [p for p in values if p not in learning],
+    leaving = {
         "y": fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys]) if links.leaving else None,
         "y_varies": tuple(TP in varying_axes(v) for v in ys),
         "metrics": metrics,
-        "dy_of": _dy_of(links, out),
+        "dy_of": tuple(leaf for _, leaf in leaves_read(links, out)),
     }
+    return {"values": values, "learning": learning, "leaving": leaving}
 
 
-def _dy_of(links: StageLinks, y: Any) -> tuple[int, ...]:
-    """By ``dy`` port, the leaf of ``y`` whose cotangent it is: for each stage that reads, in order, the leaves of what it
-    takes."""
+def leaves_read(links: StageLinks, y: Any) -> list[tuple[int, int]]:
+    """By ``dy`` port, the stage that makes it and the leaf of ``y`` whose cotangent it is: for each stage that reads, in order,
+    the leaves of what it takes."""
     ends = list(accumulate((len(array_leaves(entry)) for entry in links.exits(y)), initial=0))
-    return tuple(leaf for _, taken in links.readers for n in taken for leaf in range(ends[n], ends[n + 1]))
+    return [(t, leaf) for t, taken in links.readers for n in taken for leaf in range(ends[n], ends[n + 1])]
 
 
-def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], made: Mapping[str, Any], data: Sequence[Any]) -> list[Any]:
+def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], data: Sequence[Any]) -> list[Any]:
     """The cotangent of each of ``ys``: of what leaves, those of all who read it, summed in their order; of a loss, one times
     the factor that the batch gives for it where the model has several."""
     arrays = dict(zip(spec.data, data, strict=True))
@@ -402,7 +349,7 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], made: Mapping[str, Any]
     seed: Any = None
     for port, v in ys.items():
         if port.kind == "y":
-            parts = [k for k, leaf in enumerate(made["dy_of"]) if leaf == port.index]
+            parts = [k for k, leaf in enumerate(dy_of) if leaf == port.index]
             found.append(sum_in_order([checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]))
             continue
         if seed is None:
@@ -536,54 +483,34 @@ def layer_of(eqn: JaxprEqn) -> int | None:
     return None
 
 
-def _input_ports(spec: TraceSpec, flat: FlatJaxpr, offset_at: int) -> dict[Var, Port]:
-    ports: list[Port | None] = [Port("param", i) for i in range(len(spec.layout.buffers))]
-    ports += [Port("x", i) for i in range(len(array_leaves(spec.x)))]
-    ports += [Port("data", i) for i in range(len(spec.data) * spec.links.span)]
-    ports += [Port("key", 0), None]
-    ports += [Port("acc", i) for i in range(len(flat.invars) - offset_at - 1)]
-    return {v: p for v, p in zip(flat.invars, ports, strict=True) if p is not None}
-
-
-def _joint_trace(spec: TraceSpec, flat: FlatJaxpr, made: Mapping[str, Any], offset_at: int) -> StageTrace:
-    inputs = _input_ports(spec, flat, offset_at)
-    fixed = {*flat.consts, flat.invars[offset_at], *(v for v, p in inputs.items() if p.kind == "param")}
+def _joint_trace(
+    spec: TraceSpec, made: Mapping[str, Any], flat: FlatJaxpr, inputs: dict[Var, Port], offset: Var
+) -> StageTrace:
+    fixed = {*flat.consts, offset, *(v for v, p in inputs.items() if p.kind == "param")}
     eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)
-    outvars = [renamed.get(a, a) if isinstance(a, Var) else a for a in flat.outvars]
-    names = [(name, renamed.get(a, a) if isinstance(a, Var) else a) for name, a in flat.names]
+    outvars = [called(renamed, a) for a in flat.outvars]
+    names = [(name, called(renamed, a)) for name, a in flat.names]
     ports = [*made["learning"], *made["rest"]]
     ports += [Port("dx", i) for i, learns in enumerate(spec.x_learns) if learns]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
-    seed = None
-    for name, v in names:
-        if name.startswith(_SOURCE):
-            assert isinstance(v, Var)
-            which = name.split("/")[1]
-            if which == _SEED:
-                seed = v
-            else:
-                inputs[v] = Port("dy", int(which))
+    sources = {name.split("/")[1]: v for name, v in names if name.startswith(_SOURCE) and isinstance(v, Var)}
+    seed = sources.pop(_SEED, None)
+    inputs |= {v: Port("dy", int(which)) for which, v in sources.items()}
+    cotangents = tuple((int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/"))
     return StageTrace(
         tuple(eqns),
-        recomputed,
         flat.consts,
         inputs,
         tuple(zip(ports, outvars, strict=True)),
-        () if any(spec.x_learns) else _first_cotangents(_layer_cotangents(names), _first_trained(spec)),
-        tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
-        _layer_cotangents(names),
-        tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
-        flat.invars[offset_at],
-        seed,
-        made["y"],
-        made["y_varies"],
-        made["metrics"],
-        made["dy_of"],
+        **made["leaving"],
+        recomputed=recomputed,
+        roots=() if any(spec.x_learns) else _first_cotangents(cotangents, _first_trained(spec)),
+        layer_inputs=tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
+        layer_cotangents=cotangents,
+        named=tuple((name, a) for name, a in names if not name.startswith(f"{_PREFIX}.")),
+        offset=offset,
+        seed=seed,
     )
-
-
-def _layer_cotangents(names: Sequence[tuple[str, Atom]]) -> tuple[tuple[int, Atom], ...]:
-    return tuple((int(name.split("/")[1]), a) for name, a in names if name.startswith(f"{_PREFIX}.ct/"))
 
 
 def _first_trained(spec: TraceSpec) -> list[int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, aval_bytes, sub_jaxprs, variables
+from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import TP
 from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.flops import eqn_flops
@@ -105,14 +105,6 @@ class Unit:
     def eqns(self) -> tuple[int, ...]:
         return tuple(i for chunk in self.chunks for i in chunk.eqns)
 
-    @property
-    def flops(self) -> int:
-        return sum(chunk.flops for chunk in self.chunks)
-
-    def __str__(self) -> str:
-        end = f" -> {self.collective.primitive} {self.collective.whole_bytes / 1e6:.3g} MB" if self.collective else ""
-        return f"{self.name}: {len(self.eqns)} equations, {self.flops / 1e9:.3g} GFLOP{end}"
-
 
 class PartGraph(Dataflow):
     """Dataflow of one jaxpr, and what each collective needs. Built once, not changed.
@@ -136,20 +128,19 @@ class PartGraph(Dataflow):
                 need[i] = number
         return need
 
+    def ends(self, eqns: Sequence[int]) -> tuple[list[Var], list[Var]]:
+        """What these equations read of others, and of their results what others read, or is a result of the jaxpr."""
+        made = dict.fromkeys(v for i in eqns for v in self.eqns[i].outvars)
+        read = dict.fromkeys(v for i in eqns for v in variables(self.eqns[i].invars))
+        left = [v for v in made if v in self.results or not set(self.readers.get(v, ())).issubset(eqns)]
+        return [v for v in read if v not in made], left
+
     def chunk(self, eqns: Sequence[int]) -> Chunk:
         """The chunk of these equations."""
-        mine = set(eqns)
-        made = {v for i in eqns for v in self.eqns[i].outvars}
-        read = {v for i in eqns for v in variables(self.eqns[i].invars)} - made
-        left = {v for v in made if v in self.results or any(r not in mine for r in self.readers.get(v, ()))}
         heavy = next((i for i in eqns if is_heavy(self.eqns[i])), None)
-        return Chunk(
-            tuple(eqns),
-            heavy,
-            sum(eqn_flops(self.eqns[i]) for i in eqns),
-            sum(aval_bytes(v.aval) for v in read),
-            sum(aval_bytes(v.aval) for v in left),
-        )
+        flops = sum(eqn_flops(self.eqns[i]) for i in eqns)
+        read_bytes, left_bytes = (sum(aval_bytes(v.aval) for v in values) for values in self.ends(eqns))
+        return Chunk(tuple(eqns), heavy, flops, read_bytes, left_bytes)
 
 
 def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxpipe._jax_compat import (
     fresh_var,
     variables,
 )
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
 
@@ -151,19 +151,12 @@ def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[N
     """Chunks and collectives of all parts, each after what it depends on."""
     nodes: list[Node] = []
     for p, graph in enumerate(graphs):
-        made_by: dict[int, int] = {}
-        for unit in units_of(graph):
-            for work in unit.works:
-                made_by.update((i, len(nodes)) for i in work.eqns)
-                nodes.append(Node(p, unit.name, work, _seconds(work, costs, shards), (), unit.filler))
-        nodes[:] = [_with_deps(n, graph, made_by) if n.part == p else n for n in nodes]
+        works = [(unit, work) for unit in units_of(graph) for work in unit.works]
+        made_by = {i: n for n, (_, work) in enumerate(works, len(nodes)) for i in work.eqns}
+        for unit, work in works:
+            deps = {made_by[j] for i in work.eqns for j in graph.inputs(i)} - {len(nodes)}
+            nodes.append(Node(p, unit.name, work, _seconds(work, costs, shards), tuple(sorted(deps)), unit.filler))
     return nodes
-
-
-def _with_deps(node: Node, graph: PartGraph, made_by: Mapping[int, int]) -> Node:
-    eqns = node.work.eqns
-    deps = {made_by[j] for i in eqns for j in graph.inputs(i)} - {made_by[eqns[0]]}
-    return replace(node, deps=tuple(sorted(deps)))
 
 
 def _seconds(work: Chunk | Collective, costs: UnitCosts, shards: int) -> float:
@@ -172,84 +165,106 @@ def _seconds(work: Chunk | Collective, costs: UnitCosts, shards: int) -> float:
     return costs.work_s(work.flops, work.bytes_read + work.bytes_written)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The values at the ends of a node. ``reads``: what others make; ``feeds``: of these, what its product needs. ``made``: its
+    results; ``left``: of these, what others read; ``late``: what needs its product. Of a chunk without a product the last
+    equation feeds, and all is late."""
+
+    reads: list[Var]
+    feeds: list[Var]
+    made: list[Var]
+    left: list[Var]
+    late: set[Var]
+
+    @classmethod
+    def of(cls, node: Node, graph: PartGraph) -> _Ends:
+        mine = set(node.work.eqns)
+        product = node.work.heavy if isinstance(node.work, Chunk) else None
+        reads, left = graph.ends(node.work.eqns)
+        last = node.work.eqns[-1] if product is None else product
+        before = graph.needed(graph.eqns[last].invars, mine.__contains__)
+        near = [v for i in (last, *sorted(before, reverse=True)) for v in variables(graph.eqns[i].invars)]
+        behind = mine
+        if product is not None:
+            behind = reachable([product], lambda i: mine.intersection(graph.outputs(i)))
+        late = {v for i in behind for v in graph.eqns[i].outvars}
+        made = [v for i in node.work.eqns for v in graph.eqns[i].outvars]
+        return cls(reads, [v for v in dict.fromkeys(near) if v in reads], made, left, late)
+
+
 class _Emission:
     """The equations in the chosen order, with barriers. ``names``: what a value is called from here on."""
 
     def __init__(self, graphs: Sequence[PartGraph], nodes: Sequence[Node]) -> None:
         self.graphs = graphs
         self.nodes = nodes
+        self.ends = [_Ends.of(node, graphs[node.part]) for node in nodes]
         self.names: dict[Var, Var] = {}
         self.out: list[JaxprEqn] = []
-        self.last: Node | None = None
-        self.flying: Node | None = None
+        self.last: int | None = None
+        self.flying: int | None = None
 
     def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
         to_start = sum(self.nodes[n].is_collective for n in order.nodes)
-        for k, number in enumerate(order.nodes):
-            node = self.nodes[number]
-            if node.is_collective:
+        for k, n in enumerate(order.nodes):
+            if self.nodes[n].is_collective:
                 to_start -= 1
-                self._start(node, self._first_under(order.nodes[k + 1 :]))
+                self._start(n, self._first_under(order.nodes[k + 1 :]))
                 continue
             if to_start or self.flying is not None:
-                self._order(node)
-            if self.flying is not None and self._follows(node, self.flying):
+                self._order(n)
+            if self._landing(n):
                 self.flying = None
-            self._emit(node)
-            if node.has_product:
-                self.last = node
+            self._emit(n)
+            if self.nodes[n].has_product:
+                self.last = n
         return self.out, self.names
 
-    def _first_under(self, following: Sequence[int]) -> Node | None:
+    def _first_under(self, following: Sequence[int]) -> int | None:
         """Of what follows a collective's start, what must wait for it: the first chunk with a product before the next
         collective, or the first chunk that makes what that product reads."""
         window = list(itertools.takewhile(lambda n: not self.nodes[n].is_collective, following))
         product = next((n for n in window if self.nodes[n].has_product), None)
         if product is None:
             return None
-        leading = {product}
-        for n in reversed(window[: window.index(product)]):
-            if any(n in self.nodes[m].deps for m in leading):
-                leading.add(n)
-        return self.nodes[next(n for n in window if n in leading)]
+        leading = reachable([product], lambda n: self.nodes[n].deps)
+        return next(n for n in window if n in leading)
 
-    def _order(self, node: Node) -> None:
+    def _order(self, n: int) -> None:
         """Puts a chunk's product behind the last one, where it does not need what that made, and the end of the collective in
         flight behind the last product, where the chunk reads it."""
-        gates = self._landing(node)
-        if node.has_product and self.last is not None and not self._runs_behind_last(node):
-            gates += self._gates(node)
+        gates = self._landing(n)
+        if self.nodes[n].has_product and self.last is not None and not self._runs_behind_last(n):
+            gates += self._gates(n)
         if gates:
-            self._tie(self._token(self.last, []) if self.last is not None else None, gates)
+            self._tie(self._token([]), gates)
 
-    def _start(self, collective: Node, under: Node | None) -> None:
+    def _start(self, collective: int, under: int | None) -> None:
         """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
-        operands = self._reads(collective)
+        operands = self.ends[collective].reads
         behind = [*operands]
         if under is not None and not self._follows(under, collective):
             behind += [*self._landing(under), *self._gates(under)]
-        landed = self._outvars(self.flying) if self.flying is not None else []
-        token = self._token(self.last, operands) if self.last is not None else None
-        after_last = self._from_product(self.last) if self.last is not None else set()
+        landed = self.ends[self.flying].made if self.flying is not None else []
+        after_last = self.ends[self.last].late if self.last is not None else set()
         ordered = after_last.issuperset(operands) and (under is None or self._runs_behind_last(under))
         if landed or not ordered:
-            self._tie(token, [*landed, *behind])
+            self._tie(self._token(operands), [*landed, *behind])
         self._emit(collective)
         self.flying = collective
 
-    def _follows(self, node: Node, other: Node) -> bool:
-        """Whether ``node`` reads what ``other`` makes."""
-        return not set(self._outvars(other)).isdisjoint(self._reads(node))
+    def _follows(self, n: int, other: int) -> bool:
+        """Whether ``n`` reads what ``other`` makes."""
+        return not set(self.ends[other].made).isdisjoint(self.ends[n].reads)
 
-    def _runs_behind_last(self, node: Node) -> bool:
+    def _runs_behind_last(self, n: int) -> bool:
         """Whether the chunk's product needs that of the last chunk."""
-        assert self.last is not None
-        made = self._from_product(self.last)
-        return any(v in made and self._leads_to_product(node, v) for v in self._reads(node))
+        return self.last is not None and not self.ends[self.last].late.isdisjoint(self.ends[n].feeds)
 
-    def _landing(self, node: Node) -> list[Var]:
+    def _landing(self, n: int) -> list[Var]:
         """The results of the collective in flight, if the chunk reads them."""
-        return self._outvars(self.flying) if self.flying is not None and self._follows(node, self.flying) else []
+        return [*self.ends[self.flying].made] if self.flying is not None and self._follows(n, self.flying) else []
 
     def _tie(self, token: Var | None, values: Sequence[Var]) -> None:
         """From here on these values are there no earlier than ``token`` and each other."""
@@ -261,75 +276,27 @@ class _Emission:
         self.out.append(barrier(operands, results))
         self.names.update(zip(tied, results, strict=True))
 
-    def _token(self, last: Node, operands: Sequence[Var]) -> Var | None:
+    def _token(self, operands: Sequence[Var]) -> Var | None:
         """A result of the last chunk that something still reads (XLA drops others from a barrier): the operand of a collective
         that starts now, else the smallest that depends on the product."""
-        graph = self.graphs[last.part]
-        assert isinstance(last.work, Chunk)
-        mine = set(last.work.eqns)
-        left = [v for v in self._outvars(last) if v in graph.results or not mine.issuperset(graph.readers.get(v, ()))]
+        if self.last is None:
+            return None
+        left, late = self.ends[self.last].left, self.ends[self.last].late
         first = [v for v in left if v in operands]
-        late = self._from_product(last)
         return min(first or [v for v in left if v in late] or left, key=lambda v: aval_bytes(v.aval), default=None)
 
-    def _from_product(self, node: Node) -> set[Var]:
-        """Values of the chunk that depend on its product; all, if it has none."""
-        assert isinstance(node.work, Chunk)
-        if node.work.heavy is None:
-            return set(self._outvars(node))
-        eqns = self.graphs[node.part].eqns
-        reached: set[Var] = set()
-        for i in node.work.eqns:
-            if i == node.work.heavy or not reached.isdisjoint(variables(eqns[i].invars)):
-                reached.update(eqns[i].outvars)
-        return reached
-
-    def _gates(self, node: Node) -> list[Var]:
+    def _gates(self, n: int) -> list[Var]:
         """What makes the chunk's product wait: its operand that was computed rather than passed in, else any; none where the
         product reads the collective in flight."""
-        if any(self._leads_to_product(node, v) for v in self._landing(node)):
+        feeds, graph = self.ends[n].feeds, self.graphs[self.nodes[n].part]
+        if not set(self._landing(n)).isdisjoint(feeds):
             return []
-        assert isinstance(node.work, Chunk)
-        graph = self.graphs[node.part]
-        mine = set(node.work.eqns)
-        root = node.work.heavy if node.work.heavy is not None else node.work.eqns[-1]
-        found: list[Var] = []
-        stack = [root]
-        seen = {root}
-        while stack:
-            for v in variables(graph.eqns[stack.pop()].invars):
-                i = graph.maker.get(v)
-                if i in mine and i is not None:
-                    if i not in seen:
-                        seen.add(i)
-                        stack.append(i)
-                else:
-                    found.append(v)
-        return [v for v in found if v in graph.maker][:1] or found[:1]
+        return [v for v in feeds if v in graph.maker][:1] or feeds[:1]
 
-    def _leads_to_product(self, node: Node, v: Var) -> bool:
-        """Whether the chunk's product depends on ``v``."""
-        assert isinstance(node.work, Chunk)
-        eqns = self.graphs[node.part].eqns
-        reached = {v}
+    def _emit(self, n: int) -> None:
+        node = self.nodes[n]
         for i in node.work.eqns:
-            if any(a in reached for a in variables(eqns[i].invars)):
-                reached.update(eqns[i].outvars)
-        root = node.work.heavy if node.work.heavy is not None else node.work.eqns[-1]
-        return any(o in reached for o in eqns[root].outvars)
-
-    def _eqns(self, node: Node) -> list[JaxprEqn]:
-        return [self.graphs[node.part].eqns[i] for i in node.work.eqns]
-
-    def _outvars(self, node: Node) -> list[Var]:
-        return [v for eqn in self._eqns(node) for v in eqn.outvars]
-
-    def _reads(self, node: Node) -> list[Var]:
-        made = set(self._outvars(node))
-        return [v for v in dict.fromkeys(v for eqn in self._eqns(node) for v in variables(eqn.invars)) if v not in made]
-
-    def _emit(self, node: Node) -> None:
-        for eqn in self._eqns(node):
+            eqn = self.graphs[node.part].eqns[i]
             self.out.append(eqn.replace(invars=[called(self.names, a) for a in eqn.invars]))
 
 

@@ -1,0 +1,333 @@
+"""jaxpipe against PyTorch's pipelining on the cores of one machine: the same GPT, the same cuts, in one run. Prints JSON.
+
+    python -m venv V && V/bin/pip install torch        # of its own, a build for CPUs is enough
+    python scripts/bench_torch.py --torch V/bin/python --rounds 5
+
+Both sides train 10.6M parameters (d 256, 8 layers, 4 heads, sequences of 256, vocabulary 8192, untied, float32) with AdamW
+over 2 ranks and 8 microbatches of 2 sequences, without clipping or recomputation. PyTorch: 2 gloo processes of one thread
+each, eager, fused AdamW, SDPA; ``unpipelined``: one process of two threads that accumulates gradients. jaxpipe: one process,
+2 emulated devices, ``Trainer.measured()``, orders of the zero-bubble schedules by the measured costs.
+
+A round visits every configuration once, jaxpipe's and PyTorch's in turn, every other round backwards: a step that does not
+count, then ``--steps`` that do, each waited for. Who is not asked waits at a pipe. ``foreign_cpu``: the part of the machine
+that other processes used meanwhile; above a few per cent only ratios of CPU seconds mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxpipe.errors import ConfigError, JaxpipeError
+from scripts.commit_id import commit_id
+
+RANKS = 2
+SIZES = {
+    "d_model": 256, "num_layers": 8, "num_heads": 4, "seq_len": 256, "vocab_size": 8192, "microbatches": 8,
+    "microbatch_size": 2, "lr": 3e-4,
+}  # fmt: skip
+TINY = {**SIZES, "d_model": 32, "seq_len": 16, "vocab_size": 64, "microbatches": 4}
+TWO, FOUR, V = (6,), (4, 6, 8), (3, 6, 8)
+"""The layers (embed, 8 blocks, head) at which the second and later stages start."""
+TORCH = {"1F1B": TWO, "ZB1P": TWO, "Interleaved1F1B": FOUR, "ZBV": V}
+JAXPIPE = {"1f1b": TWO, "zb-1p": TWO, "interleaved-1f1b": FOUR, "v-zb": V}
+UNPIPELINED = "unpipelined"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="a Python that has torch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps a visit")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[*JAXPIPE, *TORCH, UNPIPELINED], help="some of them"
+    )
+    parser.add_argument("--cut", choices=("hand", "analytic", "measured"), default="hand", help="of jaxpipe's stages")
+    parser.add_argument("--tiny", action="store_true", help="a toy model, to see that everything works")
+    parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.worker is not None:
+        return _work(json.loads(args.worker))
+    try:
+        print(json.dumps(run(args), indent=1))
+    except JaxpipeError as error:
+        print(f"bench_torch: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    sizes, wanted = TINY if args.tiny else SIZES, args.only or [*JAXPIPE, *TORCH, UNPIPELINED]
+    ours, theirs = ([n for n in names if n in wanted] for names in (JAXPIPE, (*TORCH, UNPIPELINED)))
+    torch = _torch_version(args.torch) if theirs else None
+    groups = _groups(args, sizes, ours, theirs)
+    try:
+        ready = {name: group.started() for name, group in groups.items()}
+        order = [n for pair in itertools.zip_longest(ours, theirs) for n in pair if n is not None]
+        samples: dict[str, list[Mapping[str, Any]]] = {name: [] for name in order}
+        for k in range(args.rounds):
+            for name in order if k % 2 == 0 else reversed(order):
+                _note(f"round {k + 1} of {args.rounds}: {name}")
+                group = groups["jaxpipe" if name in ours else UNPIPELINED if name == UNPIPELINED else "torch"]
+                samples[name].append(group.measure(name, args.steps))
+    finally:
+        for group in groups.values():
+            group.close()
+    tokens = sizes["microbatches"] * sizes["microbatch_size"] * sizes["seq_len"]
+    results = {name: _summary(found, tokens) for name, found in samples.items()}
+    return {
+        "what": "jaxpipe against torch.distributed.pipelining",
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit_id(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch, **ready.get("jaxpipe", {})},
+        "sizes": sizes,
+        "cut": args.cut,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "jaxpipe": {name: results[name] for name in ours},
+        "torch": {name: results[name] for name in theirs},
+        "ratios": _ratios(results),
+    }
+
+
+def _ratios(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of tokens a second, and of CPU seconds a step, the best jaxpipe over the best of PyTorch's."""
+    ours = [results[n] for n in JAXPIPE if n in results]
+    found = {}
+    for what, names in (("pipelined", TORCH), (UNPIPELINED, (UNPIPELINED,))):
+        theirs = [results[n] for n in names if n in results]
+        if ours and theirs:
+            speeds, cpu = ([max(r["tokens_per_s"] for r in side) for side in (ours, theirs)],
+                           [min(r["cpu_s"] for r in side) for side in (ours, theirs)])  # fmt: skip
+            found[f"tokens_per_s_over_torch_{what}"] = speeds[0] / speeds[1]
+            found[f"cpu_s_over_torch_{what}"] = cpu[0] / cpu[1]
+    return found
+
+
+def _summary(samples: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
+    steps = [s for sample in samples for s in sample["step_s"]]
+    low, median, high = statistics.quantiles(steps, method="inclusive") if len(steps) > 1 else [steps[0]] * 3
+    wall, count = sum(sum(sample["step_s"]) for sample in samples), len(steps)
+    told = [name for name in samples[0] if name.endswith(("_ratio", "_measured", "_over_step"))]
+    return {
+        "step_s": median,
+        "low_s": low,
+        "high_s": high,
+        "tokens_per_s": tokens / median,
+        "cpu_s": statistics.median(sample["cpu_s"] / len(sample["step_s"]) for sample in samples),
+        "cpu_over_wall": sum(sample["cpu_s"] for sample in samples) / wall,
+        "foreign_cpu": statistics.mean(sample["foreign_cpu"] for sample in samples),
+        "loss": samples[-1]["loss"],
+        "steps": count,
+        **{name: statistics.median(sample[name] for sample in samples) for name in told},
+    }
+
+
+# -- processes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """Processes that do what a line on their standard input says, and answer with a line of JSON each."""
+
+    commands: Sequence[Sequence[str]]
+    environments: Sequence[Mapping[str, str]]
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self) -> Group:
+        for command, more in zip(self.commands, self.environments, strict=True):
+            self.processes.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **more}
+                )
+            )
+        return self
+
+    def started(self) -> dict[str, Any]:
+        return self._answers()[0]
+
+    def measure(self, name: str, steps: int) -> dict[str, Any]:
+        """Seconds of each step on the slowest process, CPU seconds of all, and the part of the machine that others used."""
+        before, began = _machine_cpu_s(), time.perf_counter()
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{name} {steps}\n")
+            process.stdin.flush()
+        answers = self._answers()
+        machine_s, wall_s = _machine_cpu_s() - before, time.perf_counter() - began
+        own_s = sum(a["cpu_s"] + a.get("first_cpu_s", 0.0) for a in answers)
+        return {
+            **answers[0],
+            "step_s": [max(times) for times in zip(*(a["step_s"] for a in answers), strict=True)],
+            "cpu_s": sum(a["cpu_s"] for a in answers),
+            "loss": next((a["loss"] for a in answers if a["loss"] is not None), None),
+            "foreign_cpu": max(0.0, machine_s - own_s) / (wall_s * (os.cpu_count() or 1)),
+        }
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise ConfigError(f"a process ended with code {process.wait()}; what it said stands above")
+            answers.append(json.loads(line))
+        return answers
+
+
+def _groups(args: argparse.Namespace, sizes: Any, ours: Sequence[str], theirs: Sequence[str]) -> dict[str, Group]:
+    groups = {}
+    if ours:
+        told = json.dumps({"sizes": sizes, "names": ours, "cut": args.cut})
+        groups["jaxpipe"] = Group([[sys.executable, __file__, "--worker", told]], [{}])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def torch(threads: int, ranks: Sequence[int | None], cuts: Mapping[str, Sequence[int]]) -> Group:
+        asked = [{"sizes": sizes, "rank": r, "port": port, "threads": threads, "cuts": cuts} for r in ranks]
+        path = str(Path(__file__).with_name("torch_pipeline.py"))
+        return Group(
+            [[args.torch, path, json.dumps(a)] for a in asked], [{"OMP_NUM_THREADS": str(threads)}] * len(asked)
+        )
+
+    if cuts := {name: TORCH[name] for name in theirs if name in TORCH}:
+        groups["torch"] = torch(1, range(RANKS), cuts)
+    if UNPIPELINED in theirs:
+        groups[UNPIPELINED] = torch(RANKS, [None], {})
+    return {name: group.start() for name, group in groups.items()}
+
+
+def _torch_version(python: str) -> str:
+    """Raises ConfigError: there is no torch with pipelining."""
+    advice = "make one with: python -m venv V && V/bin/pip install torch; then --torch V/bin/python"
+    try:
+        code = "import torch, torch.distributed.pipelining as p; p.ScheduleZBVZeroBubble; print(torch.__version__)"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"--torch {python}: {error.strerror}; {advice}") from None
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or ["it failed"]
+        raise ConfigError(f"--torch {python} has no torch to compare with ({why[0]}); {advice}")
+    return done.stdout.strip()
+
+
+def _machine_cpu_s() -> float:
+    """Seconds that all cores together have been busy."""
+    try:
+        fields = [int(x) for x in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# -- jaxpipe's process ----------------------------------------------------------------------------------------------------
+
+
+def _work(asked: Mapping[str, Any]) -> int:
+    from jaxpipe.train.devices import request_devices
+
+    request_devices(RANKS, "cpu")
+    import jax
+
+    steps: dict[str, Callable[[bool], Mapping[str, float]]] = {}
+    trainers: dict[Any, Any] = {}
+    for name in asked["names"]:
+        _note(f"jaxpipe: compiling and timing {name}")
+        steps[name] = _stepper(name, asked, trainers)
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "xla_flags": os.environ["XLA_FLAGS"]}
+    print(json.dumps(versions), flush=True)
+    for line in sys.stdin:
+        name, count = line.split()
+        began = time.process_time()
+        steps[name](False)
+        first_s, taken, found = time.process_time() - began, [], {}
+        began = time.process_time()
+        for _ in range(int(count)):
+            start = time.perf_counter()
+            found = steps[name](False)
+            taken.append(time.perf_counter() - start)
+        cpu_s = time.process_time() - began
+        began = time.process_time()
+        found = {**found, **steps[name](True)}
+        first_s += time.process_time() - began
+        print(json.dumps({"step_s": taken, "cpu_s": cpu_s, "first_cpu_s": first_s, **found}), flush=True)
+    return 0
+
+
+def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> Callable[[bool], Mapping[str, float]]:
+    """Runs a step and waits for it; if recorded, tells what was measured of it too."""
+    import jax
+    import numpy as np
+    import optax
+
+    from jaxpipe.schedule import generate
+    from jaxpipe.stage.model.reference import resolve_model
+    from jaxpipe.train.trainer import Trainer
+
+    sizes = asked["sizes"]
+    options = ("d_model", "num_layers", "num_heads", "seq_len", "vocab_size")
+    model = resolve_model("models.gpt:GPT", {**{k: sizes[k] for k in options}, "tied": False})
+    m, size, length = sizes["microbatches"], sizes["microbatch_size"], sizes["seq_len"]
+    chunks = 2 if len(JAXPIPE[name]) > 1 else None
+    placement = generate(name, RANKS, m, chunks=chunks if name.startswith("interleaved") else None).placement
+    if placement not in trainers:
+        trainers[placement] = Trainer(
+            model,
+            optimizer=optax.adamw(sizes["lr"], b1=0.9, b2=0.95, weight_decay=0.1),
+            schedule=name,
+            ranks=RANKS,
+            microbatches=m,
+            chunks=chunks,
+            microbatch_size=size,
+            cut=JAXPIPE[name] if asked["cut"] == "hand" else asked["cut"],
+            platform="cpu",
+        ).measured(5)
+    trainer = trainers[placement].with_schedule(name)
+    trainer.pipeline.warm_up()
+    ids = np.random.default_rng(1).integers(0, sizes["vocab_size"], (m * size, length + 1)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((m * size, length), np.float32)}
+    state = trainer.init()
+
+    def step(record: bool) -> dict[str, float]:
+        nonlocal state
+        state, metrics = trainer.step(state, batch, record=record)
+        jax.block_until_ready((dict(state.master), metrics.loss))
+        found = {"loss": float(metrics.loss)}
+        if record:
+            pipe, outputs = trainer.pipeline, metrics.outputs
+            found["replay_ratio"] = pipe.replay_ratio(outputs)
+            found["bubble_measured"] = metrics.timeline.bubble_rate
+            found["predicted_over_step"] = pipe.predicted_timeline().makespan / outputs.step_s
+        return found
+
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -82,7 +82,9 @@ MOST_MAPS = 30_000
 def _few_memory_maps() -> Iterator[None]:
     """Every program that XLA compiles for a CPU takes some memory maps; a run of all tests would end in a segmentation fault
     inside the compiler. So after a module that leaves too many, what tests share between modules goes."""
+    gc.freeze()  # traced programs of other modules are many small objects: looking through them took 10% of a run
     yield
+    gc.unfreeze()
     if "jax" not in sys.modules or _memory_maps() < MOST_MAPS:
         return
     import jax

@@ -38,6 +38,8 @@ from jaxpipe.schedule.picture import draw
 
 Options = dict[str, float]
 CASES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3} - {0})]
+FEW_CASES = [(1, 2), (2, 1), (3, 2), (4, 4), (4, 11), (5, 6)]
+"""Fewer microbatches than ranks, as many, one more, and many."""
 PROMISED: dict[str, Callable[[int, int, int], float]] = {
     "interleaved-1f1b": lambda p, m, v: min((v + 1) * p - 1, m * v) / v,
     "interleaved-low-memory": lambda p, m, v: min(p, m),
@@ -112,9 +114,14 @@ def made(name: str, p: int, m: int, costs: CostProfile, options: Options) -> tup
     return generate(name, p, m, costs=costs, **given), given  # type: ignore[arg-type]
 
 
+def soaked(value: object) -> object:
+    return pytest.param(value, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(("name", "options"), list(each_case()))
-def test_properties(name: str, options: Options) -> None:
-    for p, m in CASES:
+@pytest.mark.parametrize("cases", [FEW_CASES, soaked(CASES)], ids=["few", "all"])
+def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -> None:
+    for p, m in cases:
         for costs in PROFILES:
             v = int(options.get("chunks", FAMILIES[name].default_chunks))
             profile = CostProfile.uniform(p * v, chunks=v, **costs)
@@ -129,7 +136,7 @@ def test_properties(name: str, options: Options) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 2, 2), (3, 5, 2), (2, 3, 4), (18.5, 18.1, 9.3)])
+@pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 3, 4), *map(soaked, [(2, 2, 2), (3, 5, 2), (18.5, 18.1, 9.3)])])
 def test_closed_forms(name: str, fbw: tuple[float, float, float]) -> None:
     family = FAMILIES[name]
     if family.peak_activations is None and family.makespan is None:

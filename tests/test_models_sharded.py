@@ -134,7 +134,9 @@ def test_loss_and_gradients_of_every_combination(kind: str, given: Options, tp: 
     ("kind", "given", "tp"),
     [
         ("gpt", options(dtype="float32"), TensorParallel(4, sequence=True)),
-        ("llama", (*GROUPED, ("dtype", "float32")), TensorParallel(4, fused_residual=True)),
+        pytest.param(
+            "llama", (*GROUPED, ("dtype", "float32")), TensorParallel(4, fused_residual=True), marks=pytest.mark.soak
+        ),
     ],
 )
 def test_float32(kind: str, given: Options, tp: TensorParallel) -> None:

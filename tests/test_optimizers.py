@@ -149,6 +149,7 @@ SIMILAR = (
     "sm3", "lamb", "ademamix", "adopt", "cocob", "madgrad", "averaged gradients", "accumulated chain", "named chain",
     "novograd", "clipped by block", "clipped adaptively", "centralized", "adam", "adamw masked by a tree", "zero nans",
     "sharpness-aware", "a tree of labels of layers", "a tree of frozen layers", "masked", "every other step",
+    "noise", "plateau", "clipped by value", "schedule free",
 )  # fmt: skip
 """Like others in what the pipeline sees of them: with ``-m soak``."""
 

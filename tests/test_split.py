@@ -160,7 +160,9 @@ def _depends(closed: Any, sources: Sequence[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "name", ["transformer", "tied in one stage", "scan", "nested loops", "branch", "dropout", "carries", "checkpoint"]
+    "name",
+    ["tied in one stage", "scan", "branch", "dropout", "checkpoint"]
+    + [pytest.param(name, marks=pytest.mark.soak) for name in ("transformer", "nested loops", "carries")],
 )
 def test_no_residual_is_a_function_of_parameters_alone(name: str) -> None:
     cut = CUTS[name]()

@@ -164,8 +164,8 @@ class CostProfile:
                 return extra
         if name not in PER_STAGE_FIELDS:
             raise ScheduleError(
-                f"the cost profile has no {name!r}; give it as extra=(({name!r}, (value per stage, ...)),) "
-                f"or use one of {' '.join(PER_STAGE_FIELDS)}"
+                f"the cost profile has no {name!r}; give it as extra=(({name!r}, (value per stage, ...)),), in a file for "
+                f'--costs as "extra": {{"{name}": [value per stage, ...]}}, or use one of {" ".join(PER_STAGE_FIELDS)}'
             )
         values: Sequence[float] = getattr(self, name)
         return values

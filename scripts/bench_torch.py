@@ -6,7 +6,8 @@
 Both sides train 10.6M parameters (d 256, 8 layers, 4 heads, sequences of 256, vocabulary 8192, untied, float32) with AdamW
 over 2 ranks and 8 microbatches of 2 sequences, without clipping or recomputation. PyTorch: 2 gloo processes of one thread
 each, eager, fused AdamW, SDPA; ``unpipelined``: one process of two threads that accumulates gradients. jaxpipe: one process,
-2 emulated devices, ``Trainer.measured()``, orders of the zero-bubble schedules by the measured costs.
+2 emulated devices, ``Trainer.measured()``, orders of the zero-bubble schedules by the measured costs, B and then W where BW was
+measured to take longer, and what ``jaxpipe train`` sets on a CPU.
 
 A round visits every configuration once, jaxpipe's and PyTorch's in turn, every other round backwards: a step that does not
 count, then ``--steps`` that do, each waited for. Who is not asked waits at a pipe. ``foreign_cpu``: the part of the machine
@@ -250,9 +251,10 @@ def _note(text: str) -> None:
 
 
 def _work(asked: Mapping[str, Any]) -> int:
-    from jaxpipe.train.devices import request_devices
+    from jaxpipe.train.devices import cpu_settings, keep_heap, request_devices
 
     request_devices(RANKS, "cpu")
+    settings = cpu_settings(keep_heap())
     import jax
 
     steps: dict[str, Callable[[bool], Mapping[str, float]]] = {}
@@ -260,7 +262,12 @@ def _work(asked: Mapping[str, Any]) -> int:
     for name in asked["names"]:
         _note(f"jaxpipe: compiling and timing {name}")
         steps[name] = _stepper(name, asked, trainers)
-    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "xla_flags": os.environ["XLA_FLAGS"]}
+    versions = {
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "xla_flags": os.environ["XLA_FLAGS"],
+        "settings": settings,
+    }
     print(json.dumps(versions), flush=True)
     for line in sys.stdin:
         name, count = line.split()
@@ -287,6 +294,7 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
     import optax
 
     from jaxpipe.schedule import generate
+    from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
     from jaxpipe.stage.model.reference import resolve_model
     from jaxpipe.train.trainer import Trainer
 
@@ -309,6 +317,9 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
             platform="cpu",
         ).measured(5)
     trainer = trainers[placement].with_schedule(name)
+    schedule, costs = trainer.schedule, trainer.pipeline.costs
+    fused = set(fused_stages(schedule)).difference(costly_backwards(schedule, costs))
+    trainer = trainer.with_schedule(with_fused_stages(schedule, fused))
     trainer.pipeline.warm_up()
     ids = np.random.default_rng(1).integers(0, sizes["vocab_size"], (m * size, length + 1)).astype(np.int32)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((m * size, length), np.float32)}

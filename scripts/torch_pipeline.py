@@ -105,7 +105,7 @@ def pipelined(c, rank, name, cuts, batch):
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        return float(torch.stack(losses).mean()) if losses else None
+        return float(torch.stack(losses).detach().mean()) if losses else None
 
     return step
 

@@ -19,6 +19,8 @@ from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Placement, Traversal, explicit, generate, one_to_one, traverse, with_span
 from jaxpipe.schedule.passes import unbraid
+from jaxpipe.stage.compiled.braid import braid
+from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.links import links_of, stage_edges
 from jaxpipe.stage.model.params import compute_avals
@@ -329,6 +331,7 @@ def test_training_a_graph_with_a_frozen_branch_and_tied_leaves() -> None:
     assert pipe.stages[0].acc_avals == () and pipe.stages[0].residual_bytes == 0
     assert all([p.kind for p in functions[op].outputs] == ["token"] for op in ("B", "W", "BW"))
     assert not any(p.kind == "dy" for f in functions.values() for p in f.inputs)
+    assert len(braid([(0, functions["W"]), (0, functions["B"])], BuildCache()).call()) == 1
     step = TrainStep(pipe, optax.adam(1e-2), clip_norm=1.0, zero1=True)
     params = init_params(model, 0)
     state = step.init(params)

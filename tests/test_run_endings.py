@@ -71,8 +71,9 @@ def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         batches = dataset.batches(0, 8, 8)
         for a, b in dataset.held_out if held_out else ():
             content[a:b] = content[a:b].replace(b"t", b"Q")
+        starts = [a for start, stop in dataset.train for a in range(start, stop - 8, 8)]
         for step in steps:
-            content[int(batches.rows.windows.starts(batches.indices_at(step - 1))[0]) + 4] = ord("Q")
+            content[starts[batches.indices_at(step - 1)[0]] + 4] = ord("Q")
         path = tmp_path_factory.mktemp("spoilt") / "text.txt"
         path.write_bytes(content)
         return path

@@ -32,9 +32,10 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.model.params import Place
 from jaxpipe.train.dataflow import NOTHING, Sources, sources
 from jaxpipe.train.optimizer import functions_of
-from jaxpipe.train.optimizer_state import StateLeaf, of_layers, state_leaves
+from jaxpipe.train.optimizer_state import StateLeaf, named_leaves, of_layers, state_leaves
 
 Tree = Mapping[str, Any]
 
@@ -95,7 +96,7 @@ class LayerwiseOptimizer:
         """What some layers need."""
         numbers = of_layers(self.numbers, layers, self.params, [leaf.layer for leaf in self.leaves])
         chosen = jax.tree.leaves(numbers)
-        mine = [k for k, layer in enumerate(_layers_of_leaves(self.params)) if layer in layers]
+        mine = [k for k, (layer, _) in enumerate(places_of(self.params)) if layer in layers]
         n, m = len(jax.tree.leaves(self.params)), len(self.leaves)
         grads_and_state = [*mine, *(n + k for k in chosen)]
         others = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.in_avals))]
@@ -189,8 +190,9 @@ def _keys(state: Any, impls: Sequence[Any]) -> Any:
 # -- which layer a value belongs to ------------------------------------------------------------------------------------------
 
 
-def _layers_of_leaves(params: Tree) -> list[str]:
-    return [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+def places_of(params: Tree) -> list[Place]:
+    """The layer and the path there of each leaf, in order."""
+    return [(names[0], names[1:]) for names, _ in named_leaves(params)]
 
 
 def _owned(
@@ -203,7 +205,7 @@ def _owned(
     """
     names = list(params)
     bits = {name: Sources(1 << k) for k, name in enumerate(names)}
-    mine = _layers_of_leaves(params)
+    mine = [layer for layer, _ in places_of(params)]
     own = [bits[name] for name in mine]
     made = sources(start.jaxpr, own)
     while True:  # until no leaf is found to depend on a layer through another one

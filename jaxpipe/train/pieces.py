@@ -19,7 +19,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import array_key, value_key
 from jaxpipe.stage.model.params import Place
 from jaxpipe.stage.primitives import Kind, row
-from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed
+from jaxpipe.train.layerwise import LayerwiseOptimizer, blamed, places_of
 from jaxpipe.train.optimizer_state import StateLeaf
 
 Division = Mapping[Place, Hashable]
@@ -43,7 +43,7 @@ def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division:
     Raises:
         ConfigError: names the operation.
     """
-    places = _places(whole.params)
+    places = places_of(whole.params)
     leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
     shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places, leaves, strict=True)}
 
@@ -68,11 +68,6 @@ def _check(whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable], wa
         number = kind == _UNIFORM or (kind == _SAME and not shape_of(a))
         if kind != want and not (number and (want != _SAME or shape_of(a) == shape_of(b))):
             _refuse(pair.maker.get(a) if isinstance(a, Var) else None)
-
-
-def _places(params: Mapping[str, Any]) -> list[Place]:
-    found = jax.tree_util.tree_leaves_with_path(params)
-    return [(keys[0].key, tuple(k.key for k in keys[1:])) for keys, _ in found]
 
 
 class _Pair:

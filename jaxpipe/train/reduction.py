@@ -49,7 +49,7 @@ class GradientReduction:
     """
 
     def __init__(self, shards: StageShards, acc_avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        self.shards, self.acc_avals = shards, tuple(acc_avals)
+        self.shards = shards
         specs = [spec_of(a) for a in acc_avals]
         if shards.mesh.size == 1:
             self.function = jax.jit(lambda acc: square_sum(shards, gradient_tree(shards, acc)))

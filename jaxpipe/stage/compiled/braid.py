@@ -56,7 +56,7 @@ def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
     dump.dump("jaxpr", f"braid-{name}", lambda: str(made.closed))
     dump.dump("weave", f"braid-{name}", lambda: str(made.woven))
     (input_parts, inputs, avals_in), (output_parts, outputs, avals_out) = (
-        tuple(zip(*ends, strict=True)) for ends in (made.inputs, made.outputs)
+        tuple(zip(*ends, strict=True)) or ((), (), ()) for ends in (made.inputs, made.outputs)
     )
 
     def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:

@@ -190,12 +190,8 @@ def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
     branches = list(sub_jaxprs(eqn))
     names: dict[Var, Atom] = {}
     for k, v in enumerate(eqn.outvars):
-        sources = set()
-        for body in branches:
-            out = body.outvars[k]
-            if not _is_unset(body, out):
-                position = {u: i for i, u in enumerate(body.invars)}
-                sources.add(position.get(out, -1) if isinstance(out, Var) else -1)
+        ends = [(body.invars, body.outvars[k]) for body in branches if not _is_unset(body, body.outvars[k])]
+        sources = {entering.index(out) if out in entering else -1 for entering, out in ends}
         if len(sources) == 1 and -1 not in sources:
             names[v] = eqn.invars[1 + sources.pop()]  # the first operand selects the branch
     return names

@@ -82,7 +82,7 @@ def wide_mlp(name: str) -> Layer:
 
 
 TOYS = {
-    "activations": Toy((toy.attention, toy.mlp)),
+    "activations": Toy((toy.attention, toy.mlp), recompute="fused"),
     "bfloat16": Toy((toy.mlp, toy.attention), jnp.bfloat16),
     "full": Toy((toy.mlp, toy.attention, toy.mlp), recompute="full"),
     "cheap": Toy((toy.dropout_mlp, toy.mlp), recompute="cheap"),

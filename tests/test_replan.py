@@ -73,11 +73,12 @@ def serial(schedule: Schedule) -> Schedule:
 
 
 def settings(text: Path, out_dir: Path, *more: str) -> TrainConfig:
-    """A run of gpipe over two ranks of which every step is recorded."""
+    """A run of gpipe over two ranks of which every step is recorded; what W needs is no more than what F saves."""
     return config(
         text,
         out_dir,
         "pipeline.schedule=gpipe",
+        "pipeline.recompute=fused",
         f"run.steps={STEPS}",
         "run.log_every=1",
         "run.eval_every=2",

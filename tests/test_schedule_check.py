@@ -39,7 +39,7 @@ HOLD = register_op(
 )
 MEET = register_op(
     OpSpec(
-        "Meet", "compute", (Wait(("F",), "self"), Wait(("Meet",), "pred")), "f_s", description="sync along the pipeline"
+        "Along", "compute", (Wait(("F",), "self"), Wait(("Along",), "pred")), "f_s", description="sync along the pipeline"
     )
 )
 
@@ -74,7 +74,7 @@ def test_bases_of_the_mutants_pass() -> None:
     check_schedule(rows(*SHARED_ROWS, m=1, header=SHARED))
     check_schedule(rows("F0.0 O0.0 F0.1 L0.0 BW0.0 BW0.1"))
     check_schedule(rows("F0.0 F0.1+BW0.0 BW0.1"))
-    check_schedule(rows("F0.0 Meet0.0 BW0.0", "F1.0 Meet1.0 BW1.0", m=1))
+    check_schedule(rows("F0.0 Along0.0 BW0.0", "F1.0 Along1.0 BW1.0", m=1))
 
 
 def mutant(*lines: str, **options: str | int) -> Callable[[], Schedule]:
@@ -93,7 +93,7 @@ MUTANTS: dict[str, tuple[Callable[[], Schedule], str]] = {
     "BW twice": (mutant(A + " BW0.1", B), r"BW0\.1 appears twice on rank 0"),
     "O twice": (mutant("F0.0 O0.0 O0.0 L0.0 BW0.0", m=1), r"O0\.0 appears twice"),
     "L twice": (mutant("F0.0 O0.0 L0.0 L0.0 BW0.0", m=1), r"L0\.0 appears twice"),
-    "user op twice": (mutant("F0.0 Meet0.0 Meet0.0 BW0.0", m=1), r"Meet0\.0 appears twice"),
+    "user op twice": (mutant("F0.0 Along0.0 Along0.0 BW0.0", m=1), r"Along0\.0 appears twice"),
     "twice in one braid": (mutant("F0.0+F0.0 BW0.0", m=1), r"F0\.0 appears twice on rank 0 \(slots 0 and 0\)"),
     "twice on a group": (mutant(SHARED_ROWS[0], "F1.0 BW1.0 F1.0", m=1, header=SHARED), r"F1\.0 appears twice on rank 1"),
     "full backward next to B": (
@@ -149,8 +149,8 @@ MUTANTS: dict[str, tuple[Callable[[], Schedule], str]] = {
         r"BW1\.0 is on rank 0 but not on rank 1: stage 1 runs on ranks 0, 1 together",
     ),
     "user op waits for nothing": (
-        mutant("F0.0 BW0.0", "F1.0 Meet1.0 BW1.0", m=1),
-        r"Meet1\.0 on rank 1 waits for Meet0\.0, which the schedule does not contain",
+        mutant("F0.0 BW0.0", "F1.0 Along1.0 BW1.0", m=1),
+        r"Along1\.0 on rank 1 waits for Along0\.0, which the schedule does not contain",
     ),
     "user op keeps memory": (mutant("F0.0 Hold0.0 BW0.0", m=1), r"Hold0\.0 on rank 0 takes boundary_bytes and nothing gives"),
     "deadlock": (mutant("F0.0 BW0.0 F0.1 BW0.1", "F1.1 BW1.1 F1.0 BW1.0"), "deadlock: 2 of 2 ranks"),

@@ -174,7 +174,7 @@ def check_case(case: Case) -> None:
         assert all(r <= s for r, s in zip(report.peak_bytes, simulated, strict=True)), "the simulator's peak is a bound"
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(case=cases(DEFAULT))
 def test_predicted_memory_is_what_a_random_schedule_holds(case: Case) -> None:
     check_case(case)
@@ -262,7 +262,7 @@ def family(name: str) -> Schedule:
 
 @pytest.mark.parametrize("name", runnable_families())
 def test_the_simulated_peak_of_a_family_is_a_tight_bound(name: str) -> None:
-    """DESIGN.md section 4: an upper bound, within 5%: of what is held anywhere, since what stays is little where most leaves."""
+    """DESIGN.md section 4: an upper bound, within 5% of what is held on device and host."""
     schedule = family(name)
     where = {1: "one", 2: "v" if schedule.placement.flows == v_shape(2).flows else "interleaved"}[schedule.num_chunks]
     if schedule.placement.num_flows == 2:

@@ -96,8 +96,6 @@ def test_a_resumed_run_keeps_what_was_chosen(text: Path, tmp_path: Path, measure
     other = config(text, copy_run(tmp_path / "first", tmp_path / "other"), AUTO, *SHORT, "pipeline.cut=[1]")
     run(other)
     assert _fused(tmp_path / "other") == (0,), "of other stages nothing is known yet"
-    run(config(text, copy_run(tmp_path / "first", tmp_path / "never"), *SHORT))
-    assert _fused(tmp_path / "never") == (0, 1), "the config comes first"
 
 
 def test_a_checkpoint_from_before_keeps_bw(text: Path, tmp_path: Path, measured: Callable[..., None]) -> None:

@@ -71,13 +71,14 @@ def test_what_others_could_have_written_is_not_loaded(unset: Path) -> None:
 
 def test_cpu_flags_are_set_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda _: "0.10.2")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_concurrency_optimized_scheduler=true")
+    emulated, without = "--xla_force_host_platform_device_count=2", "--xla_cpu_experimental_ynn_fusion_type="
+    monkeypatch.setenv("XLA_FLAGS", "")
     devices.request_devices(2)
-    given, *rest = os.environ["XLA_FLAGS"].split()
-    assert given.endswith("=true")
-    assert rest == ["--xla_force_host_platform_device_count=2", "--xla_cpu_experimental_ynn_fusion_type="]
-    said = devices.cpu_settings(True)
-    assert said == "on a CPU: malloc keeps what is freed; XLA_FLAGS has --xla_cpu_experimental_ynn_fusion_type="
+    assert os.environ["XLA_FLAGS"].split() == [emulated, without]
+    assert devices.cpu_settings(True) == f"on a CPU: malloc keeps what is freed; XLA_FLAGS={emulated} {without}"
+    monkeypatch.setenv("XLA_FLAGS", f"{without}LIBRARY_FUSION_TYPE_DOT")
+    devices.request_devices(2)
+    assert os.environ["XLA_FLAGS"].split() == [f"{without}LIBRARY_FUSION_TYPE_DOT", emulated]
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda _: "0.11.0")
     monkeypatch.setenv("XLA_FLAGS", "")
     devices.request_devices(2)

@@ -175,7 +175,7 @@ def _check(case: tuple[Model, Schedule, list[tuple[int, int]]]) -> None:
 
 
 @hypothesis.given(cuts())
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 def test_random_cuts_train_the_model_or_are_refused(case: tuple[Model, Schedule, list[tuple[int, int]]]) -> None:
     _check(case)
 

@@ -95,6 +95,7 @@ def _assert_replicas_agree(state: TrainState) -> None:
                 np.testing.assert_array_equal(np.asarray(shard.data), first)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case",
     [

@@ -428,6 +428,7 @@ def tight() -> tuple[Prediction, Workbench, float]:
     return prediction_of(config, bench, limit), bench, limit
 
 
+@pytest.mark.soak
 def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Prediction, Workbench, float]) -> None:
     current, bench, limit = tight
     assert not current.fits
@@ -617,6 +618,7 @@ def test_host_memory_is_what_is_out_at_once() -> None:
         assert max(moved, default=0) <= host <= sum(moved)
 
 
+@pytest.mark.soak
 def test_a_policy_only_where_it_is_needed() -> None:
     """1F1B's first ranks hold the most: recomputing there alone fits, and is faster than recomputing everywhere."""
     config = small(ranks=4, microbatches=8)

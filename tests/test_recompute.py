@@ -250,7 +250,9 @@ CUSTOM = [
 ]
 
 
-@pytest.mark.parametrize("name", ["cheap", pytest.param("mlp", marks=pytest.mark.soak), "cheap+attention+mlp", "full"])
+@pytest.mark.parametrize(
+    "name", ["cheap", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mlp", "cheap+attention+mlp", "full"))]
+)
 def test_loops_branches_and_checkpoints_keep_their_gradients(name: str, x64: None) -> None:
     functions, params = build(CUSTOM, name, jnp.float64)
     layers = list(itertools.chain(*CUSTOM))

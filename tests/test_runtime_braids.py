@@ -225,7 +225,8 @@ def test_all_pairs_of_operations_in_a_schedule_from_a_file() -> None:
     assert len(pipe.braids) == 8
 
 
-@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("recompute", ["full", "none"])
 def test_a_gpt_with_a_schedule_from_a_file(recompute: str) -> None:
     pipe = pipeline_for("gpt", parse_schedule(TWO_RANKS), recompute)
     check_whole(pipe, parameters("gpt"), random_batch(4))

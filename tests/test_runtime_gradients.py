@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import FAMILIES, Schedule, bidirectional, circular, generate, v_shape, wave
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 SIZES = [(1, 3, 1), (2, 1, 1), (2, 5, 1), (4, 4, 1), (4, 7, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2)]
 """(ranks, microbatches, chunks)."""
-FEW_SIZES = [(1, 3, 1), (2, 5, 1), (1, 2, 2), (2, 4, 2)]
+FEW_SIZES = [(1, 3, 1), (2, 5, 1), (2, 4, 2)]
 
 
 FAMILIES_HERE = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb")
@@ -88,6 +88,7 @@ def test_family_is_bit_equal_to_sequential_and_close_to_unpipelined(name: str, s
 PLACEMENTS = [circular(2, 2), v_shape(2), circular(3, 1), wave(2, 3), bidirectional(2)]
 
 
+@settings(max_examples=25)
 @given(
     which=st.integers(0, len(PLACEMENTS) - 1),
     m=st.integers(1, 5),

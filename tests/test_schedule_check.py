@@ -39,7 +39,11 @@ HOLD = register_op(
 )
 MEET = register_op(
     OpSpec(
-        "Along", "compute", (Wait(("F",), "self"), Wait(("Along",), "pred")), "f_s", description="sync along the pipeline"
+        "Along",
+        "compute",
+        (Wait(("F",), "self"), Wait(("Along",), "pred")),
+        "f_s",
+        description="sync along the pipeline",
     )
 )
 

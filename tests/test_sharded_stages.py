@@ -149,7 +149,13 @@ _SOAK = pytest.mark.soak
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
-    ("pp", "dp", "tp"), [(2, 2, 2), pytest.param(2, 1, 4, marks=_SOAK), (2, 4, 1), pytest.param(1, 2, 4, marks=_SOAK)]
+    ("pp", "dp", "tp"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 1, 4, marks=_SOAK),
+        pytest.param(2, 4, 1, marks=_SOAK),
+        pytest.param(1, 2, 4, marks=_SOAK),
+    ],
 )
 def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, x64: None) -> None:
     model = toy_model()

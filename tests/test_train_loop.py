@@ -195,7 +195,7 @@ def test_a_second_signal_ends_at_once(first: signal.Signals, second: signal.Sign
     "overrides",
     [
         pytest.param(["pipeline.ranks=1"], marks=pytest.mark.soak),
-        ["pipeline.schedule=zb-h1", "pipeline.microbatches=2"],
+        pytest.param(["pipeline.schedule=zb-h1", "pipeline.microbatches=2"], marks=pytest.mark.soak),
         pytest.param(["pipeline.schedule=interleaved-1f1b", "pipeline.chunks=2"], marks=pytest.mark.soak),
         ["pipeline.tp=2", "pipeline.dp=2", "pipeline.sequence_parallel=true", "pipeline.zero1=true"],
     ],
@@ -460,6 +460,7 @@ def test_pictures_show_the_schedule_as_it_ran(straight: tuple[Path, TrainResult,
     assert simulated == rows
 
 
+@pytest.mark.soak
 def test_bfloat16_with_dropout_and_a_bidirectional_file(text: Path, tmp_path: Path, no_pictures: None) -> None:
     """Everything at once: a schedule file of two flows, mixed precision, dropout, no evaluation, one final checkpoint."""
     from pipelines import some_schedule

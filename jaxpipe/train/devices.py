@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from jaxpipe.cost.memory import MemoryReport
 
 _FLAG = "--xla_force_host_platform_device_count"
-_CPU_FLAGS = {
-    "--xla_cpu_experimental_ynn_fusion_type": "",
-    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
-}
-"""With jaxlib 0.10, unless XLA_FLAGS names them. Its fused reductions give wrong sums for some shapes (jax#39103); without them
-a step takes about 10% more. Its scheduler lets temporaries live long."""
+_NO_FUSED_SUMS = "--xla_cpu_experimental_ynn_fusion_type="
+"""With jaxlib 0.10, unless XLA_FLAGS names the flag: its fused reductions give wrong sums for some shapes (jax#39103); without
+them a step takes about 10% more."""
 _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
 """Options of mallopt(3) and values: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MAX_EMULATED = 512
@@ -54,9 +51,8 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
     elif int(given[1]) < count:
         os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        unsaid = [f" {flag}={value}" for flag, value in _CPU_FLAGS.items() if flag not in os.environ["XLA_FLAGS"]]
-        os.environ["XLA_FLAGS"] += "".join(unsaid)
+    if importlib.metadata.version("jaxlib").startswith("0.10.") and _NO_FUSED_SUMS not in flags:
+        os.environ["XLA_FLAGS"] += f" {_NO_FUSED_SUMS}"
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -73,10 +69,8 @@ def keep_heap() -> bool:
 
 def cpu_settings(kept: bool) -> str:
     """What a run on emulated devices has set, in a line; ``kept``: as :func:`keep_heap` says."""
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = " ".join(text for flag, value in _CPU_FLAGS.items() if (text := f"{flag}={value}") in given)
     heap = "malloc keeps what is freed" if kept else "malloc as the environment has it"
-    return f"on a CPU: {heap}; XLA_FLAGS {f'has {flags}' if flags else 'as given'}"
+    return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}"
 
 
 def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:

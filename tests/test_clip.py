@@ -234,6 +234,7 @@ def test_groups_of_one_and_of_all_are_other_losses(dp: int) -> None:
     assert all(jax.tree.leaves(differ))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("x64")
 def test_orders_of_towers_have_the_same_bits_and_the_predicted_memory() -> None:
     first, batch, params = grouped(2, 1, one_f_one_b)

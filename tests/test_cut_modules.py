@@ -158,6 +158,7 @@ def test_values_of_an_instance_and_fresh_ones_of_a_function() -> None:
     )
 
 
+@pytest.mark.soak
 def test_shorter_sequences_than_the_example() -> None:
     """Masks and positions that blocks receive are made for the batch at hand."""
     model = foreign.gemma()

@@ -176,7 +176,7 @@ def computes(slot: Any) -> bool:
     return whole(slot) and all(op_spec(a.op).lane == "compute" for a in slot.actions)
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(case=cases())
 def test_braided_is_bit_equal_to_separate_calls(case: tuple[str, Schedule]) -> None:
     with jax.enable_x64(True):

@@ -88,7 +88,7 @@ def test_family_is_bit_equal_to_sequential_and_close_to_unpipelined(name: str, s
 PLACEMENTS = [circular(2, 2), v_shape(2), circular(3, 1), wave(2, 3), bidirectional(2)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     which=st.integers(0, len(PLACEMENTS) - 1),
     m=st.integers(1, 5),

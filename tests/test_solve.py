@@ -93,7 +93,7 @@ def test_what_families_and_bounds_close_is_optimal(placement: Placement, m: int,
 @pytest.mark.parametrize(
     ("placement", "m", "limit", "comm"),
     [
-        (v_shape(4), 8, 1.5, 0.0),
+        pytest.param(v_shape(4), 8, 1.5, 0.0, marks=pytest.mark.soak),
         pytest.param(v_shape(4), 8, 2.0, 2.6, marks=pytest.mark.soak),
         pytest.param(circular(3, 2), 6, 2.0, 1.0, marks=pytest.mark.soak),
         (one_to_one(4), 16, 4 / 3, 2.6),

@@ -28,6 +28,7 @@ from jaxpipe.schedule import (
     generate,
     ir,
     one_to_one,
+    plugins,
     simulate,
     traverse,
 )
@@ -142,6 +143,7 @@ def test_towers_that_exchange_trained_rehearsed_and_planned(
     monkeypatch.setattr(run_directory, "PICTURES", ())
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
     monkeypatch.setattr(instructions, "_BUILDS", instructions._BUILDS.copy())
+    monkeypatch.setattr(plugins, "_imported", {})
     page = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8")
     example = page.split("```python\n")[2].split("```")[0].replace("{3: 5, 5: 3}", "{1: 3, 3: 1}")
     (file.parent / "outside_exchange.py").write_text(example)

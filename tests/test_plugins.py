@@ -30,9 +30,10 @@ from jaxpipe.schedule import (
     plugins,
     register_family,
     simulate,
+    v_shape,
 )
 from jaxpipe.schedule.families.family import TABLE
-from jaxpipe.schedule.solve import SolveTask
+from jaxpipe.schedule.solve import Options, SolveTask, solve
 from jaxpipe.schedule.solve.messages import line, task_out
 from jaxpipe.schedule.solve.worker import Worker
 
@@ -228,6 +229,20 @@ def test_workers_of_the_solver_know_imported_families(module: str, capsys: pytes
     answers = [json.loads(text) for text in out.getvalue().splitlines()]
     assert [answer.get("source") for answer in answers] == ["family 1f1b", None]
     assert answers[-1] == {"job": 7, "done": True, "error": ""}
+
+
+def test_workers_of_the_solver_import_from_where_the_caller_does(module: str, tmp_path: Path) -> None:
+    """A module that is gone since costs nothing but what it registers, and is told."""
+    assert main(["schedules", "--import", module]) == 0
+    task = SolveTask(v_shape(2), 4, CostProfile.uniform(4, chunks=2), 2.0)
+    solution = solve(task, Options(time_limit_s=20))
+    assert (solution.status, solution.failures) == ("optimal", ())
+    (tmp_path / f"{module}.py").unlink()
+    solution = solve(task, Options(time_limit_s=20))
+    assert solution.status == "optimal"
+    assert set(solution.failures) == {
+        f"in a solver process: --import {module}: no module '{module}' on sys.path or in {Path.cwd()}"
+    }
 
 
 BAD_MODULES = {

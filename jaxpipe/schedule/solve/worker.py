@@ -64,6 +64,7 @@ class Worker:
     def __init__(self, out: BinaryIO, **more: Do) -> None:
         self.out = out
         self.tasks: list[SolveTask] = []
+        self.unknown = ""  # why a module of the caller's can't be imported here; told once
         self.kinds: dict[str, Do] = {
             "families": _families,
             "cycles": _cycles,
@@ -81,16 +82,23 @@ class Worker:
             message = json.loads(text)
             if "tasks" in message:
                 self.tasks = [messages.task_in(x) for x in message["tasks"]]
-                for module in message["imports"]:
-                    import_module(module)
+                self._import(message["imports"])
                 continue
-            error = ""
+            error, self.unknown = self.unknown, ""
             try:
                 self.kinds[message["kind"]](self.tasks[message["task"]], message, partial(self._tell, message))
             except Exception as failure:  # the worker can still do other jobs; the solver says what happened
                 error = f"{type(failure).__name__}: {failure}"
             self.send({"job": message["job"], "done": True, "error": error})
             gc.collect()
+
+    def _import(self, modules: Iterable[str]) -> None:
+        """What the caller imported. Without one of them the families and ops it registers are not known here, no more."""
+        for module in modules:
+            try:
+                import_module(module)
+            except JaxpipeError as error:
+                self.unknown = f"in a solver process: {error}"
 
     def _tell(self, job: Job, schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
         answer: dict[str, Any] = {"job": job["job"], "task": job["task"], "source": source}

@@ -80,10 +80,10 @@ class _Member:
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, with this very package first on the path: the caller may have found it in another way than by installing it."""
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": package + (os.pathsep + path if path else "")}
+    """Ours, with this very package first on the path and then what we import from: the caller may have found the package, and
+    modules that register families, in another way than by installing them."""
+    path = (Path(__file__).resolve().parents[3], *map(os.path.abspath, sys.path))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
 def _fate(code: int) -> str:

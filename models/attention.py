@@ -126,16 +126,27 @@ def _by_xla(
     B, T, H, K = q.shape
     G = k.shape[2]
     R = H // G
-    # [B, T, H, K] → [B, G, T·R, K]: the queries that share a key/value head are rows of one product
-    rows = (q * (K**-0.5)).reshape(B, T, G, R, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * R, K)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
-    scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", rows, k), SCORES)
+    scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
     probs = _softmax(scores, lengths, causal, window)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
-    out = jnp.einsum("bgms,bgsk->bgmk", probs, v).reshape(B, G, T, R, K)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, K)
+    out = jnp.einsum("bgms,bgsk->bgmk", probs, v)
+    if R == 1:
+        return out.transpose(0, 2, 1, 3)
+    return out.reshape(B, G, T, R, K).transpose(0, 2, 1, 3, 4).reshape(B, T, H, K)
+
+
+def _rows(q: jax.Array, G: int) -> jax.Array:
+    """[B, T, H, K] → [B, G, T·R, K]: the queries that share a key/value head are rows of one product.
+
+    One query a head needs no axis R: on GPUs XLA reads a plain transpose as the product's operand, and copies others.
+    """
+    B, T, H, K = q.shape
+    if H == G:
+        return q.transpose(0, 2, 1, 3)
+    return q.reshape(B, T, G, H // G, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * H // G, K)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

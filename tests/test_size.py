@@ -21,13 +21,13 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 736, 16),
     "cli": (17, 2041, 6),
-    "cost": (5, 712, 6),
+    "cost": (5, 714, 6),
     "planning": (8, 976, 11),
     "plot": (8, 801, 5),
     "program": (6, 522, 10),
     "rehearsal": (6, 600, 8),
-    "runtime": (15, 1952, 20),
-    "schedule": (24, 2796, 26),
+    "runtime": (15, 1947, 20),
+    "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
     "schedule/families": (20, 1652, 3),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (45, 5662, 54),
     "train": (49, 6268, 73),
 }
-MOST_OF_SCHEDULE = 7229
+MOST_OF_SCHEDULE = 7233
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -134,8 +134,8 @@ def test_uneven_costs_any_limit() -> None:
 
 
 def test_stages_that_differ_much() -> None:
-    """GPT of 8 blocks whose head is a stage of its own (FLOPs cut it so): milliseconds measured on one core. Rounds alone left a
-    bubble of 18%."""
+    """GPT of 8 blocks whose head is a stage of its own (FLOPs cut it so): milliseconds measured on one core. Rounds alone left
+    a bubble of 18%."""
     f, b, w = (35.3, 34.8, 23.2, 35.0), (36.0, 36.0, 24.0, 16.0), (32.2, 31.2, 20.8, 31.0)
     held = (42.5, 42.0, 28.0, 17.0)
     costs = CostProfile(f, b, w, tuple(map(sum, zip(b, w, strict=True))), held, tuple(0.45 * x for x in held))

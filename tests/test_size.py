@@ -24,7 +24,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 712, 6),
     "planning": (8, 976, 11),
     "plot": (8, 801, 5),
-    "program": (6, 522, 10),
+    "program": (8, 824, 11),
     "rehearsal": (6, 600, 8),
     "runtime": (12, 1485, 15),
     "schedule": (24, 2796, 26),

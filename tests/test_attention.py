@@ -91,8 +91,10 @@ def test_masks_and_gradients_are_those_of_plain_softmax(
 
 
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("recompute", ["none", "cheap", "dots", "mlp", "flash", "full"])
-@pytest.mark.parametrize("of", [GPT, Llama])
+@pytest.mark.parametrize(
+    ("of", "recompute"),
+    [(GPT, "none"), (GPT, "cheap"), (GPT, "mlp"), (Llama, "none"), (Llama, "dots"), (Llama, "flash"), (Llama, "full")],
+)
 def test_a_split_keeps_the_kernel_whole(of: Any, recompute: str) -> None:
     stage = block_of(of(**SIZES, attention="cudnn"), gpus(), recompute)
     again = recompute == "full"

@@ -20,7 +20,7 @@ import pytest
 from jaxpipe.errors import AgreedError, ConfigError
 from jaxpipe.runtime.lines import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
-from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.runtime.processes import Alone, Joined, Processes, divided
 from jaxpipe.train import agreement
 from jaxpipe.train.config import TrainConfig
 
@@ -262,15 +262,14 @@ def test_one_process_talks_to_itself() -> None:
 
 
 def test_ranks_of_processes() -> None:
-    alone = Alone()
     for number in range(1, 9):
-        alone.number = number
         for count in range(number, 33):
-            ranks = alone.ranks(count)
+            ranks = divided(count, number)
             assert [r for part in ranks for r in part] == list(range(count))
             assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
         with pytest.raises(ConfigError, match=f"^{number} processes for {number - 1} pipeline ranks; each needs one"):
-            alone.ranks(number - 1)
+            divided(number - 1, number)
+    assert Alone().ranks(3) == (range(3),)
 
 
 # -- ending ---------------------------------------------------------------------------------------------------------------

@@ -62,15 +62,17 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
+def config_of(args: argparse.Namespace) -> TrainConfig:
+    """What the flags of ``train`` say."""
+    from jaxpipe.train.config import load_config
+
+    fallback = ["offload.fallback=true"] if args.offload_fallback else []
+    return load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
+
+
 def _train(args: argparse.Namespace) -> int:
-    def load() -> TrainConfig:
-        from jaxpipe.train.config import load_config
-
-        fallback = ["offload.fallback=true"] if args.offload_fallback else []
-        return load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
-
     if args.print_config:
-        print(load().describe())
+        print(config_of(args).describe())
         return 0
     from jaxpipe.train.stop import EndingEarly
 
@@ -80,7 +82,7 @@ def _train(args: argparse.Namespace) -> int:
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = Joined(peers, args.join_wait)
             stack.enter_context(ending_together(processes))
-            config = load()
+            config = config_of(args)
             from jaxpipe.train.agreement import agree_on_settings
             from jaxpipe.train.devices import request_devices
 

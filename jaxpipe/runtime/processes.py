@@ -108,16 +108,21 @@ class Processes(ABC):
         self.judge(name, wrong, first)
 
     def ranks(self, count: int) -> tuple[range, ...]:
-        """The ranks of each process: consecutive ones, as evenly as can be.
+        """The ranks of each process: see :func:`divided`."""
+        return divided(count, self.number)
 
-        Raises:
-            ConfigError: there are fewer ranks than processes.
-        """
-        if count < self.number:
-            raise ConfigError(
-                f"{self.number} processes for {count} pipeline ranks; each needs one at least: start fewer, or raise --pp"
-            )
-        return tuple(range(k * count // self.number, (k + 1) * count // self.number) for k in range(self.number))
+
+def divided(count: int, number: int) -> tuple[range, ...]:
+    """The ranks of each of ``number`` processes: consecutive ones of ``count``, as evenly as can be.
+
+    Raises:
+        AgreedError: there are fewer ranks than processes.
+    """
+    if count < number:
+        raise AgreedError(
+            f"{number} processes for {count} pipeline ranks; each needs one at least: start fewer, or raise --pp"
+        )
+    return tuple(range(k * count // number, (k + 1) * count // number) for k in range(number))
 
 
 class Alone(Processes):

@@ -25,7 +25,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "launch": (3, 244, 2),
     "planning": (8, 985, 11),
     "plot": (8, 801, 5),
-    "program": (6, 522, 10),
+    "program": (8, 824, 11),
     "rehearsal": (6, 600, 8),
     "runtime": (15, 1949, 20),
     "schedule": (24, 2800, 26),

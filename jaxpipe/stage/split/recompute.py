@@ -20,7 +20,7 @@ the whole stage.
                everything goes, elementwise, into products with parameters (so not the residual stream, which leaves the layer,
                and not q, k and v, which are multiplied with each other). Found on the graph: GELU and SwiGLU blocks, experts,
                low-rank projections.
-``full``       save inputs of layers only
+``full``       save inputs of layers only; cuDNN's attention kernel, to the others a product whose results are kept, runs again
 ``fused``      save what a framework of kernels fused by hand saves (Megatron-LM with its own attention): inputs of layers,
                operands and results of products, random masks, attention probabilities: 34 bsh + 5 abs² bytes for a 16-bit GPT
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"

@@ -82,7 +82,7 @@ def test_what_is_lost_starts_again(launch: Callable[..., tuple[int, str, list[st
     assert [line for line in err if line.startswith("jaxpipe")] == [
         f"jaxpipe: process 1 was killed by SIGKILL; starting all again ({k} of 3)" for k in (1, 2)
     ]
-    code, _, err = launch("if mine: processes.fail('no such file', 2)\ntime.sleep(20)", restarts=3)
+    code, _, err = launch("if mine: processes.end('failed: no such file', 2)\ntime.sleep(20)", restarts=3)
     assert (code, len(err)) == (2, 2)
 
 
@@ -266,7 +266,7 @@ def test_a_batch_script_runs_on_nodes(cluster_of: Callable[..., tuple[int, str, 
     code, err, again = cluster_of(kill)
     assert (code, again, err.count("jaxpipe: process 2 ")) == (137, True, 3)
     assert cluster_of(kill, tried=2)[::2] == (137, False)
-    code, err, again = cluster_of("processes.fail('a mistake', 2) if mine == 3 else time.sleep(20)")
+    code, err, again = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(20)")
     assert (code, again, err.count("failed: a mistake\n")) == (2, False, 4)
     assert cluster_of("processes.leave(); sys.exit(75)")[::2] == (75, True)
 

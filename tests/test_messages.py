@@ -346,7 +346,9 @@ def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing:
         mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
         transport = _Rendezvous(process, crossing, numbers, mail, meeting)
         order = issue_order(own, crossing.timeline)
-        executor = Executor(own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs)
+        executor = Executor(
+            own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
+        )
         try:
             with jax.enable_x64(True):
                 found[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))

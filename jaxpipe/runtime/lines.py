@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -46,6 +47,9 @@ class _Line:
         self._lock = threading.Lock()
         self.inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self.silent = 0  # beats
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def put(self, *message: object) -> None:
         """Raises OSError where the other end is gone."""
@@ -201,14 +205,16 @@ def _meet_others(peers: Peers, until: float, wait_s: float) -> Lines:
                 late.part(words)
         raise ConfigError(words)
 
-    with _listening(peers) as server:
+    with _listening(peers) as server, selectors.DefaultSelector() as watched:
+        watched.register(server, selectors.EVENT_READ, 0)
         while len(joined) < peers.number - 1:
-            server.settimeout(max(until - time.monotonic(), 1e-3))
-            try:
-                line = _Line(server.accept()[0])
-            except TimeoutError:
+            ready = {key.data for key, _ in watched.select(max(until - time.monotonic(), 0))}
+            if not ready:
                 missing = [k for k in range(1, peers.number) if k not in joined]
                 refuse(_waited(wait_s, missing, peers), late_s=0)
+            for gone in ready - {0}:  # none of them has anything to say yet
+                refuse(f"process {gone} (host {hosts[gone]}) was lost while others were waited for")
+            line = _Line(server.accept()[0])
             line.wait_at_most(_HELLO_S)
             match line.get(_LONGEST_HELLO):
                 case ["jaxpipe", int(process), int(number), str(host)] if 0 < process < number:
@@ -225,6 +231,7 @@ def _meet_others(peers: Peers, until: float, wait_s: float) -> Lines:
                        "a number of its own", line)  # fmt: skip
             line.wait_at_most(None)
             joined[process], hosts[process] = line, host
+            watched.register(line, selectors.EVENT_READ, process)
     for line in joined.values():
         with suppress(OSError):
             line.put("welcome", *(hosts[k] for k in range(peers.number)))

@@ -430,14 +430,14 @@ def test_a_named_checkpoint_that_is_removed_meanwhile(
     store = damage_copy(saved, tmp_path)
     restore, calls = form._restore, itertools.count()
 
-    def remove_first(folder: Path, group: str) -> Any:
+    def remove_first(folder: Path, *more: Any) -> Any:
         if folder == store.path(20) and next(calls) == 0:
             folder.rename(tmp_path / "elsewhere")
             if replaced:
                 shutil.copytree(store.path(10), folder)
                 rewrite_manifest(folder, lambda body: body.update(step=20))
             raise form.DamagedCheckpointError("some file is missing")
-        return restore(folder, group)
+        return restore(folder, *more)
 
     monkeypatch.setattr(form, "_restore", remove_first)
     if replaced:

@@ -245,6 +245,30 @@ def test_texts_of_any_length_arrive_in_order() -> None:
     assert found == [([3 << 20] * 3, "0 99", who), ([], "0 99", who), ([], "0 99", who)]
 
 
+def test_threads_talk_beside_each_other() -> None:
+    """In process 0 the one begins first, in the other process the other."""
+
+    def talk(processes: Processes) -> Any:
+        said: list[Any] = []
+        started = threading.Event()
+
+        def beside() -> None:
+            started.set()
+            said.append([processes.broadcast("beside: count", f"{k}") for k in range(50)])
+
+        thread = threading.Thread(target=beside)
+        if processes.mine:
+            said.append(processes.broadcast("count", "1"))
+        thread.start()
+        started.wait()
+        if processes.mine == 0:
+            said.append(processes.broadcast("count", "0"))
+        thread.join()
+        return sorted(said, key=len)
+
+    assert together(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
+
+
 def test_what_differs_is_said_alike_in_all() -> None:
     def differ(processes: Processes) -> None:
         processes.agree("all the same", {"a": "1"}, "never said")

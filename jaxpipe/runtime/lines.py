@@ -46,7 +46,7 @@ class _Line:
         self._connection = connection
         self._file: BinaryIO = connection.makefile("rb")
         self._lock = threading.Lock()
-        self.inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._inboxes: dict[str, SimpleQueue[tuple[str, str]]] = {}
         self.silent = 0  # beats
 
     def fileno(self) -> int:
@@ -65,6 +65,11 @@ class _Line:
         except (OSError, ValueError):
             return []
         return message if isinstance(message, list) else []
+
+    def inbox(self, name: str) -> SimpleQueue[tuple[str, str]]:
+        """Where texts of this name come to: those of one channel to one."""
+        channel, colon, _ = name.partition(":")
+        return self._inboxes.setdefault(channel if colon else "", SimpleQueue())
 
     def beat(self) -> None:
         """Show that this process lives, unless something is being sent."""
@@ -110,17 +115,18 @@ class Lines:
         return f"process {process} (host {self.hosts[process]})"
 
     def send(self, process: int, name: str, text: str) -> None:
-        """``text`` to another process. ``name``: what the other must ask for."""
+        """``text`` to another process. ``name``: what the other must ask for; threads that talk beside each other have names
+        that begin with a channel of their own, as ``channel: name``."""
         with suppress(OSError):  # the thread that reads ends this process
             self._lines[process].put("text", name, text)
 
     def receive(self, process: int, name: str) -> str:
-        """The next text of that process; waits.
+        """The next text of that process in the channel of ``name``; waits.
 
         Raises:
             RunError: it sent something else.
         """
-        sent, text = self._lines[process].inbox.get()
+        sent, text = self._lines[process].inbox(name).get()
         if sent != name:
             raise RunError(f"{self.who(self._mine)} waits for {name!r} and {self.who(process)} sent {sent!r}")
         return text
@@ -157,7 +163,7 @@ class Lines:
         while message := line.get():
             line.silent = 0
             if message[0] == "text":
-                line.inbox.put((message[1], message[2]))
+                line.inbox(message[1]).put((message[1], message[2]))
             elif message[0] == "end" and not self._ending.locked():
                 self.end(message[1], message[2])
             elif message[0] in ("bye", "end"):

@@ -3,11 +3,14 @@
 A run's directory holds one folder per step, ``00000100/``, described in ``checkpoint_format``; ``checkpoint_directory`` says
 which folders count. Parameters and optimizer state are stored by *layer* name, so a run may resume on another number of
 stages or ranks, and ``load_params`` needs no pipeline at all. ``CheckpointStore.save`` copies the arrays to host memory and
-returns; a thread writes them to a temporary folder ``00000100.tmp-<pid>``, reads them back, and renames the folder when all
-of it is on disk. A kill at any moment leaves either the whole checkpoint or a temporary folder, which is ignored and removed
-by the next save. Nothing else is ever deleted but older checkpoints of the run, by a save that has succeeded.
+returns; a thread writes them to a temporary folder ``00000100.tmp-<number>``, reads them back, and renames the folder when
+all of it is on disk. A kill at any moment leaves either the whole checkpoint or a temporary folder, which is ignored and
+removed by the next save. Nothing else is ever deleted but older checkpoints of the run, by a save that has succeeded.
 
-One writer at a time (a lock on the directory), any number of readers. All arrays must be addressable from this process.
+Several processes of a run save together, each the layers whose arrays it has, on a file system that all see: each writes its
+part, and the first one does the rest. Any number of processes reads what any number has written, and each may read some layers.
+
+One writer at a time (a lock on the directory), any number of readers.
 """
 
 from __future__ import annotations
@@ -15,26 +18,34 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing
+from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.train import checkpoint_directory as shelf
 from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train import checkpoint_tree as tree
 from jaxpipe.train.checkpoint_directory import Intact
 from jaxpipe.train.checkpoint_load import find, load_group, load_params, pick, read_manifest, reading
-from jaxpipe.train.checkpoint_manifest import GROUPS, strict_json
+from jaxpipe.train.checkpoint_manifest import GROUPS, NEEDED, strict_json
+from jaxpipe.train.checkpoint_together import together
 from jaxpipe.train.checkpoint_tree import Placement, PyTree, Snapshot
 from jaxpipe.wording import format_bytes
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
+
+_Content: TypeAlias = tuple[float | None, dict[str, Any], Mapping[str, Snapshot]]
+"""Evaluation loss, ``meta``, and the groups of trees."""
+_ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +68,21 @@ class CheckpointStore(Closing):
     The ``keep_last`` newest checkpoints are kept, and the ``keep_best`` of lowest finite ``eval_loss``; others are deleted
     after a save has succeeded. Use it as a context manager, or call ``close``: the end of a ``with`` block waits for the
     last save. Raises CheckpointError.
+
+    Of several ``processes`` all call ``save``, ``wait``, ``close``, ``latest_intact``, ``discard_after`` and ``load`` alike, in
+    one order, and all get the same, also the same errors. What is to be kept or read, the settings here and the arguments, must
+    be the same too, but for the layers; ``meta`` and ``eval_loss`` are those of process 0. ``poll`` then tells of a save only
+    once another method has waited for it, so that it tells all at the same step.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep_last: int = 3, keep_best: int = 1) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        processes: Processes = _ALONE,
+    ) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}; at least 1 checkpoint must be kept")
         if keep_best < 0:
@@ -67,6 +90,7 @@ class CheckpointStore(Closing):
         self.directory = Path(directory).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.processes = processes
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._failure: CheckpointError | None = None  # of a save that is over; not told yet
@@ -89,7 +113,38 @@ class CheckpointStore(Closing):
 
         A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
         """
-        return shelf.newest_intact(self.directory, before)
+        talk = self.processes
+        if talk.number == 1:
+            return shelf.newest_intact(self.directory, before)
+
+        def verify(folder: Path) -> CheckpointError | None:
+            """Each process a share of the files."""
+
+            def mine() -> None:
+                if error := shelf.damage(folder, (talk.mine, talk.number)):
+                    raise error
+
+            try:
+                together(talk, "verified", mine)
+            except CheckpointError as error:
+                return error
+            return None
+
+        def lead() -> tuple[int | None, tuple[str, ...]]:
+            try:
+                found = shelf.newest_intact(
+                    self.directory, before, lambda folder: verify(Path(talk.broadcast("verify", str(folder))))
+                )
+            finally:
+                talk.broadcast("verify", "")
+            return found.step, found.warnings
+
+        def follow() -> None:
+            while folder := talk.broadcast("verify", ""):
+                verify(self.directory / Path(folder).name)
+
+        step, warnings = together(talk, "newest checkpoint", follow if talk.mine else lead, lambda found: found[0])
+        return Intact(step, tuple(warnings))
 
     def best(self) -> int | None:
         """The step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
@@ -121,22 +176,18 @@ class CheckpointStore(Closing):
             extra: more trees by name (averaged weights, say), which come back as ``Checkpoint.extra``.
         """
         self._outlast()
-        if step < 0:
-            raise CheckpointError(f"can't save step {step}; steps count from 0")
-        if newer := shelf.checkpoints(self.directory, after=step):
-            raise CheckpointError(
-                f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
-                f"another directory, or give up the later steps with discard_after({step})"
-            )
-        trees = {"params": params, "optimizer": optimizer} | ({} if extra is None else {"extra": extra})
-        groups = {group: tree.snapshot(group, content) for group, content in trees.items()}
-        record = strict_json(meta)
         loss = float(eval_loss) if eval_loss is not None and math.isfinite(eval_loss) else None
+        trees = {"params": params, "optimizer": optimizer} | ({} if extra is None else {"extra": extra})
+        content: _Content | CheckpointError
+        try:
+            content = self._content(step, trees, loss, meta)
+        except CheckpointError as error:
+            if self.processes.number == 1:
+                raise
+            content = error  # the others are to hear of it
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(
-            self._commit, step, loss, record, groups, frozenset(spare) if prune else None
-        )
+        self._pending = self._writer.submit(self._commit, step, content, frozenset(spare) if prune else None)
         if wait:
             self.wait()
 
@@ -145,7 +196,7 @@ class CheckpointStore(Closing):
 
         A failed save has changed nothing: the same step, or a later one, may be saved again.
         """
-        if self._pending is not None and self._pending.done():
+        if self._pending is not None and self._pending.done() and self.processes.number == 1:
             self._outlast()
         failure, self._failure = self._failure, None
         return failure
@@ -177,14 +228,20 @@ class CheckpointStore(Closing):
         """Make way for a run that goes on from ``step``: rename later checkpoints to ``NAME.damaged``, or ``NAME.superseded``
         where nothing is wrong with them. Returns a line for each. Nothing is deleted."""
         self.wait()
-        lines = []
-        for found in shelf.checkpoints(self.directory, after=step):
-            try:
-                aside = shelf.set_aside(found.path, found.error or shelf.damage(found.path))
-            except OSError as error:
-                raise CheckpointError(f"{found.path} is in the way and can't be renamed: {error.strerror}") from error
-            lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
-        return tuple(lines)
+
+        def discard(_: Any) -> list[str]:
+            lines = []
+            for found in shelf.checkpoints(self.directory, after=step):
+                try:
+                    aside = shelf.set_aside(found.path, found.error or shelf.damage(found.path))
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{found.path} is in the way and can't be renamed: {error.strerror}"
+                    ) from error
+                lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
+            return lines
+
+        return tuple(together(self.processes, "discard", _nothing, discard))
 
     def load(
         self,
@@ -192,49 +249,86 @@ class CheckpointStore(Closing):
         *,
         like: Mapping[str, Mapping[str, PyTree]] | None = None,
         sharding: Placement | Mapping[str, Placement] | None = None,
+        layers: Collection[str] | None = None,
     ) -> Checkpoint:
         """Load the checkpoint of ``step`` (the newest by default), verified.
 
         ``like`` is ``{"params": {layer: pytree}, "optimizer": {layer: pytree}, "extra": {name: pytree}}`` (or some of them)
         of arrays or ``ShapeDtypeStruct``: layers, paths, shapes and dtypes must match, and the result has its structure.
         Without it trees come back as dictionaries and lists. Arrays go where ``sharding`` says (for all, or by layer), else
-        where the leaf of ``like`` is, else they are NumPy arrays.
+        where the leaf of ``like`` is, else they are NumPy arrays. ``layers``: of parameters and optimizer state only these are
+        read and returned; ``like`` is compared whole all the same.
 
         Raises CheckpointError in one line: no such checkpoint, damaged (names a step that is intact), or made for
         another model.
         """
         self.wait()
-        return reading(partial(pick, self.directory, step), partial(_load, like=like, sharding=sharding))
+        if self.processes.number > 1:
+            step = together(self.processes, "step", _nothing, lambda _: shelf.step_of(pick(self.directory, step)))
+        loaded: list[Checkpoint] = []
 
-    def _commit(
-        self,
-        step: int,
-        eval_loss: float | None,
-        meta: dict[str, Any],
-        groups: Mapping[str, Snapshot],
-        spare: frozenset[int] | None,
-    ) -> None:
-        temporary = self.directory / f"{step:08d}.tmp-{os.getpid()}"
-        try:
+        def read() -> None:
+            read_one = partial(_load, like=like, sharding=sharding, layers=layers)
+            loaded.append(reading(partial(pick, self.directory, step), read_one))
+
+        together(self.processes, "load", read)
+        return loaded[0]
+
+    def _content(
+        self, step: int, trees: Mapping[str, Mapping[str, PyTree]], loss: float | None, meta: Mapping[str, Any]
+    ) -> _Content:
+        if step < 0:
+            raise CheckpointError(f"can't save step {step}; steps count from 0")
+        if newer := shelf.checkpoints(self.directory, after=step):
+            raise CheckpointError(
+                f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
+                f"another directory, or give up the later steps with discard_after({step})"
+            )
+        groups = {group: tree.snapshot(group, content) for group, content in trees.items()}
+        return loss, strict_json(meta), groups
+
+    def _commit(self, step: int, content: _Content | CheckpointError, spare: frozenset[int] | None) -> None:
+        """In the writer's thread of every process."""
+        talk = self.processes
+
+        def size() -> int:
+            if isinstance(content, CheckpointError):
+                raise content
+            return sum(group.nbytes for group in content[-1].values())
+
+        def begin(sizes: Sequence[int]) -> str:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with shelf.locked(self.directory, fcntl.LOCK_EX):  # one writer at a time
-                shelf.remove_leftovers(self.directory)
-                self._check_room(groups)
+            held.enter_context(shelf.locked(self.directory, fcntl.LOCK_EX))  # one writer at a time
+            shelf.remove_leftovers(self.directory)
+            self._check_room(sum(sizes))
+            return f"{step:08d}.tmp-{secrets.randbelow(10**9)}"  # process numbers repeat over hosts
+
+        def write() -> None:
+            assert not isinstance(content, CheckpointError)
+            form.write(temporary if talk.number == 1 else form.part_of(temporary, talk.mine), step, *content)
+
+        def finish(_: Any) -> None:
+            if talk.number > 1:
+                form.join(temporary, talk.number)
+            shelf.put_in_place(temporary, self.path(step))
+            if spare is not None:
+                self._prune(spare)
+
+        try:
+            with ExitStack() as held:
+                temporary = self.directory / together(talk, "checkpoint: begin", size, begin)
                 try:
-                    form.write(temporary, step, eval_loss, meta, groups)
+                    together(talk, "checkpoint: finish", write, finish)
                 except BaseException:
-                    shelf.remove(temporary)
+                    if talk.mine == 0:
+                        shelf.remove(temporary)
                     raise
-                shelf.put_in_place(temporary, self.path(step))
-                if spare is not None:
-                    self._prune(spare)
         except Exception as error:
             raise CheckpointError(
                 f"can't save step {step} in {self.directory}: {form.reason(error)}; earlier checkpoints are as they were"
             ) from error
 
-    def _check_room(self, groups: Mapping[str, Snapshot]) -> None:
-        needed = sum(content.nbytes for content in groups.values())
+    def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.directory).free
         if free < needed:
             raise OSError(f"it needs {format_bytes(needed)} and the disk has {format_bytes(free)} free; make room")
@@ -249,11 +343,17 @@ class CheckpointStore(Closing):
                 shelf.remove(found.path)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _load(
     folder: Path,
     like: Mapping[str, Mapping[str, PyTree]] | None,
     sharding: Placement | Mapping[str, Placement] | None,
+    layers: Collection[str] | None,
 ) -> Checkpoint:
     manifest = form.read_manifest(folder)
-    trees = {group: load_group(folder, group, manifest, like, sharding) for group in GROUPS}
+    only = dict.fromkeys(NEEDED, layers)  # extra trees are not of layers
+    trees = {group: load_group(folder, group, manifest, like, sharding, only.get(group)) for group in GROUPS}
     return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)

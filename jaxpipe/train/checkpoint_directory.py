@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from jaxpipe.train.checkpoint_manifest import GROUPS, Manifest
 
 _STEP_NAME = re.compile("[0-9]{8,18}")
 _LEFTOVER = re.compile(_STEP_NAME.pattern + r"\.tmp-([0-9]+|replaced|removed)")
+_CONTENT = re.compile("|".join([*GROUPS, "part[0-9]+", re.escape(form.MANIFEST), form.SUMS]))
 _TRIES = 20
 
 
@@ -86,7 +87,7 @@ def look(folder: Path) -> Found | None:
         with form.watched(folder):
             if os.path.lexists(folder) and not folder.is_dir():
                 return None
-            if not {*GROUPS, form.MANIFEST, form.SUMS} & form.names_in(folder):
+            if not any(_CONTENT.fullmatch(name) for name in form.names_in(folder)):
                 return None
             manifest = form.read_manifest(folder)
     except RemovedCheckpointError:
@@ -106,8 +107,22 @@ def by_loss(found: Iterable[Found]) -> list[int]:
     return sorted(known, key=lambda step: (known[step], -step))
 
 
-def newest_intact(directory: Path, before: int | None = None) -> Intact:
-    """The newest checkpoint (of a step below ``before``) whose files match their checksums. Reads the files whole.
+def damage(folder: Path, share: tuple[int, int] = (0, 1)) -> CheckpointError | None:
+    """Why the files of a checkpoint (``share``: as ``form.verify``) can't be read or don't match their checksums; None if they
+    do."""
+    try:
+        with form.watched(folder):
+            form.verify(folder, share=share)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def newest_intact(
+    directory: Path, before: int | None = None, damage: Callable[[Path], CheckpointError | None] = damage
+) -> Intact:
+    """The newest checkpoint (of a step below ``before``) whose files match their checksums. Reads the files whole, by
+    ``damage``.
 
     Raises:
         CheckpointError: a newer one can't be read now, though it may be intact (for want of permission, say).
@@ -126,16 +141,6 @@ def newest_intact(directory: Path, before: int | None = None) -> Intact:
         elif not isinstance(error, RemovedCheckpointError):
             raise error
     return Intact(None, tuple(warnings))
-
-
-def damage(folder: Path) -> CheckpointError | None:
-    """Why the files of a checkpoint can't be read or don't match their checksums; None if they do."""
-    try:
-        with form.watched(folder):
-            form.verify(folder)
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

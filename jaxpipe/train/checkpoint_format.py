@@ -8,27 +8,25 @@ A checkpoint folder holds::
     checkpoint.json   step, evaluation loss, the caller's ``meta``, and per leaf its path, shape, dtype and SHA-256
     SHA256SUMS        one line per file, as ``sha256sum -c SHA256SUMS`` reads it
 
+Of several processes each writes all this, with its own layers, into ``part0/``, ``part1/``, …; the first then adds a
+``checkpoint.json`` of all leaves, which says of each in which part it is, and a ``SHA256SUMS`` of all files.
+
 Orbax 0.12 loads flipped bits without noticing, so files are verified before Orbax decodes them (corrupt input never
 reaches its decoders), and every array is verified again after decoding, against what was in memory when it was saved.
 
-How trees become leaves with names is ``checkpoint_tree``'s, what the JSON file may hold ``checkpoint_manifest``'s. Nothing
-is pickled.
-
-Not modelled: several processes that write one checkpoint together.
+How trees become leaves with names is ``checkpoint_tree``'s, what the JSON file may hold ``checkpoint_manifest``'s, what Orbax
+is told ``checkpoint_orbax``'s. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import stat
-import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -43,14 +41,17 @@ from jaxpipe.train.checkpoint_manifest import (
     OtherFormatError,
     dtype_of,
     manifest_text,
+    merged,
     parse_manifest,
 )
-from jaxpipe.train.checkpoint_tree import Snapshot
+from jaxpipe.train.checkpoint_orbax import read_tree, write_tree
+from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
 
 MANIFEST = "checkpoint.json"
 SUMS = "SHA256SUMS"
 
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n]*)")
+_IN_PART = re.compile(r"part([0-9]{1,9})/([^/]+)(/.*)?")
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -85,27 +86,54 @@ def write(
         },
     )
     for group in groups:
-        read_arrays(folder, group, manifest)
+        read_arrays(folder, group, manifest.leaves[group])
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
-    names = _file_names(folder)
-    sums = "".join(f"{_file_sha256(folder / name, flush=True)}  {name}\n" for name in names)
-    (folder / SUMS).write_text(sums, encoding="utf-8")
-    _file_sha256(folder / SUMS, flush=True)
+    _write_sums(folder, {name: _file_sha256(folder / name, flush=True) for name in _file_names(folder)})
     for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         flush_directory(directory)
 
 
-def verify(folder: Path, groups: Sequence[str] = GROUPS) -> None:
-    """Compare the files of ``groups`` and the manifest with their checksums; decodes nothing. A file missing anywhere in the
-    folder is damage; files of others are ignored.
+def part_of(folder: Path, process: int) -> Path:
+    """Where a process writes its part of a checkpoint, with :func:`write`."""
+    return folder / f"part{process}"
+
+
+def join(folder: Path, number: int) -> None:
+    """Make one checkpoint of ``number`` parts, which have been written and flushed.
+
+    Raises:
+        ValueError: they don't fit together.
+        CheckpointError: one can't be read.
+    """
+    parts = [part_of(folder, process) for process in range(number)]
+    sums: dict[str, str] = {}
+    for part in parts:
+        sums |= {f"{part.name}/{name}": digest for name, digest in _read_sums(part).items()}
+        sums[f"{part.name}/{SUMS}"] = _file_sha256(part / SUMS)
+    manifest = merged([read_manifest(part) for part in parts])
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+    _write_sums(folder, sums | {MANIFEST: _file_sha256(folder / MANIFEST, flush=True)})
+    flush_directory(folder)
+
+
+def verify(
+    folder: Path,
+    groups: Sequence[str] = GROUPS,
+    parts: Collection[int | None] | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Compare the files of ``groups`` (in ``parts``, if given) and the manifest with their checksums; decodes nothing. A file
+    missing anywhere in the folder is damage; files of others are ignored. ``share``: (k, n) for the k-th of n shares of them.
 
     Raises:
         DamagedCheckpointError: a file is missing or does not match.
         UnreadableCheckpointError: the system refuses to read one.
     """
-    for name, expected in _read_sums(folder).items():
+    mine, number = share
+    for name, expected in list(_read_sums(folder).items())[mine::number]:
+        part, group = _place(name)
         with _opened(folder, name) as file:
-            if name != MANIFEST and name.split("/")[0] not in groups:
+            if group not in (*groups, MANIFEST, SUMS) or (parts is not None and part is not None and part not in parts):
                 continue
             found, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         if found != expected:
@@ -127,26 +155,33 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
 
 
-def read_arrays(folder: Path, group: str, manifest: Manifest) -> list[np.ndarray]:
-    """Arrays of one group in the order of ``manifest.leaves[group]``, each compared with its checksum.
+def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, some: bool = False) -> list[np.ndarray]:
+    """Arrays of leaves of one group, each compared with its checksum. ``some``: these may not be all that is there, and others
+    are not read.
 
     Call ``verify`` first. Raises DamagedCheckpointError.
     """
-    leaves = manifest.leaves.get(group, ())
-    tree: Any = _restore(folder, group) if any(np.prod(leaf.shape) for leaf in leaves) else {}
+    stored: dict[int | None, list[Leaf]] = {}
+    for leaf in leaves:
+        if np.prod(leaf.shape):
+            stored.setdefault(leaf.part, []).append(leaf)
+    trees: dict[int | None, Any] = {
+        part: _restore(folder, _name_of(part, group), _nested((leaf, 0) for leaf in found) if some else None)
+        for part, found in stored.items()
+    }
     arrays = []
     for leaf in leaves:
         if not np.prod(leaf.shape):  # Orbax refuses arrays without elements; the manifest says all there is to say
             arrays.append(np.zeros(leaf.shape, dtype_of(leaf.dtype)))
             continue
-        node = tree
+        node = trees[leaf.part]
         for key in leaf.storage_keys:
             node = node.get(key) if isinstance(node, dict) else None
         array = np.asarray(node)
         fits = (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype)
         if not fits or _array_sha256(array) != leaf.sha256:
             raise DamagedCheckpointError(
-                f"checkpoint {folder} is damaged: {group}: {leaf.name} is not the array that was saved"
+                f"checkpoint {folder} is damaged: {_name_of(leaf.part, group)}: {leaf.name} is not the array that was saved"
             )
         arrays.append(array)
     return arrays
@@ -237,7 +272,7 @@ def _file_sha256(path: Path, flush: bool = False) -> str:
 
 
 def _file_names(folder: Path) -> list[str]:
-    """Every file below ``folder`` but SHA256SUMS, relative and with forward slashes; the manifest comes last."""
+    """Every file below ``folder`` but its SHA256SUMS, relative and with forward slashes; the manifest comes last."""
     files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted((name for name in files if name != SUMS), key=lambda name: (name == MANIFEST, name))
 
@@ -264,64 +299,45 @@ def _read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def _write_arrays(folder: Path, content: Snapshot) -> None:
+def _write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """``sums``: checksums by file name, the manifest's last."""
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="utf-8")
+    _file_sha256(folder / SUMS, flush=True)
+
+
+def _name_of(part: int | None, group: str) -> str:
+    return group if part is None else f"part{part}/{group}"
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """Part and group that a file is in, by its name."""
+    match = _IN_PART.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name.split("/")[0])
+
+
+def _nested(values: Iterable[tuple[Leaf, Any]]) -> dict[str, Any]:
+    """The Orbax tree with these values."""
     tree: dict[str, Any] = {}
-    for leaf, array in content.pairs():
-        if not array.size:
-            continue
+    for leaf, value in values:
         node = tree
         *parents, last = leaf.storage_keys
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = array
-    if not tree:
-        return
-    ocp = _orbax()
-    # Uncompressed: trained weights shrink by a tenth, and compression takes three times the CPU, beside training.
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-        checkpointer.save(folder, ocp.args.PyTreeSave(tree))
+        node[last] = value
+    return tree
 
 
-def _restore(folder: Path, group: str) -> Any:
-    ocp = _orbax()
+def _write_arrays(folder: Path, content: Snapshot) -> None:
+    if tree := _nested((leaf, array) for leaf, array in content.pairs() if array.size):
+        write_tree(folder, tree)
+
+
+def _restore(folder: Path, name: str, only: Mapping[str, Any] | None) -> Any:
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(folder / group)
+        return read_tree(folder / name, only)
     except MemoryError:
         raise
     except Exception as error:
         raise DamagedCheckpointError(
-            f"checkpoint {folder} is damaged: Orbax can't read {group}: {reason(error)}"
+            f"checkpoint {folder} is damaged: Orbax can't read {name}: {reason(error)}"
         ) from error
-
-
-def _orbax() -> Any:
-    """Orbax, imported at first use (it is slow), without what it logs and prints of exceptions that it also raises."""
-    import orbax.checkpoint
-
-    for logger in ("absl", "asyncio"):
-        logging.getLogger(logger).addFilter(_not_raised_anyway)
-    if not isinstance(sys.unraisablehook, _WithoutLateCallbacks):
-        sys.unraisablehook = _WithoutLateCallbacks(sys.unraisablehook)
-    return orbax.checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class _WithoutLateCallbacks:
-    """The hook for exceptions that nobody can catch, but for those of TensorStore's threads that report to an event loop which
-    ended with the first error of a save: that one was raised."""
-
-    hook: Any
-
-    def __call__(self, unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            self.hook(unraisable)
-
-
-def _not_raised_anyway(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    if "exception was never retrieved" in text:  # of several writes that failed, one is raised
-        told = text + "".join(traceback.format_exception(*record.exc_info) if record.exc_info else ())
-        return not ("tensorstore" in told or "orbax" in told)
-    return "_SignalingThread.run() raised" not in text

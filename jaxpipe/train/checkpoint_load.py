@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train import checkpoint_tree as tree
 from jaxpipe.train.checkpoint_format import DamagedCheckpointError, RemovedCheckpointError
 from jaxpipe.train.checkpoint_manifest import Manifest
-from jaxpipe.train.checkpoint_tree import Placement, PyTree
+from jaxpipe.train.checkpoint_tree import Leaf, Placement, PyTree
 
 StepName: TypeAlias = int | Literal["best"] | None
 """A step, the one of lowest evaluation loss, or the newest."""
@@ -43,7 +43,7 @@ def load_params(
     optimizer state is neither read nor verified. ``like`` as ``{layer: pytree}`` fixes structure, shapes and dtypes, as
     in ``CheckpointStore.load``. Raises CheckpointError.
     """
-    target = jax.devices()[0] if device is None else device
+    target = jax.local_devices()[0] if device is None else device
     wanted = None if like is None else {"params": like}
     return reading(
         partial(find, path, step),
@@ -122,9 +122,14 @@ def load_group(
     manifest: Manifest,
     like: Mapping[str, Mapping[str, PyTree]] | None,
     sharding: Placement | Mapping[str, Placement] | None,
+    only: Collection[str] | None = None,
 ) -> dict[str, PyTree]:
-    """Compare one group with ``like[group]``, verify and read it, and place its arrays. Raises CheckpointError."""
-    layers, leaves = manifest.layers.get(group, ()), manifest.leaves.get(group, ())
+    """Compare one group with ``like[group]``, verify and read it, and place its arrays; of the layers ``only``, if given.
+
+    Raises CheckpointError.
+    """
+    layers: Sequence[str] = manifest.layers.get(group, ())
+    leaves: Sequence[Leaf] = manifest.leaves.get(group, ())
     wanted = None if like is None else like.get(group)
     if wanted is not None and (problems := tree.differences(layers, leaves, wanted)):
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
@@ -132,10 +137,13 @@ def load_group(
             f"checkpoint {folder} does not fit: {group}: {'; '.join(problems[:4])}{more}; use the model and optimizer "
             f"settings that it was saved with (under meta in its {form.MANIFEST}), or another checkpoint"
         )
-    form.verify(folder, (group,))
+    if only is not None:
+        layers, leaves = [x for x in layers if x in only], [leaf for leaf in leaves if leaf.layer in only]
+        wanted = wanted and {layer: content for layer, content in wanted.items() if layer in only}
+    form.verify(folder, (group,), {leaf.part for leaf in leaves})
     targets = {} if wanted is None else tree.targets_of(wanted)
     values = []
-    for leaf, array in zip(leaves, form.read_arrays(folder, group, manifest), strict=True):
+    for leaf, array in zip(leaves, form.read_arrays(folder, group, leaves, some=only is not None), strict=True):
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
         values.append(tree.place(leaf, array, targets.get(leaf.key), where))
     return tree.build(layers, leaves, values) if wanted is None else tree.refill(wanted, leaves, values)

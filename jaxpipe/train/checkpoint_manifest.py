@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -17,9 +17,10 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoint_tree import Leaf
+from jaxpipe.train.checkpoint_tree import Leaf, LeafKey
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""Of one process, and of the parts that several have written."""
 NEEDED = ("params", "optimizer")
 GROUPS = (*NEEDED, "extra")
 
@@ -50,7 +51,7 @@ class OtherFormatError(CheckpointError):
 def manifest_text(manifest: Manifest) -> str:
     """The text of ``checkpoint.json``."""
     body = {
-        "format": FORMAT,
+        "format": FORMATS[any(leaf.part is not None for leaves in manifest.leaves.values() for leaf in leaves)],
         "jaxpipe": manifest.version,
         "step": manifest.step,
         "eval_loss": manifest.eval_loss,
@@ -82,10 +83,10 @@ def parse_manifest(data: bytes) -> Manifest:
         raise ValueError(f"it is not JSON ({error})") from None
     if type(body) is not dict or type(body.get("format")) is not int:
         raise ValueError("it has no format number")
-    if body["format"] != FORMAT:
+    if body["format"] not in FORMATS:
         raise OtherFormatError(
             f"has format {body['format']}, written by jaxpipe {body.get('jaxpipe')}; this is jaxpipe {__version__}, which "
-            f"reads format {FORMAT}; install the version that wrote it"
+            f"reads formats {' and '.join(map(str, FORMATS))}; install the version that wrote it"
         )
     fields: list[Any] = [body.get(key) for key in ("step", "eval_loss", "meta", "jaxpipe")]
     step, loss, meta, version = fields
@@ -101,6 +102,27 @@ def parse_manifest(data: bytes) -> Manifest:
     if odd[1 if loss is not None and not finite else 0 :]:  # jaxpipe 0.1.0 wrote the loss so where it was not finite
         raise ValueError(f"it holds {odd[-1]}, which is not JSON")
     return Manifest(step, loss if finite else None, meta, version, *_groups(body))
+
+
+def merged(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a whole checkpoint, from those of the parts that processes have written. Of arrays that several have, the
+    first counts.
+
+    Raises:
+        ValueError: two have different arrays under one name.
+    """
+    layers: dict[str, tuple[str, ...]] = {}
+    leaves: dict[str, tuple[Leaf, ...]] = {}
+    for group in {group: None for part in parts for group in part.layers}:
+        layers[group] = tuple({layer: None for part in parts for layer in part.layers.get(group, ())})
+        found: dict[LeafKey, Leaf] = {}
+        for number, part in enumerate(parts):
+            for leaf in part.leaves.get(group, ()):
+                first = found.setdefault(leaf.key, replace(leaf, part=number))
+                if replace(first, part=None) != leaf:
+                    raise ValueError(f"{group}: {leaf.name} of process {number} is not that of process {first.part}")
+        leaves[group] = tuple(found.values())
+    return replace(parts[0], layers=layers, leaves=leaves)
 
 
 def strict_json(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,17 +160,23 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
     record: dict[str, Any] = {"layer": leaf.layer, "path": leaf.path, "shape": leaf.shape, "dtype": leaf.dtype}
     if leaf.python is not None:
         record["python"] = leaf.python
+    if leaf.part is not None:
+        record["part"] = leaf.part
     return {**record, "sha256": leaf.sha256}
 
 
 def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
     path = tuple((kind, key) for kind, key in record["path"])
     shape = tuple(record["shape"])
-    leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), record["sha256"])
+    part = record.get("part")
+    leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), record["sha256"], part)
     named = type(leaf.layer) is str and leaf.python in (None, "bool", "int", "float")
     sized = all(type(size) is int and size >= 0 for size in shape) and _SHA256.fullmatch(leaf.sha256)
     steps = all(kind in ("key", "index", "field") and type(key) in (str, int) for kind, key in path)
-    if not (named and sized and steps and leaf.storage_keys):  # which are text that UTF-8 can hold, or raise
+    written = part is None or (type(part) is int and 0 <= part < _LARGEST)
+    if not (
+        named and sized and steps and written and leaf.storage_keys
+    ):  # which are text that UTF-8 can hold, or raise
         raise ValueError(f"a leaf is {record!r:.60}")
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS or dtype_of(leaf.dtype).name != leaf.dtype:
         raise ValueError(f"a leaf has shape {shape!r:.60} and dtype {leaf.dtype!r:.20}")

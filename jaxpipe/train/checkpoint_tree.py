@@ -38,7 +38,8 @@ _PYTHON_SCALARS: Mapping[str, Callable[[Any], bool | int | float]] = {"bool": bo
 class Leaf:
     """One stored array: ``layer`` and key path, shape, NumPy dtype name, and SHA-256 of its bytes in C order.
 
-    ``python`` names the type of a leaf that was a Python number ("bool", "int", "float"), else it is None.
+    ``python`` names the type of a leaf that was a Python number ("bool", "int", "float"), else it is None. ``part``: the number
+    of the process that has written it, None if there was one.
     """
 
     layer: str
@@ -47,6 +48,7 @@ class Leaf:
     dtype: str
     python: str | None = None
     sha256: str = ""
+    part: int | None = None
 
     @property
     def key(self) -> LeafKey:

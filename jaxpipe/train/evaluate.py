@@ -101,7 +101,7 @@ def _trained(folder: Path, named: str | None) -> Trained:
     config = replace(config, model=replace(config.model, target=named or target))
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(config, tokenizer.vocab_size)
-    params = load_group(folder, "params", manifest, {"params": stored_params(model)}, jax.devices()[0])
+    params = load_group(folder, "params", manifest, {"params": stored_params(model)}, jax.local_devices()[0])
     data = manifest.meta.get("data")
     fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
     return Trained(config, model, params, tokenizer, manifest.step, str(fingerprint or ""), ignored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,18 +44,25 @@ def same_program(meta: Mapping[str, Any], now: Mapping[str, str]) -> bool | None
 
 
 def load_state(
-    store: CheckpointStore, step: int, model: Model, optimizer: Any, master: Any = jnp.float32
+    store: CheckpointStore,
+    step: int,
+    model: Model,
+    optimizer: Any,
+    master: Any = jnp.float32,
+    layers: Collection[str] | None = None,
 ) -> Checkpoint:
     """The checkpoint of ``step``, checked against the model and the optimizer, before anything is placed or compiled.
+    ``layers``: only these are read, and of the optimizer's state only theirs is checked.
 
     Raises:
         CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
     """
     params = stored_params(model, master)
-    loaded = store.load(step, like={"params": params})
+    loaded = store.load(step, like={"params": params}, layers=layers)
     trained = trained_params(model.layers, params)
     leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
-    fitted(leaves, list(trained), loaded.optimizer)
+    mine = [layer for layer in trained if layers is None or layer in layers]
+    fitted([leaf for leaf in leaves if leaf.layer in (None, *mine)], mine, loaded.optimizer)
     return loaded
 
 

@@ -1,0 +1,57 @@
+"""What all processes of a run do with a checkpoint: the same comes of it in each of them, or the same error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.runtime.processes import Processes
+from jaxpipe.train.checkpoint_format import (
+    DamagedCheckpointError,
+    RemovedCheckpointError,
+    UnreadableCheckpointError,
+    reason,
+)
+
+_ON_DISK = (DamagedCheckpointError, RemovedCheckpointError)
+"""Errors that are not of the process that has found them."""
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, UnreadableCheckpointError, *_ON_DISK)}
+
+
+def together(
+    processes: Processes, name: str, mine: Callable[[], Any], first: Callable[[Sequence[Any]], Any] = lambda _: None
+) -> Any:
+    """``mine()`` in every process, then ``first`` in process 0 with what that was in each; its result, in all. What they return
+    is for JSON, unless there is one process.
+
+    Raises:
+        CheckpointError: one of them raised anything; in all processes, in the same words. Of one process, what it raised.
+    """
+    if processes.number == 1:
+        return first([mine()])
+    cause: BaseException | None = None
+    said: dict[str, Any]
+    try:
+        said = {"value": mine()}
+    except Exception as error:
+        cause, said = error, _told(error, "" if isinstance(error, _ON_DISK) else f"{processes.who(processes.mine)}: ")
+    answer: dict[str, Any] = {}
+    if answers := [json.loads(text) for text in processes.gather(name, json.dumps(said))]:
+        answer = next((one for one in answers if "kind" in one), answer)
+        if not answer:
+            try:
+                answer = {"value": first([one["value"] for one in answers])}
+            except Exception as error:
+                cause, answer = error, _told(error)
+    answer = json.loads(processes.broadcast(name, json.dumps(answer)))
+    if "kind" in answer:
+        kind = _KINDS.get(answer["kind"], CheckpointError)
+        raise kind(answer["text"]) from cause
+    return answer["value"]
+
+
+def _told(error: Exception, who: str = "") -> dict[str, str]:
+    text = str(error) if isinstance(error, CheckpointError) else reason(error)
+    return {"kind": type(error).__name__, "text": f"{who}{text}"}

@@ -100,7 +100,7 @@ def after(schedule: Schedule, put: Callable[[Action], Sequence[str]]) -> Schedul
 
 def run(pipe: Pipeline, record: bool = False) -> Any:
     params = pipe.place(init_params(model(), 0))
-    return pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch(), record=record)
+    return pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch(), record=record)
 
 
 def gradients() -> list[Mapping[str, Any]]:
@@ -220,7 +220,7 @@ def test_predicted_bytes_are_those_of_the_run() -> None:
     )  # fmt: skip
     pipe = compiled().with_schedule(after(schedule, lambda a: ["Keep"] if a.op == "BW" else []))
     params = pipe.place(init_params(model(), 0))
-    inputs = pipe.step_inputs(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch())
+    inputs = pipe.step_inputs(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch())
     devices = [list(mesh.devices.flat) for mesh in pipe.submeshes]
     measured = probe_step(pipe.executor, inputs, devices).ranks
     for rank, predicted in zip(measured, pipe.memory_report(workspace=False, curves=True).ranks, strict=True):

@@ -335,7 +335,7 @@ def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing:
     meeting = Meeting(len(processes))
     inputs = pipe.step_inputs(
         pipe.place(parameters(name)),
-        {at: pipe.zeros(at) for at in pipe.all_instances},
+        {at: pipe.zeros(at) for at in pipe.own_instances},
         random_batch(pipe.schedule.num_microbatches),
     )
     found: Found = {}
@@ -384,7 +384,7 @@ def test_processes_that_meet_for_each_message_get_the_same_bits(family: str, p: 
     programs = lower(schedule, pipe.stages, pipe.braids, crossing)
     found = _run_apart(name, pipe, programs, crossing)
     placed = pipe.place(parameters(name))
-    whole = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.all_instances}, random_batch(m))
+    whole = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.own_instances}, random_batch(m))
     for process, out in found.items():
         assert isinstance(out, StepOutputs), out
         for at, buffers in out.acc.items():

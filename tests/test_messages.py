@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError, RunError, ScheduleError
 from jaxpipe.program import deadlock
-from jaxpipe.program import lower as lowering
 from jaxpipe.program.deadlock import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers
 from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, Value, message_of, writes
 from jaxpipe.program.lower import lower
@@ -92,8 +91,7 @@ def _cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "p", "m"), list(_cases()))
-def test_no_family_deadlocks(name: str, p: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "_check_apart", lambda *_: None)  # replicas are added outside of programs
+def test_no_family_deadlocks(name: str, p: int, m: int) -> None:
     schedule = _generated(name, p, m)
     stages = bare_stages(schedule.placement)
     for uneven in (False, True):
@@ -317,22 +315,6 @@ def test_lost_messages_and_other_shapes_are_refused() -> None:
         )
         with pytest.raises(ProgramError, match=words):
             check_transfers([first, edited], crossing)
-
-
-@pytest.mark.usefixtures("x64")
-def test_what_is_copied_outside_of_programs_stays_in_a_process() -> None:
-    schedule = generate("chimera", 2, 2)
-    crossing = Crossing((0, 1), simulate(schedule, CostProfile.uniform(2)))
-    with pytest.raises(
-        ProgramError, match="stage 0 has replicas on ranks 0 and 1, which are in processes 0 and 1; the runtime"
-    ):
-        lower(schedule, bare_stages(schedule.placement), crossing=crossing)
-    tied = pipeline_for("gpt-tied", generate("1f1b", 2, 2))
-    crossing = Crossing((0, 1), simulate(tied.schedule, tied.costs))
-    with pytest.raises(ProgramError, match=r"head is tied to .* on ranks 0 and 1, which are in processes 0 and 1"):
-        lower(tied.schedule, tied.stages, crossing=crossing)
-    with pytest.raises(ProgramError, match="3 ranks have a process, schedule '1f1b' has 2 ranks"):
-        lower(tied.schedule, tied.stages, crossing=replace(crossing, process_of=(0, 1, 1)))
 
 
 # -- threads as processes, through the runtime -----------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Scalars:
         self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
         loss_sum, weight, reported = self._sums
         made: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
-        self._combined = Combined(*made, weight, reported, jax.ShapeDtypeStruct((), jnp.bool_))
+        self._combined = _with(made, weight, reported, jax.ShapeDtypeStruct((), jnp.bool_))
 
     def combine(
         self, squares: Mapping[int, jax.Array], losses: Sequence[tuple[jax.Array, ...]], stop: bool = False
@@ -83,7 +83,7 @@ class Scalars:
         if not self._owned.divided:
             loss_sum, weight, reported = self._sum_losses(jax.device_put(losses, first) if self._several else losses)
             made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
-            return Combined(*made, weight, reported, stop)
+            return _with(made, weight, reported, stop)
         sums: Any = ()
         if self._loss_rank in self._owned.ranks:
             home = self._homes[self._loss_rank]
@@ -99,7 +99,7 @@ class Scalars:
         if self._owned.first:
             loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
             made = self._combine([square for one in found for square in one], loss_sum, weight)
-            combined = Combined(*made, weight, reported, jnp.any(jnp.stack([x for one in stops for x in one])))
+            combined = _with(made, weight, reported, jnp.any(jnp.stack([x for one in stops for x in one])))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
@@ -132,6 +132,11 @@ class Scalars:
             got = self._owned.move(jax.tree.leaves(tree), 0, rank, [_at(a, self._homes[rank]) for a in shapes])
             found = got if rank == here else found
         return jax.tree.unflatten(structure, found)
+
+
+def _with(made: Any, weight: Any, reported: Any, stop: Any) -> Combined:
+    loss, norm, scale, ok = made
+    return Combined(loss, norm, scale, ok, weight, reported, stop)
 
 
 def _at(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,9 @@ element by element, up to fifty times slower. So these become a few reductions o
 a row; and long sums along the last axis are cut into parts, for the error of one loop grows with its length. The error is no
 larger than that of XLA's trees. Barriers keep XLA from making one reduction of them again.
 
+**Products** run on Eigen, which packs what it multiplies, and takes up to half as long again where it packs across rows of a
+right operand. So a bᵀ multiplies by a transposed copy of b, and aᵀ b with the wider one on the left is computed as (bᵀ a)ᵀ.
+
 **Values that several read.** XLA fuses elementwise work into each reader. What a product or a caller reads is written to memory
 anyway, so a barrier has the others read that.
 """
@@ -44,10 +47,13 @@ _ROWS, _PART = 8, 1024
 _FEW_ROWS, _LONG = 16, 8192
 """What one loop reduces at most."""
 
+_MANY_ROWS = 128
+"""From here on the transposed copy of a matrix pays."""
+
 
 def for_cpu(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """``closed`` with its reductions, and those of its loops, in parts, and barriers behind what several read."""
-    return _made_once(flatten(closed.jaxpr, closed.consts, body_of=_parts).close())
+    """``closed`` with its reductions and products, and those of its loops, so, and barriers behind what several read."""
+    return _made_once(flatten(closed.jaxpr, closed.consts, body_of=lambda eqn: _parts(eqn) or _turned(eqn)).close())
 
 
 def _made_once(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -60,14 +66,20 @@ def _made_once(closed: ClosedJaxpr) -> ClosedJaxpr:
             is_product(eqn) or (kind(eqn) is Kind.RESHAPE and is_written(eqn.outvars[0])) for eqn in readers
         )
 
+    def is_held(eqn: JaxprEqn, v: Var) -> bool:
+        if kind(eqn) in (Kind.ELEMENTWISE, Kind.CAST):
+            return len(flow.readers.get(v, ())) + (v in results) > 1 and is_written(v)
+        return (
+            _is_over_rows(eqn) and shape_of(v)[0] != shape_of(v)[1]
+        )  # XLA would swap it, and leave out a transposition
+
     names: dict[Var, Var] = {}
     eqns: list[JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         eqns.append(eqn.replace(invars=[called(names, a) for a in eqn.invars]))
-        for v in eqn.outvars if kind(eqn) in (Kind.ELEMENTWISE, Kind.CAST) else ():
-            if len(flow.readers.get(v, ())) + (v in results) > 1 and is_written(v):
-                names[v] = fresh_var(v.aval)
-                eqns.append(barrier([v], [names[v]]))
+        held = [v for v in eqn.outvars if is_held(eqn, v)]
+        names |= {v: fresh_var(v.aval) for v in held}
+        eqns += [barrier([v], [names[v]]) for v in held]
     consts = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     return close_jaxpr(consts, closed.jaxpr.invars, eqns, [called(names, a) for a in closed.jaxpr.outvars])
 
@@ -87,6 +99,38 @@ def _parts(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
         return lax.reshape(x, shape_of(eqn.outvars[0]))
 
     return jax.make_jaxpr(reduced)(jax.ShapeDtypeStruct(shape, dtype_of(eqn.invars[0]))).jaxpr, ()
+
+
+def _turned(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """A product with a matrix, as a body that transposes the matrix or the result where that is faster; None for others."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    params, (over, batch) = eqn.params, eqn.params["dimension_numbers"]
+    a, b = map(shape_of, eqn.invars)
+    if batch == ((), ()) and over == ((len(a) - 1,), (1,)) and len(b) == 2 and math.prod(a[:-1]) >= _MANY_ROWS:
+        params = params | {"dimension_numbers": ((over[0], (0,)), batch)}
+
+        def product(a: jax.Array, b: jax.Array) -> jax.Array:
+            made: jax.Array = eqn.primitive.bind(a, lax.optimization_barrier(lax.transpose(b, (1, 0))), **params)
+            return made
+
+    elif _is_over_rows(eqn) and a[1] > b[1]:
+        precision = params["precision"]
+        params = params | {"precision": precision[::-1] if isinstance(precision, tuple) else precision}
+
+        def product(a: jax.Array, b: jax.Array) -> jax.Array:
+            return lax.transpose(eqn.primitive.bind(b, a, **params), (1, 0))
+
+    else:
+        return None
+    avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in eqn.invars]
+    return jax.make_jaxpr(product)(*avals).jaxpr, ()
+
+
+def _is_over_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product of two matrices over the rows of both."""
+    is_dot = eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"] == (((0,), (0,)), ((), ()))
+    return is_dot and all(len(shape_of(a)) == 2 for a in eqn.invars)
 
 
 def _runs(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int]]:

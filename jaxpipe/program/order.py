@@ -7,10 +7,12 @@ queue while others starve would idle them, so instructions are issued in the glo
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, reads
+from jaxpipe.program.ir import Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of, reads
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
@@ -18,7 +20,8 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     """(position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
 
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
-    subset of the ranks (those of this process): receives from elsewhere never block the order.
+    subset of the ranks, those of this process. What comes from elsewhere is not waited for; what goes there or comes from there
+    is started in the order of its places.
 
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
@@ -26,38 +29,54 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     start = {(e.rank, a): e.start_s for e in timeline.events if e.lane != "send" for a in (e.action, *e.action.actions)}
     keys = [_instruction_times(p, start) for p in programs]
     local = {p.rank for p in programs}
-    sent: set[tuple[int, Action]] = set()
-    waiting: dict[tuple[int, Action], int] = {}
+    sent: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    turns = deque(
+        sorted(i.place for p in programs for i in p.instructions if isinstance(i, Send | Recv) and i.place >= 0)
+    )
+    next_turn: dict[int, int] = {}
     ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
     heapq.heapify(ready)
     at = [0] * len(programs)
     order: list[tuple[int, int]] = []
+
+    def resume(blocked: dict[Any, int], what: Any) -> None:
+        if (k := blocked.pop(what, None)) is not None:
+            heapq.heappush(ready, (keys[k][at[k]], k))
+
     while ready:
         _, k = heapq.heappop(ready)
         program = programs[k]
         instruction = program.instructions[at[k]]
-        if (
-            isinstance(instruction, Recv)
-            and instruction.src in local
-            and (message := (instruction.src, instruction.action)) not in sent
-        ):
-            waiting[message] = k
-            continue
+        if isinstance(instruction, Send | Recv):
+            message, place = message_of(program.rank, instruction), instruction.place
+            if isinstance(instruction, Recv) and instruction.src in local and message not in sent:
+                waiting[message] = k
+                continue
+            if place >= 0:
+                if place != turns[0]:
+                    next_turn[place] = k
+                    continue
+                turns.popleft()
+                resume(next_turn, turns[0] if turns else None)
+            if isinstance(instruction, Send):
+                sent.add(message)
+                resume(waiting, message)
         order.append((k, at[k]))
         at[k] += 1
-        if isinstance(instruction, Send):
-            message = (program.rank, instruction.action)
-            sent.add(message)
-            if message in waiting:
-                blocked = waiting.pop(message)
-                heapq.heappush(ready, (keys[blocked][at[blocked]], blocked))
         if at[k] < len(program.instructions):
             heapq.heappush(ready, (keys[k][at[k]], k))
-    if waiting:
-        (src, action), k = min(waiting.items())
+    if next_turn and not waiting:
+        ranks = ", ".join(str(programs[k].rank) for k in sorted(next_turn.values()))
         raise ProgramError(
-            f"rank {programs[k].rank} waits for ever for what {action} of rank {src} sends: an op that reads a value of "
-            "another stage waits for the op that writes it (Wait of its OpSpec)"
+            f"ranks {ranks} of one process wait for each other's turn to send and receive: their transfers stand in an order "
+            "that is not that of the messages' places"
+        )
+    if waiting:
+        (src, dst, action), _ = min(waiting.items())
+        raise ProgramError(
+            f"rank {dst} waits for ever for what {action} of rank {src} sends: an op that reads a value of another stage waits "
+            "for the op that writes it (Wait of its OpSpec)"
         )
     return tuple(order)
 
@@ -104,7 +123,8 @@ def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -> list[float]:
-    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader.
+    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader, or
+    as soon as it may where its message comes from another process.
 
     A sync blocks the thread, so it is issued when it is due."""
     times: list[float] = []
@@ -117,6 +137,6 @@ def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -
     for k in range(len(times) - 1, -1, -1):
         if isinstance(program.instructions[k], Run | Sync):
             following = times[k]
-        elif isinstance(program.instructions[k], Recv):
+        elif isinstance(i := program.instructions[k], Recv) and i.place < 0:
             times[k] = min(following, max(times[k], following))
     return times

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import JaxpipeError, RunError
 
 _FACTOR = 20
 _KEPT = 33  # steps that the usual length is the median of
@@ -36,7 +36,7 @@ class Watchdog:
     """Use as a context around the steps of a run; the thread that makes it is the one that runs them.
 
     While a step is watched for longer than ``floor_s`` and than 20 times the median of the past ones, the process ends with
-    exit code 2, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
+    exit code 5, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
     long, as that one compiles; nor is it while a Python debugger traces the watched thread. What is not a step may be watched
     as if it were some.
 
@@ -105,7 +105,7 @@ class Watchdog:
         line = f"jaxpipe: step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}\n"
         with suppress(OSError):
             os.write(_STDERR, line.encode())
-        os._exit(JaxpipeError.exit_code)
+        os._exit(RunError.exit_code)
 
 
 def _traced(thread: int) -> bool:

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
     args = parser.parse_args(given)
-    _environment(args.tp)
+    environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
@@ -228,7 +228,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     return jax.sharding.Mesh(grid, AXES)
 
 
-def _environment(shards: int) -> None:
+def environment(shards: int) -> None:
     """What XLA and JAX read when they are loaded."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,51 +1,125 @@
-"""Softmax attention, causal or full, on the plain XLA path, with T×T values named for recompute policies.
+"""Softmax attention behind one door: causal or full, sliding windows, padding, by XLA or by cuDNN's fused kernel.
 
     B batch   T time   H query heads   G key/value heads   R = H / G query heads a key/value head   K size of a head
 
-Every T×T value that the backward reads is an output of ``checkpoint_name(…, "attn_scores")``, and can be computed again from
-q, k and the dropout key, which the backward reads anyway. A policy that drops what has this name therefore keeps nothing that
-grows with T². The softmax is computed in float32 (float64 for float64 inputs); its backward reads the probabilities in the
-compute dtype, so in bfloat16 nothing T×T is held in float32. The causal mask is added, not selected: adding needs no residual.
+``kernel="cudnn"`` is ``jax.nn.dot_product_attention``'s: F keeps q, k, v, its output and a float32 a query and head, nothing
+that grows with T².
 
-Not modelled: padding masks, sliding windows, caches for generation, fused attention kernels.
+``kernel="xla"`` is written here: the XLA form of ``jax.nn`` keeps several T×T arrays, some in float32, and gives other bits.
+Here every T×T value that the backward reads is an output of ``checkpoint_name(…, "attn_scores")``, and can be computed again
+from q, k and the dropout key, which the backward reads anyway. A policy that drops what has this name therefore keeps nothing
+that grows with T². The softmax is computed in float32 (float64 for float64 inputs); its backward reads the probabilities in the
+compute dtype, so in bfloat16 nothing T×T is held in float32. Masks are added, not selected: adding needs no residual.
+
+Not modelled: masks of other shapes, several texts in a row, windows that see ahead, caches for generation, dropout by cuDNN
+(``jax.nn`` does not offer it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpipe.errors import ConfigError, StageError
+
 SCORES = "attn_scores"
 """Name of every T×T value that the backward may read."""
+
+KERNELS = ("auto", "xla", "cudnn")
 
 _MASKED = -1e30
 
 
-def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, dropout: float = 0.0, key: jax.Array | None = None
-) -> jax.Array:
-    """Attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
-
-    Query head h reads key/value head h // R. ``dropout`` applies to the probabilities, and only when ``key`` is given.
-    """
-    return _attention(_causal_softmax, q, k, v, dropout, key)
-
-
-def full_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, dropout: float = 0.0, key: jax.Array | None = None
-) -> jax.Array:
-    """:func:`causal_attention` without its mask: each position sees all, as in an encoder."""
-    return _attention(_full_softmax, q, k, v, dropout, key)
+def check_attention(what: str, kernel: str, dropout: float = 0.0) -> None:
+    """Raise ConfigError where the model ``what`` can't have the option ``attention``."""
+    if kernel not in KERNELS:
+        raise ConfigError(f"{what}: attention is {kernel!r}; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
+    if kernel == "cudnn" and dropout > 0:
+        raise ConfigError(
+            f"{what}: attention is 'cudnn', which can't drop probabilities, and dropout {dropout}; use attention=auto or xla, "
+            "or dropout=0"
+        )
 
 
-def _attention(
-    softmax: Callable[[jax.Array], jax.Array],
+def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
+    kernel: str = "xla",
+    causal: bool = True,
+    window: int | None = None,
+    lengths: jax.Array | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
+
+    Query head h reads key/value head h // R. Position t sees 0..t with ``causal``, of them the last ``window``, itself
+    included; all without. ``lengths`` [B] int32, at least 1: what comes after is padding, which nobody sees and for which the
+    result means nothing. ``dropout`` applies to the probabilities, and only when ``key`` is given. ``kernel``: one of
+    :data:`KERNELS`; ``auto`` is cuDNN's on an NVIDIA GPU where it takes these shapes and dtypes and ``dropout`` is 0. Where no
+    stage is traced for a rank's devices ``cudnn`` is as ``auto``: layers are weighed in float32 before they are cut, and what
+    was trained on GPUs may be evaluated without.
+
+    Raises:
+        StageError: cuDNN was asked for and can't.
+    """
+    assert causal or window is None, "a window without causal=True"
+    if kernel != "xla":
+        try:
+            return _by_cudnn(q, k, v, causal, window, lengths, dropout)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if kernel == "cudnn" and jax.sharding.get_abstract_mesh().abstract_device is not None:
+                raise StageError(
+                    f"attention=cudnn can't do this: {' '.join(str(error).split()).rstrip('.')}; use attention=auto or xla"
+                ) from error
+    return _by_xla(q, k, v, causal, window, lengths, dropout, key)
+
+
+def _by_cudnn(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    causal: bool,
+    window: int | None,
+    lengths: jax.Array | None,
+    dropout: float,
+) -> jax.Array:
+    """Raises what JAX raises, and NotImplementedError for what it does not check before it compiles."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    if platform not in ("gpu", "cuda"):
+        raise NotImplementedError(f"it needs an NVIDIA GPU, and this is a {platform}")
+    capability = getattr(jax.devices()[0], "compute_capability", "8.0")
+    if float(capability) < 8:
+        raise NotImplementedError(f"it needs a GPU of compute capability 8.0, and this one has {capability}")
+    if dropout > 0:
+        raise NotImplementedError("it can't drop probabilities")
+    attended: jax.Array = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        query_seq_lengths=lengths,  # a query of padding that sees nothing would divide by zero
+        key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return attended
+
+
+def _by_xla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    causal: bool,
+    window: int | None,
+    lengths: jax.Array | None,
     dropout: float,
     key: jax.Array | None,
 ) -> jax.Array:
@@ -54,7 +128,7 @@ def _attention(
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
-    probs = softmax(scores)
+    probs = _softmax(scores, lengths, causal, window)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
@@ -75,40 +149,34 @@ def _rows(q: jax.Array, G: int) -> jax.Array:
     return q.reshape(B, T, G, H // G, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * H // G, K)
 
 
-@jax.custom_vjp
-def _causal_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis of ``scores`` [B, G, T·R, T], same dtype out. Row m is position t = m // R, sees 0..t."""
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _softmax(scores: jax.Array, lengths: jax.Array | None, causal: bool, window: int | None) -> jax.Array:
+    """Softmax over the last axis of ``scores`` [B, G, T·R, T], same dtype out. Row m is of position t = m // R."""
     wide = jnp.promote_types(scores.dtype, jnp.float32)
     rows, T = scores.shape[-2:]
-    future = jnp.arange(T)[None, :] > (jnp.arange(rows) // (rows // T))[:, None]
-    bias = jnp.where(future, _MASKED, 0.0).astype(wide)
-    return jax.nn.softmax(scores.astype(wide) + bias[None, None], axis=-1).astype(scores.dtype)
+    masked = scores.astype(wide)
+    if causal:
+        position, column = (jnp.arange(rows) // (rows // T))[:, None], jnp.arange(T)[None, :]
+        unseen = column > position
+        unseen = unseen if window is None else unseen | (column <= position - window)
+        masked += jnp.where(unseen, _MASKED, 0.0).astype(wide)[None, None]
+    if lengths is not None:
+        padding = jnp.arange(T)[None, :] >= lengths[:, None]
+        masked += jnp.where(padding, _MASKED, 0.0).astype(wide)[:, None, None]
+    return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
 
 
-def _softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    probs = checkpoint_name(_causal_softmax(scores), SCORES)
+def _softmax_forward(
+    scores: jax.Array, lengths: jax.Array | None, causal: bool, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    probs = checkpoint_name(_softmax(scores, lengths, causal, window), SCORES)
     return probs, probs
 
 
-def _softmax_backward(probs: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+def _softmax_backward(causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array) -> tuple[Any, None]:
     wide = jnp.promote_types(probs.dtype, jnp.float32)
     p, g = probs.astype(wide), cotangent.astype(wide)
-    return ((p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype),)
+    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None
 
 
-_causal_softmax.defvjp(_softmax_forward, _softmax_backward)
-
-
-@jax.custom_vjp
-def _full_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax over the last axis of ``scores``, same dtype out."""
-    wide = jnp.promote_types(scores.dtype, jnp.float32)
-    return jax.nn.softmax(scores.astype(wide), axis=-1).astype(scores.dtype)
-
-
-def _full_softmax_forward(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    probs = checkpoint_name(_full_softmax(scores), SCORES)
-    return probs, probs
-
-
-_full_softmax.defvjp(_full_softmax_forward, _softmax_backward)
+_softmax.defvjp(_softmax_forward, _softmax_backward)

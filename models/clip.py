@@ -38,8 +38,8 @@ _NO_PAIR = -1e30
 @dataclass(frozen=True, slots=True)
 class CLIPConfig:
     """Options of :func:`CLIP`. ``vocab_size`` and ``seq_len`` are the text's; token 0 is padding. Pictures are
-    ``image_height`` × ``image_width`` in one channel. ``group``: microbatches of one loss. ``dtype``: what parameters are
-    created in."""
+    ``image_height`` × ``image_width`` in one channel. ``group``: microbatches of one loss. ``attention``, ``dtype``: as in
+    ``GPTConfig``."""
 
     vocab_size: int = 256
     seq_len: int = 8
@@ -56,6 +56,7 @@ class CLIPConfig:
     mlp_ratio: int = 4
     norm_eps: float = 1e-5
     group: int = 1
+    attention: str = "auto"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class CLIPConfig:
             seq_len=length,
             mlp_ratio=self.mlp_ratio,
             norm_eps=self.norm_eps,
+            attention=self.attention,
             dtype=self.dtype,
         )
 

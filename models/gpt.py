@@ -38,13 +38,14 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import causal_attention, full_attention
+from models.attention import attention, check_attention
 from models.loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Options of :func:`GPT`. ``tied``: the head uses the token embedding. ``dtype``: what parameters are created in."""
+    """Options of :func:`GPT`. ``tied``: the head uses the token embedding. ``attention``: ``auto``, ``xla`` or ``cudnn``
+    (``models/attention.py``). ``dtype``: what parameters are created in."""
 
     vocab_size: int = 256
     d_model: int = 128
@@ -55,6 +56,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True
     norm_eps: float = 1e-5
+    attention: str = "auto"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -69,6 +71,7 @@ class GPTConfig:
             raise ConfigError(f"GPT: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"GPT: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
+        check_attention("GPT", self.attention, self.dropout)
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
 
@@ -168,8 +171,8 @@ class Block(nn.Module):
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
-        attend = causal_attention if self.causal else full_attention
-        heads = attend(q, k, v, c.dropout, key)  # [B, T, H/t, K]
+        kernel = "xla" if self.is_initializing() else c.attention
+        heads = attention(q, k, v, kernel=kernel, causal=self.causal, dropout=c.dropout, key=key)  # [B, T, H/t, K]
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]

@@ -3,13 +3,13 @@
     B batch   T time   D d_model   H query heads   G key/value heads   R = H / G   K = D / H   F mlp_size   V vocabulary
     t tensor-parallel shards
 
-After Touvron et al., "LLaMA" (2023) and "Llama 2" (2023); with ``qkv_bias=True`` the block is that of Qwen2 (2024). Rotary
-positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2. Initialisation is GPT-2's: N(0, 0.02), and
-0.02 / √(2L) for the projections that write to the residual stream of L blocks.
+After Touvron et al., "LLaMA" (2023) and "Llama 2" (2023); with ``qkv_bias=True`` the block is that of Qwen2 (2024), with
+``window`` that of Mistral 7B (2023). Rotary positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2.
+Initialisation is GPT-2's: N(0, 0.02), and 0.02 / √(2L) for the projections that write to the residual stream of L blocks.
 
 q, k and v are one projection [D, G, R + 2, K]: for each key/value head its R query heads, then its key, then its value. Gate
 and up are one projection [D, 2, F]. Compute follows the dtype of the parameters it is given. RMSNorm, rotation, softmax and
-loss run in float32 (float64 if given float64). Not modelled: rope scaling for longer contexts, sliding windows.
+loss run in float32 (float64 if given float64). Not modelled: rope scaling for longer contexts.
 
 On t shards each has H/t query heads, G/t key/value heads, F/t of the MLP and V/t words. Where t is larger than G, t/G shards
 compute the same key and value head and divide its query heads: qkv then lies whole on each shard, which takes its own part.
@@ -43,7 +43,7 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import causal_attention
+from models.attention import attention, check_attention
 from models.loss import loss_layer
 
 
@@ -52,8 +52,10 @@ class LlamaConfig:
     """Options of :func:`Llama`.
 
     ``num_kv_heads``: None means as many as ``num_heads`` (multi-head attention). ``mlp_size``: None means 8/3 of ``d_model``
-    rounded up to a multiple of 32. ``tied``: the head uses the token embedding. ``dropout`` (which Llama trains without)
-    applies to attention probabilities and to what each branch adds. ``dtype``: what parameters are created in.
+    rounded up to a multiple of 32. ``window``: how many positions each one sees, itself the last of them; None: all up to
+    itself. ``attention``: ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``tied``: the head uses the token
+    embedding. ``dropout`` (which Llama trains without) applies to attention probabilities and to what each branch adds.
+    ``dtype``: what parameters are created in.
     """
 
     vocab_size: int = 256
@@ -65,13 +67,15 @@ class LlamaConfig:
     mlp_size: int | None = None
     rope_theta: float = 10000.0
     qkv_bias: bool = False
+    window: int | None = None
+    attention: str = "auto"
     norm_eps: float = 1e-5
     dropout: float = 0.0
     tied: bool = False
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "seq_len", "mlp_size")
+        names = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "seq_len", "mlp_size", "window")
         check_sizes("Llama", **{name: getattr(self, name) for name in names})
         even = divisors(self.d_model // 2)
         if self.d_model % 2:
@@ -94,6 +98,7 @@ class LlamaConfig:
             raise ConfigError(f"Llama: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"Llama: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
+        check_attention("Llama", self.attention, self.dropout)
         if not 1 < self.rope_theta < float("inf"):
             raise ConfigError(f"Llama: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
         if self.dtype not in ("float32", "float64", "bfloat16"):
@@ -214,7 +219,9 @@ class Block(nn.Module):
         q = qkv[:, :, :, :R].reshape(B, T, H, K)  # [B, T, G, R, K] → [B, T, H, K]
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
-        heads = causal_attention(rotate(q, c.rope_theta), rotate(k, c.rope_theta), v, c.dropout, key)
+        q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        kernel = "xla" if self.is_initializing() else c.attention
+        heads = attention(q, k, v, kernel=kernel, window=c.window, dropout=c.dropout, key=key)
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, H, K] → [B, T, D]

@@ -45,7 +45,7 @@ from models.vit import num_patches, vit_layers
 class VLMConfig:
     """Options of :func:`VLM`; those without a prefix are the language model's, as in ``LlamaConfig``. Pictures are
     ``image_height`` × ``image_width`` × ``channels`` bytes. ``freeze_vit``: patches and vision transformer are not trained, the
-    merger is. ``dtype``: what parameters are created in."""
+    merger is. ``attention``: of both. ``dtype``: what parameters are created in."""
 
     vocab_size: int = 256
     d_model: int = 128
@@ -68,6 +68,7 @@ class VLMConfig:
     vit_heads: int = 4
     vit_mlp_ratio: int = 4
     freeze_vit: bool = False
+    attention: str = "auto"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -80,8 +81,10 @@ class VLMConfig:
 
     @property
     def language(self) -> LlamaConfig:
-        names = "vocab_size d_model num_layers num_heads num_kv_heads seq_len mlp_size rope_theta qkv_bias norm_eps tied dtype"
-        return LlamaConfig(**{name: getattr(self, name) for name in names.split()})
+        names = (
+            "vocab_size d_model num_layers num_heads num_kv_heads seq_len mlp_size rope_theta qkv_bias norm_eps tied"
+        )
+        return LlamaConfig(**{name: getattr(self, name) for name in (*names.split(), "attention", "dtype")})
 
     @property
     def vision(self) -> GPTConfig:
@@ -93,6 +96,7 @@ class VLMConfig:
             seq_len=num_patches("VLM", self.picture, self.patch),
             mlp_ratio=self.vit_mlp_ratio,
             norm_eps=self.norm_eps,
+            attention=self.attention,
             dtype=self.dtype,
         )
 

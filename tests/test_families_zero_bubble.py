@@ -152,6 +152,19 @@ def test_zb_uses_room_that_small_w_residuals_leave() -> None:
     assert max(thin.peak_activations) <= 1.5
 
 
+@pytest.mark.parametrize(("family", "peak"), [("zb-1p", 4), ("zb-2p", 8), ("v-zb", 4), ("v-adaptive", 4)])
+def test_orders_are_as_good_where_w_keeps_more_than_f(family: str, peak: int) -> None:
+    """B hands more to W than F kept: memory is counted in what an activation takes at its largest. (A fixed limit of p left
+    half of the forwards out.)"""
+    chunks = 2 if family.startswith("v-") else 1
+    equal = CostProfile.uniform(4 * chunks, chunks=chunks)
+    larger = replace(equal, w_residual_bytes=tuple(1.16 * x for x in equal.residual_bytes))
+    usual = simulate(generate(family, 4, 12, costs=equal), equal)
+    found = simulate(generate(family, 4, 12, costs=larger), larger)
+    assert found.makespan <= usual.makespan + 1e-9
+    assert max(found.peak_activations) <= 1.16 * peak + 1e-9
+
+
 def test_zb_with_w_residuals_larger_than_residuals() -> None:
     costs = CostProfile((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, (2.0,) * 3, (1.0,) * 3, (1.5,) * 3)
     schedule = generate("zb", 3, 6, costs=costs, memory_limit=2)

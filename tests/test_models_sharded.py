@@ -26,7 +26,7 @@ from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 from jaxpipe.stage.model.layer import LayerContext, Model
 from jaxpipe.stage.model.params import with_tied_leaves
 from jaxpipe.stage.model.reference import apply_model, init_params
-from models.attention import causal_attention
+from models.attention import attention as attend
 from models.gpt import GPT
 from models.llama import Llama, rotate
 from tests.sharded import QUICK, collectives, loss_and_grads, mesh_of, shapes_in, shard_trees, step, trace_layers
@@ -296,7 +296,7 @@ class PlainGPTBlock(nn.Module):
             qkv = _dense((3, 4, 4), "qkv")(x)
             q, k, v = (qkv[:, :, i] for i in range(3))
             key = self.make_rng("dropout") if train else None
-            heads = causal_attention(q, k, v, 0.1, key)
+            heads = attend(q, k, v, dropout=0.1, key=key)
             return _dense(16, "out", std, axis=(-2, -1))(heads)
 
         def mlp(x: jax.Array) -> jax.Array:
@@ -321,7 +321,7 @@ class PlainLlamaBlock(nn.Module):
             q = qkv[:, :, :, :2].reshape(*x.shape[:2], 4, 4)
             k, v = qkv[:, :, :, 2], qkv[:, :, :, 3]
             key = self.make_rng("dropout") if train else None
-            heads = causal_attention(rotate(q, 10000.0), rotate(k, 10000.0), v, 0.1, key)
+            heads = attend(rotate(q, 10000.0), rotate(k, 10000.0), v, dropout=0.1, key=key)
             return _dense(16, "out", std, axis=(-2, -1), use_bias=False)(heads)
 
         def mlp(x: jax.Array) -> jax.Array:

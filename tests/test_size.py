@@ -30,14 +30,14 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule": (24, 2796, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
-    "schedule/families": (20, 1644, 3),
-    "schedule/list_schedule": (9, 1015, 14),
+    "schedule/families": (20, 1652, 3),
+    "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
-    "stage": (45, 5654, 54),
+    "stage": (45, 5662, 54),
     "train": (48, 6179, 73),
 }
-MOST_OF_SCHEDULE = 7219
+MOST_OF_SCHEDULE = 7229
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

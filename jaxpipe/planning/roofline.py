@@ -13,7 +13,7 @@ three a stage: B within 2%; W exact, or twice too much where an embedding is in 
 from half (Llama) to the same, and 0.8 GB too much where the loss is in it.
 
 Differs from what runs: XLA may fuse more or less, keeps what repeats in L2, and reorders; attention on the plain XLA path moves
-its scores through memory, as here, which a flash kernel would not. ``while`` counts one iteration.
+its scores through memory, as here, which cuDNN's kernel does not. ``while`` counts one iteration.
 """
 
 from __future__ import annotations
@@ -235,6 +235,6 @@ def _sized(v: Any) -> bool:
 
 
 def _dtype(eqn: JaxprEqn) -> str:
-    """The dtype whose peak counts: the widest operand's."""
-    names = [str(dtype_of(v)) for v in variables(eqn.invars)]
+    """The dtype whose peak counts: the widest of what is multiplied."""
+    names = [str(dtype_of(v)) for v in variables(eqn.invars[:2])]
     return next((wide for wide in ("float64", "float32") if wide in names), names[0] if names else "float32")

@@ -1,6 +1,7 @@
 """Floating-point operations of a jaxpr, counted from shapes.
 
-Matrix products and convolutions are exact: 2 · (multiply-adds). Bodies of calls and branches are followed;
+Matrix products and convolutions are exact: 2 · (multiply-adds), and so are cuDNN's attention kernels: of the pairs of positions
+that their mask leaves, two products forwards and five backwards. Bodies of calls and branches are followed;
 ``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
 in the jaxpr).
 
@@ -32,6 +33,8 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
     """Operations of one equation."""
     name = eqn.primitive.name
     if is_product(eqn):
+        if name.startswith("dot_product_attention"):
+            return _attention_flops(eqn)
         return _conv_flops(eqn) if name == "conv_general_dilated" else _dot_flops(eqn)
     bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]
     if name == "cond":
@@ -62,6 +65,15 @@ def _conv_flops(eqn: JaxprEqn) -> int:
     batch_groups = int(eqn.params.get("batch_group_count", 1))
     per_output = math.prod(kernel) // max(out_features, 1)
     return 2 * math.prod(shape_of(eqn.outvars[0])) * per_output // batch_groups
+
+
+def _attention_flops(eqn: JaxprEqn) -> int:
+    """q [B, T, H, K] over k, v [B, S, G, K]. ``mask_type`` is one of ``CAUSAL`` or not; padding is not known here."""
+    B, T, H, K = shape_of(eqn.invars[0])
+    S = shape_of(eqn.invars[1])[1]
+    window = eqn.params["sliding_window_length"] or S
+    pairs = sum(min(t + 1, window, S) for t in range(T)) if "CAUSAL" in eqn.params["mask_type"].name else T * S
+    return 2 * B * H * K * pairs * (5 if "_bwd" in eqn.primitive.name else 2)
 
 
 def _elementwise_flops(eqn: JaxprEqn) -> int:

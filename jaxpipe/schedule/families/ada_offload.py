@@ -28,6 +28,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.list_schedule.choosers import full_limit
 from jaxpipe.schedule.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
@@ -67,10 +68,10 @@ def ada_offload(
         ScheduleError: a size is not a whole number of at least 1, the costs are for another number of stages, or nothing
             fits the limit; names one that works.
     """
-    limit = float(ranks) if memory_limit is None else memory_limit
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    limit = full_limit(problem) if memory_limit is None else memory_limit
     if not limit > 0:
         raise ScheduleError(f"ada-offload: memory limit of {limit:g}; want activations per rank, above 0")
-    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     costs = costs or CostProfile.uniform(problem.num_replicas, chunks=chunks)
     return _Search(problem, costs, limit).schedule()
 

@@ -35,7 +35,7 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.v_blocks import v_min_block
 from jaxpipe.schedule.families.v_heuristic import best_v_draft, repeated
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.choosers import full_limit, least_limit
 from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
 from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import v_shape
@@ -77,7 +77,7 @@ def v_adaptive(
     """
     placement = v_shape(ranks)
     problem = Problem.of(placement, microbatches, costs)
-    limit = float(ranks) if memory_limit is None else memory_limit
+    limit = full_limit(problem) if memory_limit is None else memory_limit
     need = least_limit(problem)
     if isnan(limit) or limit < need / SLACK:
         raise ScheduleError(

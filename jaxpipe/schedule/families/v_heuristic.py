@@ -31,7 +31,7 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.v_blocks import v_zb_block
 from jaxpipe.schedule.families.v_rounds import rounds_order
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.choosers import full_limit
 from jaxpipe.schedule.list_schedule.clock import ROUNDING
 from jaxpipe.schedule.list_schedule.policies import chunk_drafts
 from jaxpipe.schedule.list_schedule.weights import Filled, WeightFilling, balanced, improved, least, order_of
@@ -62,13 +62,13 @@ def v_zb(
     ``objective``: what is minimised first, the makespan or the longest rank span. (``b`` marks the second chunk of a rank.)
     ``costs``: one entry per stage, two stages per rank; default F = B = W. With F = B = W and no transfer time, m >= p gives
     a makespan of m(F + B + W) + (p - 1)F/2, which no schedule on this placement beats, and m >= 2p ranks that are never idle
-    between their first and last action. The peak is above p only if one microbatch alone is (w-residuals above residuals).
+    between their first and last action. The peak is above p only if w-residuals are larger than residuals: p of those.
 
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
     problem = Problem.of(v_shape(ranks), microbatches, costs)
-    draft = best_v_draft(problem, max(ranks, least_limit(problem)), objective)
+    draft = best_v_draft(problem, full_limit(problem), objective)
     assert draft is not None, "one microbatch fits the least limit"
     return problem.schedule("v-zb", draft.rows)
 
@@ -81,17 +81,18 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
     """
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
-    at_p = _from_anchor(short, min(limit, problem.num_ranks)) if limit > problem.num_ranks - ROUNDING else None
+    most = full_limit(problem)
+    at_p = _from_anchor(short, min(limit, most)) if limit > problem.num_ranks - ROUNDING else None
     if at_p is None:
         return _below(problem, short, limit, objective)
     found = [at_p]
-    if limit > problem.num_ranks + ROUNDING:
+    if limit > most + ROUNDING:
         filling = WeightFilling(short, limit)
         found.append(_improved_orders(filling, at_p, _anchor(filling)))
     filling = WeightFilling(problem, limit)
     if short is problem:
         return filling.draft(found[-1].rows)
-    anchor = _anchor(WeightFilling(problem, min(limit, problem.num_ranks)))
+    anchor = _anchor(WeightFilling(problem, min(limit, most)))
     best = filling.draft(anchor.rows) if anchor else None
     for few_rows in (filled.rows for filled in found):
         rows = repeated(short, few_rows, problem.num_microbatches)

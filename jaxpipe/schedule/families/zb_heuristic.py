@@ -40,7 +40,7 @@ from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.list_schedule.choosers import least_limit
+from jaxpipe.schedule.list_schedule.choosers import full_limit, least_limit
 from jaxpipe.schedule.list_schedule.fillers import RECIPES, Finisher
 from jaxpipe.schedule.list_schedule.policies import chain_drafts
 from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
@@ -64,7 +64,8 @@ def zero_bubble(
     memory_limit: float | None = None,
     objective: Objective = "makespan",
 ) -> Schedule:
-    """The heuristic under ``memory_limit`` (default p, 1F1B's peak), in units of one rank's share of one microbatch.
+    """The heuristic under ``memory_limit`` (default p, 1F1B's peak; where w-residuals are larger than residuals p of those), in
+    units of one rank's share of one microbatch.
 
     Works for any ``ranks`` p >= 1, ``microbatches`` m >= 1 and limit >= 1. Here with a limit of 2, half of 1F1B's::
 
@@ -124,7 +125,7 @@ def zb_2p(
     Raises:
         ScheduleError: as :func:`zero_bubble`.
     """
-    return _zero_bubble("zb-2p", ranks, microbatches, costs, 2 * ranks, objective)
+    return _zero_bubble("zb-2p", ranks, microbatches, costs, None, objective, 2)
 
 
 @family(
@@ -153,8 +154,8 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
     retimer = Retimer(problem)
     squeezed = retimer.draft(repeat(two_thirds_block(ranks), problem))
     assert squeezed is not None, "a repeated block deadlocks"
-    if squeezed.peak > ranks * (1 + 1e-9):
-        return problem.schedule("zb-two-thirds", best_draft(problem, max(ranks, least_limit(problem))).rows)
+    if squeezed.peak > full_limit(problem) * (1 + 1e-9):
+        return problem.schedule("zb-two-thirds", best_draft(problem, full_limit(problem)).rows)
     drafts = [best_draft(problem, squeezed.peak)]
     if not drafts[0].no_worse_than(squeezed):
         drafts += block_drafts(problem, squeezed.peak)
@@ -164,8 +165,15 @@ def zb_two_thirds(ranks: int, microbatches: int, costs: CostProfile | None = Non
 
 
 def _zero_bubble(
-    name: str, ranks: int, m: int, costs: CostProfile | None, limit: float | None, objective: Objective
+    name: str,
+    ranks: int,
+    m: int,
+    costs: CostProfile | None,
+    limit: float | None,
+    objective: Objective,
+    times: int = 1,
 ) -> Schedule:
+    """Under ``limit``, by default ``times`` 1F1B's memory."""
     if costs is None:
         costs = CostProfile.uniform(ranks)
     problem = Problem.of(one_to_one(ranks), m, costs)
@@ -174,7 +182,7 @@ def _zero_bubble(
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
-    limit = max(ranks, need) if limit is None else limit
+    limit = times * full_limit(problem) if limit is None else limit
     makespan, span = (find(problem.placement, m, costs, memory_limit=limit) for find in (lower_bound, span_lower_bound))
     return problem.schedule(name, best_draft(problem, limit, makespan, span, objective).rows)
 
@@ -251,7 +259,7 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
         if draft is not None and draft.peak <= limit + 1e-9:
             yield draft
     yield from chain_drafts(problem, limit)
-    if limit < p:
+    if limit < full_limit(problem):
         yield from block_drafts(problem, peak)
 
 

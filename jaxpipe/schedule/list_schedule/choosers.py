@@ -63,6 +63,12 @@ def least_limit(problem: Problem) -> float:
     return max(sum(problem.reserved[q] for q in problem.replicas_of(r)) for r in range(problem.num_ranks))
 
 
+def full_limit(problem: Problem) -> float:
+    """1F1B's memory with backwards that are split: p microbatches at their largest, in units of one rank's share. Above p where
+    w-residuals are larger than residuals: what B hands to W is more than what F kept."""
+    return problem.num_ranks * least_limit(problem)
+
+
 def depths(problem: Problem, round_trips: float) -> list[float]:
     """Per stage, the most microbatches between F and B: ``round_trips`` times the way to the last stage and back, in
     seconds of the rank with most work for one microbatch, rounded up."""

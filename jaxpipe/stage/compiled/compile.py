@@ -230,7 +230,7 @@ def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     return (
         layers, slots, shards, aliases, treedef, statics, data, spec.links.kind, np.dtype(spec.acc_dtype),
-        tuple(mesh.shape.items()), jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        tuple(mesh.shape.items()), mesh.abstract_mesh.abstract_device, jax.config.jax_enable_x64,  # type: ignore[attr-defined]
     )  # fmt: skip
 
 

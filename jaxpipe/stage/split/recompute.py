@@ -205,7 +205,7 @@ def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var] | None
 
 def _is_projection(graph: Graph, eqn: JaxprEqn) -> bool:
     """Whether the equation multiplies with parameters, or functions of them."""
-    return is_product(eqn) and any(graph.of(a) is Level.FIXED for a in eqn.invars)
+    return is_product(eqn) and any(graph.of(a) is Level.FIXED for a in eqn.invars[:2])
 
 
 def _is_narrowed_product(graph: Graph, v: Var) -> bool:

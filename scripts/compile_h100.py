@@ -1,13 +1,14 @@
 """What XLA makes of a stage compiled for a GPU that is not there: bytes, matrix products, copies that transpose.
 
 A middle stage of four blocks of GPT and of Llama (hidden 4096, sequence 2048, microbatch 1, bfloat16 with float32 gradients) is
-built by the pipeline's own code, and its F, B, W and BW are compiled for one H100. Three forms: ``now``; ``as written``, with
-weight gradients left as products over batch and time (``jaxpipe/stage/inline.py`` makes matrices of them); and with
-``--before DIR``, a checkout of an older commit, ``before``. Per function:
+built by the pipeline's own code, and its F, B, W and BW are compiled for one H100. Four forms: ``xla`` and ``cudnn``, by the
+attention's kernel; ``as written``, xla with weight gradients left as products over batch and time (``jaxpipe/stage/inline.py``
+makes matrices of them); and with ``--before DIR``, a checkout of an older commit, ``before``. Per function:
 
-* ``temp_bytes``, ``argument_bytes``, ``output_bytes``: XLA's buffer assignment. ``residual_bytes``, ``residual_arrays``: what F
+* ``temp_bytes``, ``argument_bytes``, ``output_bytes``: XLA's buffer assignment (cuDNN asks for workspace of its own when its
+  plans are made, on a GPU, which is not in it). ``residual_bytes``, ``residual_arrays``: what F
   saves for one microbatch (per stage; what enters the stage is counted where the backward pass reads it).
-* ``products``: calls of cuBLAS, cuDNN attention and Triton products. ``flops``: of the jaxpr's products (not of a kernel's).
+* ``products``: calls of cuBLAS, of cuDNN's attention, and Triton's products. ``flops``: of the jaxpr's products and kernels.
 * ``copies``, ``transposing``: kernels that write an array of at least batch x time x hidden elements and only move data:
   those that keep the order of the axes in memory, and those that change it. ``fused``: kernels that transpose such an array
   while they compute something else. Axes of length 1 have no order.
@@ -15,7 +16,8 @@ weight gradients left as products over batch and time (``jaxpipe/stage/inline.py
 
 Nothing runs: these are programs, not times. Autotuning is off, since it would have to run kernels; products are cuBLAS's
 (``--triton``: XLA's own), where a run on a GPU chooses between the two. Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and
-nvidia-cuda-nvcc-cu12, no GPU and no driver. ``--tiny`` runs it all at toy sizes for this machine's CPU.
+nvidia-cuda-nvcc-cu12, for cuDNN's form nvidia-cudnn-cu12 too, no GPU and no driver. ``--tiny`` runs it at toy sizes for this
+machine's CPU.
 
     git worktree add /tmp/before 98cda44   # the last commit before weight gradients were products of matrices
     python scripts/compile_h100.py --before /tmp/before --out scripts/results/h100-compile.json
@@ -43,14 +45,16 @@ from scripts.commit_id import commit_id
 from scripts.hlo_schedule import count_products, custom_calls, moves
 
 OPS = ("F", "B", "W", "BW")
-NOW, AS_WRITTEN, BEFORE = "now", "as written", "before"
+AS_WRITTEN, BEFORE = "as written", "before"
+ATTENTION = {"xla": "xla", "cudnn": "cudnn", AS_WRITTEN: "xla", BEFORE: ""}
+"""By form, the model's option; older models have none."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description="what XLA makes of stages compiled for a GPU that need not be there")
     parser.add_argument("--model", action="append", choices=("gpt", "llama"), help="only this one; may be repeated")
-    parser.add_argument("--recompute", action="append", help="policy (default none, cheap); may be repeated")
+    parser.add_argument("--recompute", action="append", help="policy (default none); may be repeated")
     parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of an older commit, to compare with")
     parser.add_argument("--triton", action="store_true", help="XLA's own products, not cuBLAS's")
@@ -67,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compile_h100: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = replace(TINY if args.tiny else Size(), L=4)
-    forms = (BEFORE,) if args.checkout is not None else (NOW, AS_WRITTEN)
+    forms = (
+        (BEFORE,)
+        if args.checkout is not None
+        else [f for f in ATTENTION if f != BEFORE and (f != "cudnn" or not args.tiny)]
+    )
     report = {**_provenance(args, size, given), "cases": [c for form in forms for c in _cases(form, args, size, mesh)]}
     if args.before is not None:
         older = _older(args.before, given)
@@ -84,10 +92,11 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
     flatten = getattr(inline, "_of_matrices", None)
     if form == AS_WRITTEN:
         setattr(inline, "_of_matrices", lambda eqn: None)  # noqa: B010 - private, and absent in older commits
-    cases = []
+    cases: list[dict[str, Any]] = []
     for model in args.model or ("gpt", "llama"):
-        for recompute in args.recompute or ("none", "cheap"):
-            stage = middle_stage(replace(VARIANTS[model], recompute=recompute), size, mesh, 1)
+        for recompute in args.recompute or ("none",):
+            variant = replace(VARIANTS[model], recompute=recompute, attention=ATTENTION[form])
+            stage = middle_stage(variant, size, mesh, 1)
             case = {
                 "form": form,
                 "model": model,

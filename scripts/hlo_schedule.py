@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _DTYPE_AND_SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 _LAYOUT = re.compile(r"\]\{([\d,]*)")
 _MOVING = frozenset(
-    [
+    (
         "parameter",
         "constant",
         "bitcast",
@@ -27,12 +27,8 @@ _MOVING = frozenset(
         "slice",
         "dynamic-slice",
         "dynamic-update-slice",
-        "concatenate",
-        "pad",
-        "tuple",
-        "get-tuple-element",
-    ]
-)
+    )
+) | {"concatenate", "pad", "tuple", "get-tuple-element"}
 """Operations of a kernel that computes nothing."""
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 

@@ -31,6 +31,8 @@ sharding``
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
 ``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
                                needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
+``fused_attention_stablehlo.   (``jax._src.cudnn``) what asks for the installed cuDNN before its attention can be traced;
+check_cudnn_version``          :func:`cudnn_assumed` answers for a GPU that is not here.
 =============================  ==========================================================================================
 
 Not handled: jaxprs with mutable references or "high" types.
@@ -39,6 +41,7 @@ Not handled: jaxprs with mutable references or "high" types.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,6 +51,7 @@ import numpy as np
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
@@ -69,6 +73,7 @@ __all__ = [
     "close_jaxpr",
     "compile_only_devices",
     "copier",
+    "cudnn_assumed",
     "dtype_of",
     "eval_jaxpr",
     "fresh_var",
@@ -334,6 +339,17 @@ def aval_bytes(aval: Any) -> int:
 def backends_initialized() -> bool:
     """Whether JAX has looked for devices already; afterwards it does not read the environment again."""
     return bool(_xla_bridge.backends_are_initialized())
+
+
+@contextmanager
+def cudnn_assumed() -> Iterator[None]:
+    """While it lasts, cuDNN's attention is traced as on a machine that has version 9.6: nothing is looked for, or run."""
+    asked = _fused_attention.check_cudnn_version
+    _fused_attention.check_cudnn_version = lambda: 90600
+    try:
+        yield
+    finally:
+        _fused_attention.check_cudnn_version = asked
 
 
 def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:

@@ -4,11 +4,12 @@ Tree::
 
     JaxpipeError                 every error of ours; the CLI prints it on one line and exits with its ``exit_code``, 2
     ├── ConfigError              a config file, override or flag is wrong
+    │   └── AgreedError          the processes of a run don't fit together; all raise it, with the same words
     ├── ScheduleError            a schedule, placement, cost profile or schedule file breaks a rule (has ``.problems``)
     │   └── ScheduleParseError   the text, JSON or CSV form can't be read
     ├── StageError               a layer or a model can't be cut, traced or split
     ├── ProgramError             a schedule can't be lowered onto these stages and this mesh
-    ├── RunError                 an instruction failed at run time; names rank, action and stage
+    ├── RunError                 an instruction failed at run time; names rank, action and stage; exit code 5
     │   └── NotFiniteError       a run whose gradients or parameters are no longer finite; exit code 4
     ├── DataError                training data can't be read or is too small
     └── CheckpointError          a checkpoint is missing, damaged or does not fit the model; exit code 3
@@ -32,6 +33,10 @@ class JaxpipeError(Exception):
 
 class ConfigError(JaxpipeError):
     """A configuration file, override or command-line flag is wrong."""
+
+
+class AgreedError(ConfigError):
+    """The processes of a run do not fit together, or can't do what is asked. All of them raise it, with the same words."""
 
 
 class ScheduleError(JaxpipeError):
@@ -60,6 +65,8 @@ class ProgramError(JaxpipeError):
 class RunError(JaxpipeError):
     """An instruction failed at run time. The message names rank, action and stage; ``action`` is its printed form, if one
     is to blame."""
+
+    exit_code: ClassVar[int] = 5
 
     def __init__(self, message: str, action: str = "") -> None:
         super().__init__(message)

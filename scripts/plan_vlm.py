@@ -7,8 +7,8 @@ python scripts/plan_vlm.py --write             # into scripts/results/plan-vlm.j
 The models are `scripts/plans/vlm-*.toml`: the whole vision transformer first, then the language model's layers as the paper
 cuts them. For TP 8, PP 2 it does not say how 33 layers are cut into three, the last with two fewer; here 12, 11 and 10.
 
-Rates. The paper's attention is FlashAttention 2, which writes no scores to memory; `plan` counts the plain XLA path, half of
-whose time is that traffic. So memory's bandwidth is taken as unbounded here, and time is that of products at 0.75 of peak.
+Rates. The paper's attention is FlashAttention 2, which writes no scores to memory; these plans ask for the plain XLA path, half
+of whose time is that traffic. So memory's bandwidth is taken as unbounded here, and time is that of products at 0.75 of peak.
 Links are such that figure 1 holds: 27.5% of a layer's forward pass at TP 8, sequence 6144. Between ranks each GPU sends its
 1/TP of an activation over the network, gathered over NVLink, as Megatron does (`paper_stp.py`), where jaxpipe sends it whole.
 Nothing is fitted to this table. A microbatch is one sample.

@@ -16,8 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe._jax_compat import cudnn_assumed
+from jaxpipe.mesh import AXES
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies
 from jaxpipe.stage.model.layer import Model
 from models.gpt import GPT
@@ -25,20 +27,25 @@ from models.llama import Llama
 
 
 def layer_costs(model: Model) -> Mapping[str, PolicyCost]:
-    """Costs by policy of the model's first block, microbatch 1."""
+    """Costs by policy of the model's first block on a GPU, microbatch 1."""
     stages = [model.layers[:1], model.layers[1:2], model.layers[2:]]
     params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    _, middle, _ = compare_policies(stages, params, model.batch_spec(1), pipeline_submeshes(1) * 3)
+    mesh = AbstractMesh((1, 1), AXES, abstract_device=AbstractDevice("h100", None, "gpu"))
+    with cudnn_assumed():
+        _, middle, _ = compare_policies(stages, params, model.batch_spec(1), [mesh] * 3)
     return {c.policy: c for c in middle}
 
 
 def table(hidden: int = 4096, seq: int = 4096, dropout: float = 0.1) -> str:
     """Markdown: for each layer and policy, bsh from F to B, bsh from B to W, and percent of FLOPs added."""
     common = {"vocab_size": 64, "d_model": hidden, "num_heads": max(1, hidden // 128), "seq_len": seq, "num_layers": 1}
+    common |= {"dtype": "bfloat16", "attention": "xla"}
     layers = {
-        "GPT": layer_costs(GPT(**common, dtype="bfloat16")),
-        f"GPT, dropout {dropout:g}": layer_costs(GPT(**common, dtype="bfloat16", dropout=dropout)),
-        "Llama": layer_costs(Llama(**common, dtype="bfloat16")),
+        "GPT": layer_costs(GPT(**common)),
+        f"GPT, dropout {dropout:g}": layer_costs(GPT(**common, dropout=dropout)),
+        "GPT, cuDNN": layer_costs(GPT(**common | {"attention": "cudnn"})),
+        "Llama": layer_costs(Llama(**common)),
+        "Llama, cuDNN": layer_costs(Llama(**common | {"attention": "cudnn"})),
     }
     unit = hidden * seq
     policies = layers["GPT"]

@@ -22,6 +22,7 @@ from jaxpipe.cli import main
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.predict import Prediction, predict
+from jaxpipe.planning.report import assumptions
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.stages import Compiler, PlannedStage, Workbench, planner, workbench
 from jaxpipe.planning.suggest import suggest
@@ -190,6 +191,16 @@ def test_the_description_of_an_h100_is_the_measured_one() -> None:
 def work(f: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Work:
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     return work_of(jax.make_jaxpr(f)(*arrays), H100, FULL)
+
+
+def test_plans_for_gpus_have_the_attention_that_runs_there() -> None:
+    """Without cuDNN here. What it multiplies is 16 bits wide, whatever its statistics are."""
+    config = small(recompute="flash").override(["run.dtype=bfloat16"])
+    p = prediction_of(config)
+    assert p.fused_attention and not p.remarks and "cuDNN" in assumptions(p, Efficiency(), "")[1]
+    assert not bench_of(config, TARGETS["cpu"]).stages(((0, 2), (2, 7)), "none", 1)[0].fuses_attention
+    back = bench_of(config.override(["data.seq_len=16384"])).stages(((0, 2), (2, 7)), "none", 1)[0].work["B"]
+    assert back.seconds - 3e-6 * back.kernels < 2.5 * back.flops / 989.4e12
 
 
 def test_a_large_product_takes_its_operations_over_the_peak() -> None:

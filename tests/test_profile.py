@@ -141,17 +141,17 @@ def test_emulated_ranks_are_timed_while_the_others_are_busy() -> None:
         time_at_once([[replace(ranks[0][0], call=fail)], ranks[1]], 3)
 
 
-def test_fewer_cores_than_devices_are_shared_by_those_that_are_busy() -> None:
+def test_cores_of_ranks_that_wait_are_used_by_those_that_are_busy() -> None:
     """Together the ranks take what all work takes on cores that are never idle, and no less than each alone."""
     schedule, costs = generate("1f1b", 4, 8), CostProfile.uniform(4)
     alone = simulate(schedule, costs)
-    assert cost.at_ranks_share(costs, schedule, 4, cores=4) == costs
-    for cores in (1, 2):
-        shared = cost.at_ranks_share(costs, schedule, 4, cores=cores)
+    assert cost.at_ranks_share(costs, schedule) == costs
+    for crowding in (2.0, 4.0):
+        shared = cost.at_ranks_share(replace(costs, crowding=crowding), schedule)
         assert simulate(schedule, shared).makespan == pytest.approx(alone.makespan * (1 - alone.bubble_rate))
         assert shared.residual_bytes == costs.residual_bytes
-    three = cost.at_ranks_share(costs, schedule, 4, cores=3)
-    assert simulate(schedule, three).makespan == pytest.approx(alone.makespan * 3 / 4)
+    barely = cost.at_ranks_share(replace(costs, crowding=1.1), schedule)
+    assert simulate(schedule, barely).makespan == pytest.approx(alone.makespan / 1.1)
 
 
 @pytest.mark.usefixtures("x64")

@@ -32,7 +32,16 @@ from policy_table import layer_costs, table  # noqa: E402
 
 def layer(kind: Any, **options: Any) -> Mapping[str, PolicyCost]:
     return layer_costs(
-        kind(vocab_size=64, d_model=H, num_heads=32, seq_len=S, num_layers=1, dtype="bfloat16", **options)
+        kind(
+            vocab_size=64,
+            d_model=H,
+            num_heads=32,
+            seq_len=S,
+            num_layers=1,
+            dtype="bfloat16",
+            attention="xla",
+            **options,
+        )
     )
 
 

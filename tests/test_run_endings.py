@@ -112,7 +112,7 @@ def test_every_error_has_a_documented_exit_code() -> None:
 
     codes = {kind.__name__: kind.exit_code for kind in below(JaxpipeError)}
     assert set(codes.values()) <= EXIT_CODES.keys()
-    assert (codes["ConfigError"], codes["RunError"], codes["CheckpointError"], codes["NotFiniteError"]) == (2, 2, 3, 4)
+    assert (codes["ConfigError"], codes["RunError"], codes["CheckpointError"], codes["NotFiniteError"]) == (2, 5, 3, 4)
 
 
 def test_the_codes_are_in_the_readme_and_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +288,7 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
     more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3")
     code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *more)])
     lines = err.splitlines()
-    assert code == 2, err
+    assert code == 5, err
     assert any(line.startswith(("Current thread ", "Thread ")) for line in lines)
     assert lines[-1].startswith("jaxpipe: step ")
     assert ": rank 1, action F1." in lines[-1]
@@ -298,7 +298,7 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
 def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     more = (f"{BAD}hangs", "run.watchdog_s=5", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
     code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *more)])
-    assert code == 2
+    assert code == 5
     line = err.splitlines()[-1]
     assert line.startswith("jaxpipe: step 6 has not ended after ")
     assert re.search(

@@ -19,25 +19,26 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 734, 15),
-    "cli": (17, 1988, 6),
-    "cost": (5, 712, 6),
-    "planning": (8, 976, 11),
+    "(top)": (9, 747, 16),
+    "cli": (18, 2145, 6),
+    "cost": (5, 726, 6),
+    "launch": (3, 244, 2),
+    "planning": (8, 985, 11),
     "plot": (8, 801, 5),
-    "program": (6, 522, 10),
+    "program": (8, 866, 11),
     "rehearsal": (6, 600, 8),
-    "runtime": (12, 1485, 15),
-    "schedule": (24, 2796, 26),
+    "runtime": (15, 1956, 20),
+    "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
-    "schedule/families": (20, 1652, 3),
+    "schedule/families": (20, 1656, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
-    "stage": (45, 5690, 54),
-    "train": (48, 6179, 73),
+    "stage": (45, 5693, 54),
+    "train": (49, 6273, 73),
 }
-MOST_OF_SCHEDULE = 7229
+MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

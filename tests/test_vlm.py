@@ -75,7 +75,7 @@ def close(ours: Any, theirs: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10, atol=1e-10), ours, theirs)
 
 
-@pytest.mark.parametrize(("names", "ranks"), [(("1f1b",), 4), (("v-zb", "stp"), 2)])
+@pytest.mark.parametrize(("names", "ranks"), [pytest.param(("1f1b",), 4, marks=pytest.mark.soak), (("v-zb", "stp"), 2)])
 @pytest.mark.usefixtures("x64")
 def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[str, ...], ranks: int) -> None:
     model, m = tiny(), 8

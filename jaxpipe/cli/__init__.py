@@ -10,12 +10,9 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.cli.exit_codes import READER_GONE, explained
 
 __all__ = ["main"]
-
-_LONGEST_LINE = 600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,19 +37,12 @@ def _answer(argv: list[str]) -> int:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except JaxpipeError as error:
-        return _fail(_one_line(error), error.exit_code)
     except BrokenPipeError as error:
         return _lost_output(error)
-    except UnicodeDecodeError as error:
-        return _fail(f"a file is not UTF-8 text ({error})")
-    except OSError as error:
-        where = f"{error.filename!r}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}")
-    except MemoryError:
-        return _fail("out of memory; ask for smaller sizes")
+    except BaseException as error:
+        if (said := explained(error)) is None:
+            raise
+        return _fail(*said)
 
 
 def _lost_output(error: OSError) -> int:
@@ -67,17 +57,6 @@ def _dispatch(argv: list[str]) -> int:
     from jaxpipe.cli import registry
 
     return registry.run(argv)
-
-
-def _one_line(error: JaxpipeError) -> str:
-    """The message on one line: excerpts over several lines are joined, long lists of problems cut."""
-    text = " ".join(str(error).split())
-    problems: tuple[str, ...] = getattr(error, "problems", ())
-    if len(text) > _LONGEST_LINE and len(problems) > 1:
-        first = " ".join(problems[0].split())
-        rest = len(problems) - 1
-        text = f"{first} (and {rest} more problem{'s' if rest > 1 else ''})"
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 2].rstrip() + " …"
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.runtime.lines import LOST as LOST
 from jaxpipe.train.stop import STOPPED as STOPPED
 
 INTERRUPTED = 130
@@ -11,11 +13,42 @@ READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
 
 EXIT_CODES: Mapping[int, str] = {
     0: "finished",
-    2: "an error was reported: a mistake in what was asked for, or a device or step that failed or hung",
+    2: "a mistake in what was asked for",
     3: "a checkpoint is unusable, or the last one could not be saved",
     4: "gradients or parameters were not finite",
+    5: "a device or a step failed, or hung",
+    LOST: "another process of the run was lost",
     STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
     INTERRUPTED: "interrupted by Ctrl-C before the first step, or by a second signal while stopping",
     READER_GONE: "the reader of the output ended first, as | head does",
 }
-"""All there are. Documented in README.md, and by ``jaxpipe train --help``."""
+"""All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end
+with its code."""
+_LONGEST_LINE = 600
+
+
+def explained(error: BaseException) -> tuple[str, int] | None:
+    """What a user is told of an error that ended a verb, on one line, and the exit code; None: it is none of a user's."""
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted", INTERRUPTED
+        case JaxpipeError():
+            return _one_line(error), error.exit_code
+        case UnicodeDecodeError():
+            return f"a file is not UTF-8 text ({error})", 2
+        case OSError():
+            return f"{f'{error.filename!r}: ' if error.filename else ''}{error.strerror or error}", 2
+        case MemoryError():
+            return "out of memory; ask for smaller sizes", 2
+    return None
+
+
+def _one_line(error: JaxpipeError) -> str:
+    """The message on one line: excerpts over several lines are joined, long lists of problems cut."""
+    text = " ".join(str(error).split())
+    problems: tuple[str, ...] = getattr(error, "problems", ())
+    if len(text) > _LONGEST_LINE and len(problems) > 1:
+        first = " ".join(problems[0].split())
+        rest = len(problems) - 1
+        text = f"{first} (and {rest} more problem{'s' if rest > 1 else ''})"
+    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 2].rstrip() + " …"

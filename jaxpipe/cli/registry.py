@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxpipe.cli.parser import Parser
@@ -27,10 +27,12 @@ class Verb:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``configure(parser)`` adds the verb's flags; ``run(arguments)`` does it, and returns an exit code or None for 0."""
+    """``configure(parser)`` adds the verb's flags; ``run(arguments)`` does it, and returns an exit code or None for 0.
+    ``passes_on``: what follows ``--`` is not its own, and ``arguments.rest``."""
 
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
+    passes_on: bool = False
 
 
 _SCHEDULE = "jaxpipe.cli.schedule_verbs"
@@ -38,6 +40,11 @@ _CHOOSE = "jaxpipe.cli.compare_verbs"
 _TRAIN = "jaxpipe.cli.train_verbs"
 VERBS: tuple[Verb, ...] = (
     Verb("train", "train a model through a pipeline", _TRAIN),
+    Verb(
+        "launch",
+        "start the processes of a training run here, or write what starts them on a cluster",
+        "jaxpipe.cli.launch_verb",
+    ),
     Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
     Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
     Verb("profile", "time every stage function alone and report its bytes", _TRAIN),
@@ -78,9 +85,30 @@ def run(argv: list[str]) -> int:
     verb = next((v for v in VERBS if v.name == argv[0]), None)
     if verb is None:
         raise ConfigError(f"unknown verb {argv[0]!r}{closest(argv[0], names)}; verbs: {', '.join(names)}")
+    own, rest = argv[1:], []
+    if command_of(verb).passes_on and "--" in own:
+        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments = parsed(verb.name, own)
+    arguments.rest = rest
+    if arguments.imports:
+        from jaxpipe.schedule.plugins import import_module
+
+        for module in arguments.imports:
+            import_module(module)
+    return command_of(verb).run(arguments) or 0
+
+
+def command_of(verb: Verb) -> Command:
+    """Imports its module."""
     command: Command = importlib.import_module(verb.module).COMMANDS[verb.name]
+    return command
+
+
+def parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a verb. Raises as :func:`run`."""
+    verb = next(v for v in VERBS if v.name == name)
     parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
-    command.configure(parser)
+    command_of(verb).configure(parser)
     parser.add_argument(
         "--import",
         dest="imports",
@@ -89,13 +117,7 @@ def run(argv: list[str]) -> int:
         default=[],
         help="import a module that registers schedule families or ops, also from the working directory (repeatable)",
     )
-    arguments = parser.parse(argv[1:])
-    if arguments.imports:
-        from jaxpipe.schedule.plugins import import_module
-
-        for module in arguments.imports:
-            import_module(module)
-    return command.run(arguments) or 0
+    return parser.parse(argv)
 
 
 def overview() -> str:

@@ -6,19 +6,27 @@ import argparse
 import json
 import re
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED
+from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED, explained
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
+from jaxpipe.errors import AgreedError, gist
+from jaxpipe.runtime.peers import find_peers
+from jaxpipe.runtime.processes import Alone, Joined, Processes
 
 if TYPE_CHECKING:
+    from jaxpipe.train.config import TrainConfig
     from jaxpipe.train.evaluate import Trained
 
 _MOST = 10**9
+_MOST_PROCESSES = 65536
 
 
 def _configure_config(parser: argparse.ArgumentParser) -> None:
@@ -43,32 +51,74 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
         help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
+    group = parser.add_argument_group("several processes", "found in the variables of a launcher, too (jaxpipe launch)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; the same in all")
+    count = whole_number("processes", _MOST_PROCESSES)
+    add_value(group, "--processes", "N", count, "how many there are; one by default")
+    which = whole_number("as a process", _MOST_PROCESSES - 1, least=0)
+    add_value(group, "--process", "K", which, "which of them this one is, from 0")
+    add_value(group, "--join-wait", "S", amount("seconds", zero=False), "how long to wait for the others", 300.0)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
+def config_of(args: argparse.Namespace) -> TrainConfig:
+    """What the flags of ``train`` say."""
+    from jaxpipe.train.config import load_config
+
+    fallback = ["offload.fallback=true"] if args.offload_fallback else []
+    return load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
+
+
 def _train(args: argparse.Namespace) -> int:
+    if args.print_config:
+        print(config_of(args).describe())
+        return 0
     from jaxpipe.train.stop import EndingEarly
 
-    with EndingEarly():  # as in what follows
-        from jaxpipe.train.config import load_config
+    with ExitStack() as stack:
+        processes: Processes = Alone()
+        with EndingEarly(lambda: processes.end("was stopped by a signal", STOPPED)):
+            if peers := find_peers((args.coordinator, args.processes, args.process)):
+                processes = Joined(peers, args.join_wait)
+            stack.enter_context(ending_together(processes))
+            config = config_of(args)
+            from jaxpipe.train.agreement import agree_on_settings
+            from jaxpipe.train.devices import request_devices
 
-        fallback = ["offload.fallback=true"] if args.offload_fallback else []
-        config = load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
-        if args.print_config:
-            print(config.describe())
-            return 0
-        from jaxpipe.train.devices import request_devices
+            agree_on_settings(processes, config)
+            devices = max(config.pipeline.num_devices, config.run.devices)
+            if processes.number > 1:
+                mine = processes.ranks(config.pipeline.ranks)[processes.mine]
+                devices = len(mine) * config.pipeline.dp * config.pipeline.tp
+            request_devices(devices, config.run.platform)
+            processes.start_jax()
+            from jaxpipe.train.loop import train
+            from jaxpipe.train.progress import ProgressStream
+            from jaxpipe.train.report import result_json, result_text
 
-        request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
-        from jaxpipe.train.loop import train
-        from jaxpipe.train.progress import ProgressStream
-        from jaxpipe.train.report import result_json, result_text
-
-    out = ProgressStream(sys.stdout)
-    result = train(config, sys.stderr if args.json else out, own_process=True)
+        out = ProgressStream(sys.stdout)
+        result = train(config, sys.stderr if args.json else out, own_process=True, processes=processes)
     out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
+
+
+@contextmanager
+def ending_together(processes: Processes) -> Iterator[None]:
+    """What ends one process inside the block ends the others, too, with the same line and exit code; a process that ends well
+    waits for them."""
+    try:
+        yield
+    except AgreedError:  # in all of them
+        processes.leave()
+        raise
+    except BaseException as error:
+        line, code = explained(error) or (f"{type(error).__name__}: {gist(error)}", 1)
+        if code == 1 and processes.number > 1:
+            traceback.print_exc()
+        processes.end(f"failed: {line}", code)
+        raise
+    processes.leave()
 
 
 def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:

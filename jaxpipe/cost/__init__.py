@@ -12,7 +12,7 @@ from jaxpipe.cost.profile import (
     with_missing_ops,
     with_offloadable_bytes,
 )
-from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function, usable_cores
+from jaxpipe.cost.seconds import Timing, measured_layer_costs, time_collectives, time_function
 
 __all__ = [
     "DEFAULT_FLOPS_PER_S",
@@ -27,7 +27,6 @@ __all__ = [
     "measured_layer_costs",
     "time_collectives",
     "time_function",
-    "usable_cores",
     "with_measured_times",
     "with_missing_ops",
     "with_offloadable_bytes",

@@ -115,13 +115,15 @@ def analytic_profile(
 @dataclass(frozen=True, slots=True)
 class StageMeasurements:
     """``timings`` and ``footprints`` (workspace, arguments, results: bytes) by (op, stage). ``host``: the host link, if it was
-    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any."""
+    measured. ``collectives``: by stage, the tensor-parallel collectives of its F alone, where it has any. ``crowding``: as in
+    the profile."""
 
     stages: tuple[StageFunctions, ...]
     timings: Mapping[tuple[str, int], Timing]
     footprints: Mapping[tuple[str, int], Footprint]
     host: HostLinkMeasurement | None = None
     collectives: Mapping[int, Timing] = field(default_factory=dict)
+    crowding: float = 1.0
 
     def costs(self, link: Link | None = None) -> CostProfile:
         """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
@@ -132,7 +134,7 @@ class StageMeasurements:
         exchanged = medians(self.collectives)
         comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
         workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
-        return cost_profile(
+        costs = cost_profile(
             self.stages,
             measured_seconds(self.stages, medians(self.timings), comm),
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
@@ -142,6 +144,7 @@ class StageMeasurements:
             host=self.host.host_link() if self.host is not None else HostLink(),
             tp_comm_s=comm,
         )
+        return replace(costs, crowding=self.crowding)
 
 
 def measure_stages(
@@ -169,7 +172,7 @@ def measure_stages(
     tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
     wanted = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
-    shared = _times_at_once(wanted, repeats, warm_up)
+    shared, crowding = _times_at_once(wanted, repeats, warm_up)
     for stage in stages:
         s = stage.stage
         for op, function in stage.functions.items():
@@ -189,29 +192,34 @@ def measure_stages(
         if alone is not None:
             exchanged[s] = alone
             tell(f"stage {s} collectives of F: {alone}")
-    return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged)
+    return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged, crowding=crowding)
 
 
 def _times_at_once(
     functions: Mapping[tuple[str, int], StageFunction], repeats: int, warm_up: int
-) -> dict[tuple[str, int], Timing]:
-    """Of functions on emulated devices of several ranks; of others nothing."""
+) -> tuple[dict[tuple[str, int], Timing], float]:
+    """Of functions on emulated devices of several ranks, with how much longer they take than those of one rank alone; of
+    others nothing."""
     ranks: dict[frozenset[Any], list[tuple[str, int]]] = {}
     for at, function in functions.items():
         ranks.setdefault(devices_of(function), []).append(at)
     if len(ranks) < 2 or any(device.platform != "cpu" for device in frozenset().union(*ranks)):
-        return {}
+        return {}, 1.0
     timings = time_at_once([[functions[at] for at in there] for there in ranks.values()], repeats, warm_up)
-    return dict(zip(chain.from_iterable(ranks.values()), chain.from_iterable(timings), strict=True))
+    first = next(iter(ranks.values()))
+    alone_s = sum(time_function(functions[at], repeats, 0).median_s for at in first)
+    crowding = max(1.0, sum(t.median_s for t in timings[0]) / alone_s)
+    return dict(zip(chain.from_iterable(ranks.values()), chain.from_iterable(timings), strict=True)), crowding
 
 
-def at_ranks_share(costs: CostProfile, schedule: Schedule, devices: int, cores: int) -> CostProfile:
-    """``costs`` that were measured with all of ``devices`` emulated ones busy, on fewer ``cores``: while some ranks of
-    ``schedule`` wait, the others have more of them. Seconds of computation are scaled alike, so that all of them together take
-    what they do on cores that are never idle, as long as there are enough busy ranks."""
-    if devices <= cores:
+def at_ranks_share(costs: CostProfile, schedule: Schedule) -> CostProfile:
+    """``costs`` without ``crowding``: while some ranks of ``schedule`` wait, the others have their cores. Seconds of
+    computation are scaled alike, so that all of them together take what they do on cores that are never idle, and a function
+    no less than alone."""
+    if costs.crowding == 1:
         return costs
-    share = max(cores / devices, 1 - simulate(schedule, costs).bubble_rate)
+    share = max(1 / costs.crowding, 1 - simulate(schedule, costs).bubble_rate)
+    costs = replace(costs, crowding=1.0)
     specs = [op_spec(action.op) for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
     names = {"f_s", "b_s", "w_s", "bw_s", "tp_comm_s", *(x.cost for x in specs if x.lane == "compute" and x.cost)}
     for name in sorted(names):
@@ -227,7 +235,7 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
         measured = seconds.get((op, stage))
         return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
 
-    made = replace(costs, source="measured in the run")
+    made = replace(costs, source="measured in the run", crowding=1.0)
     for op in dict.fromkeys(op for op, _ in seconds):
         spec = op_spec(op)
         if spec.lane == "compute" and spec.cost:

@@ -19,7 +19,6 @@ rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.pl
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -209,11 +208,6 @@ def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
     key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     made: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
     return made
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:

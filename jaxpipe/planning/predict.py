@@ -38,7 +38,8 @@ from jaxpipe.train.setup import microbatch_size
 class Prediction:
     """Of one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what F keeps for B and W
     and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what
-    arrays may fill on a device. ``remarks``: on stages, such as a recompute policy that finds nothing to do."""
+    arrays may fill on a device. ``fused_attention``: cuDNN's, in any stage. ``remarks``: on stages, such as a recompute policy
+    that finds nothing to do."""
 
     config: TrainConfig
     target: Target
@@ -51,6 +52,7 @@ class Prediction:
     update_s: float
     model_flops: float
     num_params: int
+    fused_attention: bool
     remarks: tuple[str, ...] = ()
 
     @property
@@ -143,6 +145,7 @@ def predict(
         update_s=2 * static_bytes / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced,
         model_flops=flops,
         num_params=sum(s.num_params for s in plan.stages),
+        fused_attention=any(s.fuses_attention for s in stages),
         remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
     )
 

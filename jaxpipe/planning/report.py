@@ -25,9 +25,12 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         tp = f"; tp={pipe.tp}: residual stream {how}"
     if pipe.dp > 1:
         tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.zero1
+    attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"
+    if p.fused_attention:
+        attention = "cuDNN's fused kernel, which keeps no scores; FLOPs are of the pairs that its mask leaves"
     return (
         f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
-        f"attention: softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept",
+        f"attention: {attention}",
         *(f"but {remark}" for remark in p.remarks),
         f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",

@@ -4,8 +4,8 @@ A :class:`Workbench` belongs to one model, dtype, sequence length and number of 
 functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`; a model of 60 equal layers on 32 ranks
 costs three traces.
 
-With tensor parallelism stages are traced as one of the rank's devices runs them, on devices that need not exist: bytes, work
-and collectives are read from its jaxprs.
+Stages are traced as one of the rank's devices runs them, on devices that need not exist, with cuDNN if they are GPUs: bytes,
+work and collectives are read from its jaxprs.
 
 A :class:`Compiler` tells exact workspace: of functions compiled by XLA for a GPU that need not be there, or for this machine's
 CPU. A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is taken to grow
@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from jaxpipe._jax_compat import aval_bytes, compile_only_devices
-from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
+from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
+from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
@@ -41,6 +41,7 @@ from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut
+from jaxpipe.stage.primitives import is_attention_kernel
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, stage_planner
 from jaxpipe.train.config import TrainConfig
@@ -87,6 +88,11 @@ class PlannedStage:
     temps: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def fuses_attention(self) -> bool:
+        """Whether its attention is cuDNN's."""
+        return any(map(is_attention_kernel, self.functions.functions["F"].jaxpr.jaxpr.eqns))
+
+    @property
     def workspace(self) -> Mapping[str, float]:
         """By operation, bytes, estimated unless compiled."""
         return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
@@ -113,9 +119,8 @@ class Workbench:
         """The ``tp`` devices of a rank: where traces are made. Nothing runs on them."""
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
-        if self.tp.size > 1:
-            return AbstractMesh((1, self.tp.size), AXES)
-        return pipeline_submeshes(1, devices=jax.devices("cpu")[:1])[0]
+        device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
+        return AbstractMesh((1, self.tp.size), AXES, abstract_device=device)
 
     @cached_property
     def avals(self) -> Mapping[str, Any]:
@@ -163,10 +168,11 @@ class Workbench:
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
         batch = self.model.batch_spec(key.size)
-        return build_stage_functions(
-            key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
-            self.cache, self.tp,
-        )  # fmt: skip
+        with cudnn_assumed():
+            return build_stage_functions(
+                key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
+                self.cache, self.tp,
+            )  # fmt: skip
 
     def _make(self, key: StageKey) -> PlannedStage:
         functions = with_offload(self.functions_of(key), key.offload_fraction)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads, writes
+from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, drops, message_of, reads, writes
 
 
 def check_programs(programs: Sequence[Program]) -> None:
@@ -18,7 +19,7 @@ def check_programs(programs: Sequence[Program]) -> None:
     Raises:
         ProgramError: a slot is read or dropped while empty, filled while full, out of range, or still full at the end without
             being a result; an array on the host is computed on, sent or offloaded, or one on the device is loaded or awaited
-            as a copy; or a message is sent and not received, received and not sent, or sent twice.
+            as a copy; or a message is sent and not received, received and not sent, of other shapes, or sent twice.
     """
     problems = [p for program in programs for p in _slot_problems(program)]
     problems += _message_problems(programs)
@@ -54,16 +55,21 @@ def _slot_problems(program: Program) -> Iterator[str]:
 
 
 def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
-    sent = Counter(
-        (p.rank, i.dst, i.action, len(i.inputs)) for p in programs for i in p.instructions if isinstance(i, Send)
-    )
-    received = Counter(
-        (i.src, p.rank, i.action, len(i.outputs)) for p in programs for i in p.instructions if isinstance(i, Recv)
-    )
-    for src, dst, action, n in sorted((sent - received).keys(), key=str):
-        yield f"rank {src} sends {n} arrays of {action} to rank {dst}, which does not receive them"
-    for src, dst, action, n in sorted((received - sent).keys(), key=str):
-        yield f"rank {dst} receives {n} arrays of {action} from rank {src}, which does not send them"
+    ends = [(p.rank, i) for p in programs for i in p.instructions if isinstance(i, Send | Recv)]
+    sent = Counter((message_of(r, i), len(i.inputs), _shapes(i)) for r, i in ends if isinstance(i, Send))
+    received = Counter((message_of(r, i), len(i.outputs), _shapes(i)) for r, i in ends if isinstance(i, Recv))
+    for (src, dst, action), n, shapes in sorted((sent - received).keys(), key=str):
+        yield f"rank {src} sends {n} arrays of {action}{_text(shapes)} to rank {dst}, which does not receive them"
+    for (src, dst, action), n, shapes in sorted((received - sent).keys(), key=str):
+        yield f"rank {dst} receives {n} arrays of {action}{_text(shapes)} from rank {src}, which does not send them"
     yield from (
-        f"rank {src} sends {action} to rank {dst} {n} times" for (src, dst, action, _), n in sent.items() if n > 1
+        f"rank {src} sends {action} to rank {dst} {n} times" for ((src, dst, action), *_), n in sent.items() if n > 1
     )
+
+
+def _shapes(transfer: Send | Recv) -> tuple[Any, ...]:
+    return tuple((a.shape, a.dtype) for a in transfer.avals)
+
+
+def _text(shapes: tuple[Any, ...]) -> str:
+    return "".join(f" {dtype}{list(shape)}" for shape, dtype in shapes)

@@ -64,18 +64,24 @@ class _Move:
 
 @dataclass(frozen=True, slots=True)
 class Send(_Move):
-    """Copy ``inputs``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it."""
+    """Copy ``inputs``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it.
+
+    ``place``: of a message to another process, where it is started in the one order of all that all processes do
+    (:mod:`jaxpipe.program.messages`); −1 where both ranks are in one process.
+    """
 
     dst: int = -1
     avals: tuple[Any, ...] = ()
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Recv(_Move):
-    """Receive into ``outputs`` what rank ``src`` sent for ``action``."""
+    """Receive into ``outputs`` what rank ``src`` sent for ``action``. ``place``: as of the send, or an earlier one."""
 
     src: int = -1
     avals: tuple[Any, ...] = ()
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,8 @@ class Free:
 
 
 Instruction = Run | Send | Recv | Offload | Reload | Sync | Free
+Message = tuple[int, int, Action]
+"""Sender, receiver, and the action that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,12 @@ class Program:
         return "\n".join(lines)
 
 
+def message_of(rank: int, transfer: Send | Recv) -> Message:
+    """The message that ``rank`` sends or receives."""
+    ends = (rank, transfer.dst) if isinstance(transfer, Send) else (transfer.src, rank)
+    return *ends, transfer.action
+
+
 def reads(instruction: Instruction) -> tuple[int, ...]:
     """Slots whose arrays the instruction uses."""
     return () if isinstance(instruction, Free) else instruction.inputs
@@ -151,6 +165,7 @@ def drops(instruction: Instruction) -> tuple[int, ...]:
 
 def _text(of: Run | _Move) -> str:
     peer = f" to rank {of.dst}" if isinstance(of, Send) else f" from rank {of.src}" if isinstance(of, Recv) else ""
+    peer += f" #{of.place}" if isinstance(of, Send | Recv) and of.place >= 0 else ""
     return f"{type(of).__name__} {of.action}{peer} " + " -> ".join(
         f"({_slots(x)})" for x in (of.inputs, of.outputs) if x
     )

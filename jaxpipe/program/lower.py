@@ -19,8 +19,10 @@ import jax
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.check import check_programs
+from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, Value
 from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
+from jaxpipe.program.messages import RankSteps, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
 from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.footprint import device_bytes
@@ -32,7 +34,10 @@ _READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
 
 
 def lower(
-    schedule: Schedule, stages: Sequence[StageFunctions], braids: Braids = MappingProxyType({})
+    schedule: Schedule,
+    stages: Sequence[StageFunctions],
+    braids: Braids = MappingProxyType({}),
+    crossing: Crossing | None = None,
 ) -> tuple[Program, ...]:
     """The programs of all ranks, checked.
 
@@ -41,6 +46,7 @@ def lower(
             flows too).
         stages: the functions of each stage, in order.
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
+        crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.messages`).
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -49,10 +55,13 @@ def lower(
     check_schedule(schedule)
     _check_fit(schedule, stages)
     traffic = _Traffic(schedule, stages)
-    programs = tuple(
-        _RankLowering(schedule, stages, braids, traffic, rank).program() for rank in range(schedule.num_ranks)
-    )
-    check_programs(programs)
+    ranks = [_RankLowering(schedule, stages, braids, traffic, rank).walk() for rank in range(schedule.num_ranks)]
+    if crossing is None:
+        programs = tuple(assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
+        check_programs(programs)
+    else:
+        _check_apart(schedule, stages, crossing.process_of)
+        programs = lower_apart(ranks, crossing)
     for program in programs:
         dump.dump("program", f"rank{program.rank}", str(program))
     return programs
@@ -124,6 +133,28 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                 )
 
 
+def _check_apart(schedule: Schedule, stages: Sequence[StageFunctions], process_of: Sequence[int]) -> None:
+    """What the runtime copies from rank to rank outside of programs stays in one process."""
+    if len(process_of) != schedule.num_ranks:
+        raise ProgramError(
+            f"{len(process_of)} ranks have a process, schedule {schedule.name!r} has {schedule.num_ranks} ranks"
+        )
+    homes = [schedule.placement.ranks(s, i)[0] for i in range(schedule.placement.num_flows) for s in range(len(stages))]
+    rank_of = {layer: homes[stage.stage] for stage in stages for layer in stage.layout.layers}
+    for k, rank in enumerate(homes):
+        stage = stages[k % len(stages)]
+        others = [(homes[stage.stage], f"stage {stage.stage} has replicas on")]
+        others += [
+            (rank_of[owner], f"{layer} is tied to {owner} on") for (layer, _), (owner, _) in stage.layout.shared.items()
+        ]
+        for other, what in others:
+            if process_of[rank] != process_of[other]:
+                raise ProgramError(
+                    f"{what} ranks {other} and {rank}, which are in processes {process_of[other]} and {process_of[rank]}; the "
+                    "runtime adds up their gradients within a process only: put these ranks in one"
+                )
+
+
 def _arrows(edges: Edges) -> str:
     return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
 
@@ -149,7 +180,7 @@ class _RankLowering:
     value_bytes: dict[Value, int] = field(default_factory=dict)
     present: set[Value] = field(default_factory=set)
 
-    def program(self) -> Program:
+    def walk(self) -> RankSteps:
         for slot in self.schedule.rows[self.rank]:
             together = self.braids.get((self.rank, tuple((a.op, a.stage) for a in slot.actions)))
             if together is not None:
@@ -157,7 +188,7 @@ class _RankLowering:
                 continue
             for action in slot.actions:
                 self._one(action)
-        return assign_slots(self.rank, self.steps, self.value_bytes)
+        return self.steps, self.value_bytes
 
     def _one(self, action: Action) -> None:
         spec = op_spec(action.op)

@@ -7,10 +7,12 @@ queue while others starve would idle them, so instructions are issued in the glo
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, reads
+from jaxpipe.program.ir import Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of, reads, writes
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
@@ -18,7 +20,8 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     """(position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
 
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
-    subset of the ranks (those of this process): receives from elsewhere never block the order.
+    subset of the ranks, those of this process. What comes from elsewhere is not waited for; what goes there or comes from there
+    is started in the order of its places.
 
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
@@ -26,40 +29,106 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     start = {(e.rank, a): e.start_s for e in timeline.events if e.lane != "send" for a in (e.action, *e.action.actions)}
     keys = [_instruction_times(p, start) for p in programs]
     local = {p.rank for p in programs}
-    sent: set[tuple[int, Action]] = set()
-    waiting: dict[tuple[int, Action], int] = {}
+    sent: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    turns = deque(
+        sorted(i.place for p in programs for i in p.instructions if isinstance(i, Send | Recv) and i.place >= 0)
+    )
+    next_turn: dict[int, int] = {}
     ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
     heapq.heapify(ready)
     at = [0] * len(programs)
     order: list[tuple[int, int]] = []
+
+    def resume(blocked: dict[Any, int], what: Any) -> None:
+        if (k := blocked.pop(what, None)) is not None:
+            heapq.heappush(ready, (keys[k][at[k]], k))
+
     while ready:
         _, k = heapq.heappop(ready)
         program = programs[k]
         instruction = program.instructions[at[k]]
-        if (
-            isinstance(instruction, Recv)
-            and instruction.src in local
-            and (message := (instruction.src, instruction.action)) not in sent
-        ):
-            waiting[message] = k
-            continue
+        if isinstance(instruction, Send | Recv):
+            message, place = message_of(program.rank, instruction), instruction.place
+            if isinstance(instruction, Recv) and instruction.src in local and message not in sent:
+                waiting[message] = k
+                continue
+            if place >= 0:
+                if place != turns[0]:
+                    next_turn[place] = k
+                    continue
+                turns.popleft()
+                resume(next_turn, turns[0] if turns else None)
+            if isinstance(instruction, Send):
+                sent.add(message)
+                resume(waiting, message)
         order.append((k, at[k]))
         at[k] += 1
-        if isinstance(instruction, Send):
-            message = (program.rank, instruction.action)
-            sent.add(message)
-            if message in waiting:
-                blocked = waiting.pop(message)
-                heapq.heappush(ready, (keys[blocked][at[blocked]], blocked))
         if at[k] < len(program.instructions):
             heapq.heappush(ready, (keys[k][at[k]], k))
-    if waiting:
-        (src, action), k = min(waiting.items())
+    if next_turn and not waiting:
+        ranks = ", ".join(str(programs[k].rank) for k in sorted(next_turn.values()))
         raise ProgramError(
-            f"rank {programs[k].rank} waits for ever for what {action} of rank {src} sends: an op that reads a value of "
-            "another stage waits for the op that writes it (Wait of its OpSpec)"
+            f"ranks {ranks} of one process wait for each other's turn to send and receive: their transfers stand in an order "
+            "that is not that of the messages' places"
+        )
+    if waiting:
+        (src, dst, action), _ = min(waiting.items())
+        raise ProgramError(
+            f"rank {dst} waits for ever for what {action} of rank {src} sends: an op that reads a value of another stage waits "
+            "for the op that writes it (Wait of its OpSpec)"
         )
     return tuple(order)
+
+
+def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
+    """By (rank, instruction), messages of that rank to other processes that have certainly arrived when the instruction can
+    run, and not before: it reads what was made after they had been read there. ``programs``: of all ranks.
+    """
+    if not any(isinstance(i, Send) and i.place >= 0 for p in programs for i in p.instructions):
+        return {}
+    first = {p.rank: _first_reads(p) for p in programs}
+    read_at = {m: (rank, k) for rank, found in first.items() for k, messages in found.items() for m in messages}
+    ran: dict[int, dict[int, int]] = {
+        p.rank: {} for p in programs
+    }  # how far others have come, for all that a rank knows
+    made: dict[Message, dict[int, int]] = {}  # the same, for who reads a message
+    under_way: dict[int, list[Message]] = {p.rank: [] for p in programs}
+    arrived: dict[tuple[int, int], list[Message]] = {}
+    todo = {p.rank: deque(enumerate(p.instructions)) for p in programs}
+    stuck = False
+    while not stuck:
+        stuck = True
+        for rank, ahead in todo.items():
+            known = ran[rank]
+            while ahead and all(m in made for m in first[rank].get(ahead[0][0], ())):
+                stuck = False
+                k, instruction = ahead.popleft()
+                for message in first[rank].get(k, ()):
+                    known.update({r: max(known.get(r, -1), at) for r, at in made[message].items()})
+                if ended := [m for m in under_way[rank] if m in read_at and known.get(m[1], -1) >= read_at[m][1]]:
+                    arrived[(rank, k)] = ended
+                    under_way[rank] = [m for m in under_way[rank] if m not in ended]
+                if isinstance(instruction, Send):
+                    message = message_of(rank, instruction)
+                    made[message] = known | {rank: k}
+                    under_way[rank] += [message] * (instruction.place >= 0)
+    return arrived
+
+
+def _first_reads(program: Program) -> dict[int, list[Message]]:
+    """By instruction, the messages that it is the first to read."""
+    held: dict[int, Message] = {}
+    found: dict[int, list[Message]] = {}
+    for k, instruction in enumerate(program.instructions):
+        for message in dict.fromkeys(held[slot] for slot in reads(instruction) if slot in held):
+            found.setdefault(k, []).append(message)
+            held = {slot: m for slot, m in held.items() if m != message}
+        for slot in writes(instruction):
+            held.pop(slot, None)
+            if isinstance(instruction, Recv):
+                held[slot] = message_of(program.rank, instruction)
+    return found
 
 
 def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:
@@ -104,7 +173,8 @@ def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -> list[float]:
-    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader.
+    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader, or
+    as soon as it may where its message comes from another process.
 
     A sync blocks the thread, so it is issued when it is due."""
     times: list[float] = []
@@ -117,6 +187,6 @@ def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -
     for k in range(len(times) - 1, -1, -1):
         if isinstance(program.instructions[k], Run | Sync):
             following = times[k]
-        elif isinstance(program.instructions[k], Recv):
+        elif isinstance(i := program.instructions[k], Recv) and i.place < 0:
             times[k] = min(following, max(times[k], following))
     return times

@@ -28,7 +28,6 @@ from jaxpipe.cost import (
     at_ranks_share,
     measure_host_link,
     measure_stages,
-    usable_cores,
     with_missing_ops,
     with_offloadable_bytes,
 )
@@ -259,12 +258,13 @@ class Pipeline(Assembly):
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
     def predicted_timeline(self) -> Timeline:
-        """The schedule simulated with :attr:`costs`; static bytes hold the batch too."""
+        """The schedule simulated with :attr:`costs`, on emulated devices at the share of the cores that busy ranks have; static
+        bytes hold the batch too."""
         return self._predicted
 
     @cached_property
     def _predicted(self) -> Timeline:
-        return simulate(self.schedule, self._costs_with_batch())
+        return simulate(self.schedule, at_ranks_share(self._costs_with_batch(), self.schedule))
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
         """What a recorded step did."""
@@ -316,21 +316,18 @@ class Pipeline(Assembly):
             align=ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
             braids=self.braids,
+            all_programs=self.programs,
         )
 
     def measure_costs(self, *, repeats: int = 5) -> CostProfile:
-        """Run every stage function and time it (BW only if the schedule has one), on emulated devices at the share of the
-        machine that a rank will have; time the link to the host, if the schedule uses it."""
+        """Run every stage function and time it (BW only if the schedule has one), on emulated devices while all ranks are
+        busy; time the link to the host, if the schedule uses it."""
         host = None
         if _offloads(self.programs):
             host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
         fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
         measured = measure_stages(self.stages, repeats=repeats, fused=fused)
-        costs = replace(measured, host=host).costs()
-        devices = [device for mesh in self.submeshes for device in mesh.devices.flat]
-        if any(device.platform != "cpu" for device in devices):
-            return costs
-        return at_ranks_share(costs, self.schedule, len(devices), usable_cores())
+        return replace(measured, host=host).costs()
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""

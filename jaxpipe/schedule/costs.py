@@ -74,7 +74,9 @@ class CostProfile:
     4.3); f_s, b_s, w_s and bw_s leave them out. ``tp_collectives``: how many collectives that is (two a layer in the paper).
     ``extra``: pairs of name and values per stage, for costs and memory fields of ops that users register. ``group_comm_s``:
     seconds of the collective that ends what the ranks of a shared stage did by themselves. A stage of a span above 1 has the
-    costs of one action, that is of all its microbatches together.
+    costs of one action, that is of all its microbatches together. ``crowding``: seconds are those of ranks that share the cores
+    of one machine, all of them busy, by which a function takes so many times as long as alone (simulations leave it out;
+    :func:`~jaxpipe.cost.at_ranks_share` counts it).
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
 
@@ -102,6 +104,7 @@ class CostProfile:
     tp_comm_s: tuple[float, ...] = ()
     tp_collectives: tuple[int, ...] = ()
     group_comm_s: tuple[float, ...] = ()
+    crowding: float = 1.0
 
     def __post_init__(self) -> None:
         n = len(self.f_s)
@@ -140,6 +143,8 @@ class CostProfile:
         for s, count in enumerate(self.tp_collectives):
             if not isinstance(count, int) or count < 1:
                 yield f"tp_collectives[{s}] is {count}; want a whole number of at least 1"
+        if not 1 <= self.crowding < 1e300:
+            yield f"crowding is {self.crowding}; want a number of at least 1"
         for r, x in enumerate(self.memory_limit_bytes):
             if not x >= 0:
                 yield f"memory_limit_bytes[{r}] is {x}; want >= 0, or inf for no limit"

@@ -13,8 +13,8 @@ Readings taken where DESIGN.md section 4 leaves room:
   the group, which wait for all of these, else to the consumer. So it begins when the last of them ends.
 * Where spans differ, an action waits for every action that has a microbatch in common with it. One whole boundary of it moves:
   a cotangent back to a stage of smaller span is that of all the microbatches in its group.
-* Transfers are tagged, so ranks may receive in another order than the one in which they were sent: channels are no source
-  of deadlock and only slots have to wait.
+* Transfers count as tagged, so ranks may receive in another order than the one in which they were sent: channels are no
+  source of deadlock here and only slots have to wait.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ _QUIET = {
     "tp_collectives": 1,
     "group_comm_s": 0,
     "boundary_buffers": False,
+    "crowding": 1.0,
     "tp_exposed_s": None,
 }
 """Fields that are written where they hold anything else."""
@@ -79,7 +80,7 @@ def from_placement(data: object, where: str = "placement") -> Placement:
 
 
 def to_costs(costs: CostProfile) -> Json:
-    """``tp_comm_s``, ``tp_collectives``, ``group_comm_s`` and ``boundary_buffers`` are written where they say something."""
+    """Fields are written by name, those of ``_QUIET`` where they say something."""
     data = {"format": COSTS_FORMAT, **_write(costs)}
     data |= {name: dict(data[name]) for name in ("temp_bytes", "extra")}
     data["links"] = [_write(_PairLink(src=a, dst=b, **asdict(link))) for (a, b), link in costs.links]

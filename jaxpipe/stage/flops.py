@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 from jaxpipe._jax_compat import JaxprEqn, dtype_of, scan_parts, shape_of, sub_jaxprs
-from jaxpipe.stage.primitives import TRANSCENDENTAL, Kind, is_product, row
+from jaxpipe.stage.primitives import TRANSCENDENTAL, Kind, is_attention_kernel, is_product, row
 
 RANDOM_WORD = 60
 """Operations for 32 random bits."""
@@ -33,7 +33,7 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
     """Operations of one equation."""
     name = eqn.primitive.name
     if is_product(eqn):
-        if name.startswith("dot_product_attention"):
+        if is_attention_kernel(eqn):
             return _attention_flops(eqn)
         return _conv_flops(eqn) if name == "conv_general_dilated" else _dot_flops(eqn)
     bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]

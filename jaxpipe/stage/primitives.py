@@ -141,6 +141,11 @@ def is_product(eqn: JaxprEqn) -> bool:
     return kind(eqn) is Kind.PRODUCT
 
 
+def is_attention_kernel(eqn: JaxprEqn) -> bool:
+    """Whether an equation is cuDNN's attention, forwards or backwards."""
+    return eqn.primitive.name.startswith("dot_product_attention")
+
+
 def is_exchange(eqn: JaxprEqn) -> bool:
     """Whether an equation needs other shards."""
     return kind(eqn) is Kind.EXCHANGE

@@ -24,11 +24,13 @@ import jax
 import numpy as np
 
 from jaxpipe.cost import with_measured_times
-from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
+from jaxpipe.errors import AgreedError, CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
+from jaxpipe.train.agreement import agree_on_data, agree_on_devices
 from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import cpu_settings, find_devices, keep_heap, memory_advice, of_device
@@ -39,7 +41,7 @@ from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
-from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare
+from jaxpipe.train.setup import Prepared, compile_setup, load_dataset, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import EndingEarly, Stop
 from jaxpipe.train.trainer import Trainer
@@ -52,10 +54,15 @@ _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite",
 
 
 def train(
-    config: TrainConfig, stream: TextIO | ProgressStream | None = None, *, own_process: bool = False
+    config: TrainConfig,
+    stream: TextIO | ProgressStream | None = None,
+    *,
+    own_process: bool = False,
+    processes: Processes | None = None,
 ) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
-    ``own_process``: nothing else is done in this process, so settings may be made that hold for all of it.
+    ``own_process``: nothing else is done in this process, so settings may be made that hold for all of it. ``processes``: of
+    the run, which have agreed on their settings and started JAX; by default there is this one.
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
@@ -63,6 +70,14 @@ def train(
         JaxpipeError: the config, data, checkpoint or schedule is wrong, an instruction failed, steps were not finite, or the
             last checkpoint could not be written. Checkpoints written before stay.
     """
+    processes = processes or Alone()
+    if processes.number > 1:
+        agree_on_devices(processes, config)
+        agree_on_data(processes, load_dataset(config).fingerprint)
+        raise AgreedError(
+            f"the {processes.number} processes agree, but the ranks of a pipeline are not divided between processes yet: "
+            "start one"
+        )
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     with RunDirectory(config.run) as folder:
@@ -92,7 +107,7 @@ def train(
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
-            return _Run(prepared, trainer, start, held_out, folder, out, stop).run(started)
+            return _Run(prepared, trainer, start, held_out, folder, out, stop, processes).run(started)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
@@ -124,6 +139,7 @@ class _Run:
         folder: RunDirectory,
         out: ProgressStream,
         stop: Stop,
+        processes: Processes,
     ) -> None:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
@@ -141,7 +157,7 @@ class _Run:
             start.step if self.resumed else -1,
             self.line.note,
         )
-        self.watchdog = Watchdog(run.watchdog_s, self._stuck)
+        self.watchdog = Watchdog(run.watchdog_s, self._stuck, processes.end)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong

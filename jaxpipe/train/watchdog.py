@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import JaxpipeError, RunError
 
 _FACTOR = 20
 _KEPT = 33  # steps that the usual length is the median of
@@ -36,18 +36,21 @@ class Watchdog:
     """Use as a context around the steps of a run; the thread that makes it is the one that runs them.
 
     While a step is watched for longer than ``floor_s`` and than 20 times the median of the past ones, the process ends with
-    exit code 2, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
+    exit code 5, after every thread's stack and one line on standard error. Before the first step was timed nothing is too
     long, as that one compiles; nor is it while a Python debugger traces the watched thread. What is not a step may be watched
     as if it were some.
 
     Args:
         floor_s: seconds; 0 watches nothing.
         explain: called in another thread when the time is up, with the step: where it stands, and what to do.
+        tell: called then with how this process ends and its exit code, for others that are to end with it; may end it.
     """
 
-    def __init__(self, floor_s: float, explain: Callable[[int], str]) -> None:
+    def __init__(
+        self, floor_s: float, explain: Callable[[int], str], tell: Callable[[str, int], object] = lambda how, code: None
+    ) -> None:
         self.usual_s = math.inf
-        self._floor_s, self._explain = floor_s, explain
+        self._floor_s, self._explain, self._tell = floor_s, explain, tell
         self._watched: _Watched | None = None  # a new one each time, so that a slice belongs to one of them
         self._lengths_s: deque[float] = deque(maxlen=_KEPT)
         self._closed = threading.Event()
@@ -102,10 +105,11 @@ class Watchdog:
         said = "what it waits for is not known"
         with suppress(JaxpipeError, OSError, RuntimeError):
             said = self._explain(step)
-        line = f"jaxpipe: step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}\n"
+        line = f"step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}"
+        self._tell(f"failed: {line}", RunError.exit_code)
         with suppress(OSError):
-            os.write(_STDERR, line.encode())
-        os._exit(JaxpipeError.exit_code)
+            os.write(_STDERR, f"jaxpipe: {line}\n".encode())
+        os._exit(RunError.exit_code)
 
 
 def _traced(thread: int) -> bool:

@@ -342,7 +342,7 @@ def _recovers(
     """The run on a bad disk ended as documented, what was saved is intact, and on a good one it goes on to the same end."""
     answer = child.answer()
     trial.tried[f"{what.split(',')[0]}, exit code {answer.code}"] += 1
-    if answer.code not in (0, 2, 3):
+    if answer.code not in (0, 2, 3, 5):
         raise FailedError(f"{what}: exit code {answer.code}: {answer.err[-400:]}")
     from jaxpipe.train.checkpoint import CheckpointStore
 

@@ -3,8 +3,8 @@
 Source: `controllable-memory.txt` section 3.2 and Table 4. The paper's V-ZB block is one thing, the V-ZB of its Table 4
 another: a heuristic, which is far better than any block at few microbatches. Here it is made of parts:
 
-1. orders of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`) and the (4, 2) block of figure 3d; for limits below
-   p, where neither is good, list schedules (:mod:`~jaxpipe.schedule.list_schedule.policies`);
+1. orders of F and B: rounds (:mod:`~jaxpipe.schedule.families.v_rounds`) and the (4, 2) block of figure 3d; where neither is
+   good, for limits below p and for stages that differ much, list schedules (:mod:`~jaxpipe.schedule.list_schedule.policies`);
 2. W filled in with real costs (:mod:`~jaxpipe.schedule.list_schedule.weights`). The rounds with the *even* rule are the
    *anchor*, equal to what the authors' heuristic finds up to ties; from p on, every later draft must be at least as good in
    makespan *and* in longest span;
@@ -41,6 +41,8 @@ from jaxpipe.schedule.retime import Draft, Objective, best_of
 
 _ACTIONS, _MOST_PASSES = 700_000, 60
 _LONGER = 3
+_FAR = 1.05
+"""From what no order beats, × that: above it list schedules are tried too. Rounds suit stages that are much alike."""
 
 
 @family(
@@ -81,11 +83,16 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
     """
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
-    most = full_limit(problem)
-    at_p = _from_anchor(short, min(limit, most)) if limit > problem.num_ranks - ROUNDING else None
-    if at_p is None:
-        return _below(problem, short, limit, objective)
-    found = [at_p]
+    at_p = _from_anchor(short, min(limit, full_limit(problem))) if limit > problem.num_ranks - ROUNDING else None
+    best = None if at_p is None else _longer(problem, short, at_p, limit, objective)
+    if best is None or best.makespan > _FAR * least(problem)[1]:
+        return best_of([_below(problem, short, limit, objective)], best, objective)
+    return best
+
+
+def _longer(problem: Problem, short: Problem, at_p: Filled, limit: float, objective: Objective) -> Draft | None:
+    """What was found for few microbatches at 1F1B's memory, for all of them and under ``limit``."""
+    found, most = [at_p], full_limit(problem)
     if limit > most + ROUNDING:
         filling = WeightFilling(short, limit)
         found.append(_improved_orders(filling, at_p, _anchor(filling)))
@@ -97,7 +104,7 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
     for few_rows in (filled.rows for filled in found):
         rows = repeated(short, few_rows, problem.num_microbatches)
         best = best_of([filling.draft(rows)] if rows else [], best, objective)
-    return best or _below(problem, short, limit, objective)
+    return best
 
 
 def _from_anchor(problem: Problem, limit: float) -> Filled | None:

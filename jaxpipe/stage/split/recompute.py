@@ -20,7 +20,7 @@ the whole stage.
                everything goes, elementwise, into products with parameters (so not the residual stream, which leaves the layer,
                and not q, k and v, which are multiplied with each other). Found on the graph: GELU and SwiGLU blocks, experts,
                low-rank projections.
-``full``       save inputs of layers only
+``full``       save inputs of layers only; cuDNN's attention kernel, to the others a product whose results are kept, runs again
 ``fused``      save what a framework of kernels fused by hand saves (Megatron-LM with its own attention): inputs of layers,
                operands and results of products, random masks, attention probabilities: 34 bsh + 5 abs² bytes for a 16-bit GPT
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"
@@ -50,7 +50,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
 from jaxpipe.stage.dataflow import reachable
-from jaxpipe.stage.primitives import Kind, has_body, is_cheap, is_product, kind, row
+from jaxpipe.stage.primitives import Kind, has_body, is_attention_kernel, is_cheap, is_product, kind, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
 
@@ -263,8 +263,9 @@ class Policy:
         return bool({"fused", "flash"} & set(self.parts))
 
     def alone(self, graph: Graph) -> Mapping[str, Saveable]:
-        """The same part by part; of ``flash``, what it adds to ``fused``."""
-        parts = ["attention" if part == "flash" else part for part in self.parts]
+        """The same part by part; of ``flash``, what it adds to ``fused``: nothing where a kernel keeps no scores."""
+        added = "none" if any(map(is_attention_kernel, graph.eqns)) else "attention"
+        parts = [added if part == "flash" else part for part in self.parts]
         return {part: _RULES[part](graph) for part in parts if part != "none"}
 
 

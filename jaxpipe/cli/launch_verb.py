@@ -1,0 +1,110 @@
+"""The verb ``launch``: starts the processes of a training run here, or writes the file that starts them on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpipe.cli.parser import add_value, whole_number
+from jaxpipe.cli.registry import Command, parsed
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.train.config import TrainConfig
+
+_OF = {
+    "local": ("number", "max_restarts", "logs"),
+    "slurm": ("output", "nodes", "gpus", "per_node", "max_restarts", "name", "sbatch"),
+    "k8s": ("output", "nodes", "gpus", "max_restarts", "name", "image", "claim"),
+}
+"""Which flags each takes."""
+_NEEDED = {
+    "local": ("number",),
+    "slurm": ("output", "nodes", "gpus"),
+    "k8s": ("output", "nodes", "gpus", "image", "claim"),
+}
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jaxpipe launch local|slurm|k8s FLAGS -- train …"
+    parser.add_argument("where", choices=list(_OF), help="on this machine, or by a file for sbatch, or for kubectl")
+    add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), "start again what was lost")
+    here = parser.add_argument_group("local")
+    here.add_argument("-n", dest="number", metavar="N", type=whole_number("processes", 4096), help="how many processes")
+    here.add_argument("--logs", metavar="DIR", help="what they write; by default a folder that goes if all is well")
+    cluster = parser.add_argument_group("slurm, k8s")
+    cluster.add_argument("-o", dest="output", metavar="FILE", help="the file to write")
+    cluster.add_argument("--nodes", metavar="N", type=whole_number("nodes", 65536), help="hosts")
+    cluster.add_argument("--gpus-per-node", dest="gpus", metavar="N", type=whole_number("GPUs", 4096), help="of each")
+    cluster.add_argument("--name", metavar="NAME", help="of the job (default: jaxpipe)")
+    per = whole_number("processes", 4096)
+    cluster.add_argument("--processes-per-node", dest="per_node", metavar="N", type=per, help="slurm; one by default")
+    cluster.add_argument(
+        "--sbatch", metavar="OPTION=VALUE", action="append", help="slurm: such as time=12:00:00 (repeatable)"
+    )
+    cluster.add_argument("--image", metavar="IMAGE", help="k8s: with jaxpipe installed")
+    cluster.add_argument("--claim", metavar="NAME:PATH", help="k8s: the volume claim that all pods share, and where")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    for flag in sorted({flag for flags in _OF.values() for flag in flags} - set(_OF[args.where])):
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"{_FLAG[flag]} is not a flag of 'jaxpipe launch {args.where}' (see 'jaxpipe launch --help')"
+            )
+    if missing := [_FLAG[flag] for flag in _NEEDED[args.where] if getattr(args, flag) is None]:
+        raise ConfigError(f"jaxpipe launch {args.where} needs {', '.join(missing)} (see 'jaxpipe launch --help')")
+    if args.rest[:1] != ["train"]:
+        raise ConfigError(
+            "what to launch comes after --, such as: jaxpipe launch local -n 2 -- train --config run.toml"
+        )
+    from jaxpipe.cli.train_verbs import config_of
+
+    config = config_of(parsed("train", args.rest[1:]))
+    return _here(args, config) if args.where == "local" else _file(args, config)
+
+
+_FLAG = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_node": "--processes-per-node"} | {
+    flag: f"--{flag.replace('_', '-')}"
+    for flag in ("max_restarts", "logs", "nodes", "name", "sbatch", "image", "claim")
+}
+
+
+def _here(args: argparse.Namespace, config: TrainConfig) -> int:
+    from jaxpipe.launch.local import SAID, Launch
+    from jaxpipe.runtime.processes import divided
+
+    divided(config.pipeline.ranks, args.number)
+    logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    with Launch([sys.executable, "-m", "jaxpipe", *args.rest], args.number, logs) as launch:
+        code = launch.run(args.max_restarts or 0)
+    if args.logs is None and code in SAID:
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
+
+
+def _file(args: argparse.Namespace, config: TrainConfig) -> int:
+    from jaxpipe.files import write_atomically
+    from jaxpipe.launch.cluster import Job, jobset, sbatch
+
+    name, restarts = args.name or "jaxpipe", args.max_restarts or 0
+    job = Job(name, config, args.rest, args.nodes, args.gpus, args.per_node or 1, restarts)
+    if args.where == "slurm":
+        text, start = sbatch(job, args.sbatch or (), Path.cwd()), "sbatch"
+    else:
+        found = re.fullmatch("([a-z0-9.-]+):(/[^:]*)", args.claim)
+        if found is None:
+            raise ConfigError(f"--claim {args.claim}: want NAME:PATH, such as runs:/runs")
+        text, start = jobset(job, args.image, found[1], found[2]), "kubectl apply -f"
+    write_atomically(Path(args.output), text)
+    print(f"{job.summary}; start it with: {start} {args.output}")
+    return 0
+
+
+COMMANDS = {"launch": Command(_configure, _launch, passes_on=True)}

@@ -1,0 +1,169 @@
+"""Files that start a run on a cluster: a batch script for Slurm, a JobSet for Kubernetes. To be read, and changed by hand.
+
+One process a node (or several) drives that node's GPUs. A rank lies within one process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
+from jaxpipe.launch.local import RESTARTABLE
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED
+
+_PORT = 61440
+_SAVE_S = 120
+_FINAL = (ConfigError.exit_code, CheckpointError.exit_code, NotFiniteError.exit_code, INTERRUPTED_TWICE)
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``jaxpipe ARGUMENTS`` on ``nodes`` hosts with ``gpus`` each, which share them among ``processes``.
+
+    Raises:
+        ConfigError: ``config`` needs another number of devices, or a rank does not lie within a process.
+    """
+
+    name: str
+    config: TrainConfig
+    arguments: Sequence[str]
+    nodes: int
+    gpus: int
+    processes: int = 1
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        pipe = self.config.pipeline
+        have, each = self.nodes * self.gpus, pipe.tp * pipe.dp
+        if _LABEL.fullmatch(self.name) is None:
+            raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
+        if pipe.num_devices != have:
+            raise ConfigError(
+                f"{pipe.ranks} ranks × tp {pipe.tp} × dp {pipe.dp} are {pipe.num_devices} devices and {self.nodes} nodes with "
+                f"{self.gpus} GPUs have {have}; change --nodes, --gpus-per-node, --pp, --tp or --dp"
+            )
+        if self.gpus % self.processes or self.gpus // self.processes % each:
+            raise ConfigError(
+                f"a rank's tp {pipe.tp} × dp {pipe.dp} = {each} GPUs must lie within one process, which has "
+                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change --tp, --dp or --processes-per-node"
+            )
+
+    @property
+    def summary(self) -> str:
+        pipe = self.config.pipeline
+        return f"{self.nodes} nodes × {self.gpus} GPUs = {pipe.ranks} ranks × tp {pipe.tp} × dp {pipe.dp}"
+
+
+def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
+    """A batch script. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run starts."""
+    command = shlex.join([sys.executable, "-m", "jaxpipe", *job.arguments])
+    more = "".join(f"#SBATCH --{option.removeprefix('--')}\n" for option in options)
+    codes = " || ".join(f"code == {code}" for code in (STOPPED, *RESTARTABLE))
+    again = f"""
+# The time was over and the run saved itself ({STOPPED}), or something was lost: at most {job.restarts} times again.
+if (( ({codes} || code > {INTERRUPTED_TWICE}) && ${{SLURM_RESTART_COUNT:-0}} < {job.restarts} )); then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+    return f"""#!/bin/bash
+# Written by jaxpipe launch slurm: {job.summary}.
+# Submit it with sbatch; submitted again, it goes on from the newest checkpoint in {job.config.run.out_dir}.
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+#SBATCH --ntasks-per-node={job.processes}
+#SBATCH --gpus-per-node={job.gpus}
+#SBATCH --chdir={folder}
+#SBATCH --output={job.name}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@{_SAVE_S}
+{more}
+# Processes find each other by the variables of their step, and end together by themselves. {_SAVE_S} seconds before the time is
+# over all get SIGUSR1, save and stop.
+code=0
+srun --kill-on-bad-exit=0 --wait=60 {command} || code=$?
+{again if job.restarts else ""}exit $code
+"""
+
+
+def jobset(job: Job, image: str, claim: str, mount: str) -> str:
+    """A JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``: the PersistentVolumeClaim that all pods
+    share, at the path ``mount``.
+
+    Raises:
+        ConfigError: the run directory is not in there.
+    """
+    out_dir = PurePosixPath(job.config.run.out_dir)
+    if not out_dir.is_relative_to(mount):
+        raise ConfigError(
+            f"run.out_dir={out_dir} is not within {mount}, where the claim {claim} is mounted for all pods"
+        )
+    arguments = "".join(f"\n                    - {json.dumps(text)}" for text in ("jaxpipe", *job.arguments))
+    return f"""# Written by jaxpipe launch k8s: {job.summary}.
+# Start it with kubectl apply -f; applied again, it goes on from the newest checkpoint in {out_dir}.
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {job.name}
+spec:
+  failurePolicy:
+    maxRestarts: {job.restarts}
+    rules:
+      - name: mistakes
+        action: FailJobSet # what another attempt would not mend: exit codes {", ".join(map(str, _FINAL))}
+        onJobFailureReasons: [PodFailurePolicy]
+  network:
+    enableDNSHostnames: true
+    publishNotReadyAddresses: true
+  replicatedJobs:
+    - name: train
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed # JOB_COMPLETION_INDEX is the number of a process
+          parallelism: {job.nodes}
+          completions: {job.nodes}
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes:
+                  containerName: train
+                  operator: In
+                  values: {list(_FINAL)}
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: {_SAVE_S} # to save in
+              containers:
+                - name: train
+                  image: {json.dumps(image)}
+                  command:{arguments}
+                  env:
+                    - name: JAXPIPE_COORDINATOR
+                      value: {job.name}-train-0-0.{job.name}:{_PORT}
+                    - name: JAXPIPE_PROCESSES
+                      value: "{job.nodes}"
+                  resources:
+                    limits:
+                      nvidia.com/gpu: {job.gpus}
+                  volumeMounts:
+                    - name: runs
+                      mountPath: {json.dumps(mount)}
+                    - name: shm
+                      mountPath: /dev/shm
+              volumes:
+                - name: runs
+                  persistentVolumeClaim:
+                    claimName: {json.dumps(claim)}
+                - name: shm # NCCL's
+                  emptyDir:
+                    medium: Memory
+"""

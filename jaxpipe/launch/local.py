@@ -1,0 +1,145 @@
+"""The processes of a run on this machine: started, heard, told of signals, and started again if one was lost.
+
+Each gets its share of the cores, as processes that share them fight for them. Process 0 has the standard output; what the
+others write, and every standard error, comes on ours with the number of the process before each line. All of it is kept in
+files, also what is not shown: the logs of the libraries below JAX, and the stacks that follow when one of these ends a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.runtime.lines import LOST
+from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED, Stop
+
+RESTARTABLE = (RunError.exit_code, LOST)
+"""Exit codes that another attempt may mend."""
+SAID = (0, ConfigError.exit_code, STOPPED, INTERRUPTED_TWICE)
+"""Exit codes after which nothing is left to say, or to look up in logs."""
+_GRACE_S = 5.0
+_GLANCE_S = 0.02
+_LIBRARY_LOG = re.compile(rb"([EF])\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: ([EF]) ")
+
+
+class Launch:
+    """``number`` processes of a command. Use as a context: meanwhile every signal that ends a run is passed on to all of them,
+    once. ``logs``: a folder for what they write."""
+
+    def __init__(self, command: Sequence[str], number: int, logs: Path) -> None:
+        self._command, self._number, self._logs = list(command), number, logs
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._before: dict[int, Any] = {}
+        self._asked = False
+
+    def __enter__(self) -> Launch:
+        for number in Stop.signals:
+            self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            child.kill()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, restarts: int) -> int:
+        """Run to the end, at most ``restarts`` times again if it is lost; the exit code of the process that ended it."""
+        for attempt in range(restarts + 1):
+            listeners = self._start()
+            process, code = self._wait()
+            for thread in listeners:
+                thread.join(1)
+            if code in SAID:
+                break
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            code = LOST if code < 0 else code
+            again = code in RESTARTABLE and attempt < restarts and not self._asked
+            then = (
+                f"starting all again ({attempt + 1} of {restarts})" if again else f"all ended; their logs: {self._logs}"
+            )
+            _write(f"jaxpipe: process {process} {how}; {then}\n".encode())
+            if not again:
+                break
+        return code
+
+    def _start(self) -> list[threading.Thread]:
+        """Start all; the threads that listen to them."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        of = self._number
+        self._children = []
+        listeners = []
+        for k in range(of):
+            environ = {"JAXPIPE_COORDINATOR": address, "JAXPIPE_PROCESSES": str(of), "JAXPIPE_PROCESS": str(k)}
+            environ |= {"JAXPIPE_LOCAL_PROCESS": str(k), "JAXPIPE_LOCAL_PROCESSES": str(of)}
+            child = subprocess.Popen(
+                self._command,
+                env={**os.environ, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if k else None,
+                stderr=subprocess.STDOUT if k else subprocess.PIPE,
+                start_new_session=True,  # a terminal sends Ctrl-C to us alone
+            )
+            self._children.append(child)
+            if len(cores) >= of:
+                with suppress(OSError):
+                    os.sched_setaffinity(child.pid, cores[k * len(cores) // of : (k + 1) * len(cores) // of])
+            listeners.append(threading.Thread(target=self._listen, args=(k, child.stdout or child.stderr), daemon=True))
+            listeners[-1].start()
+        return listeners
+
+    def _wait(self) -> tuple[int, int]:
+        """Until all have ended: the process that made the others end, and its exit code; of a kill the negative signal."""
+        ended: dict[int, int] = {}
+        until: float | None = None
+        while len(ended) < self._number:
+            for k, child in enumerate(self._children):
+                if k not in ended and (code := child.poll()) is not None:
+                    ended[k] = code
+                    if code not in (0, STOPPED):
+                        until = until or time.monotonic() + _GRACE_S
+            if until is not None and time.monotonic() > until:
+                for k in set(range(self._number)) - ended.keys():
+                    self._children[k].kill()
+                break
+            time.sleep(_GLANCE_S)
+        for child in self._children:
+            child.wait()
+        killed = [(k, code) for k, code in ended.items() if code < 0]  # the others may have ended a moment earlier
+        failed = [(k, code) for k, code in ended.items() if code not in (0, STOPPED)]
+        return next(iter([*killed, *failed, *sorted(ended.items(), key=lambda item: -item[1])]))
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self._asked = True
+        for child in self._children:
+            with suppress(OSError):
+                child.send_signal(number)
+
+    def _listen(self, process: int, stream: Any) -> None:
+        fatal = False
+        with stream, (self._logs / f"process-{process}.log").open("ab") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+                found = _LIBRARY_LOG.match(line)
+                fatal = fatal or (found is not None and b"F" in found.groups())
+                if line.startswith(b"jaxpipe: ") or not (found or fatal):
+                    _write(b"[%d] %s" % (process, line))
+
+
+def _write(line: bytes) -> None:
+    with suppress(OSError):
+        os.write(2, line)

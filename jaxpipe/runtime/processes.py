@@ -1,0 +1,239 @@
+"""The processes of a run, as the rest of jaxpipe sees them: what they agree on, tell each other, and how they end together.
+
+Texts go over :mod:`jaxpipe.runtime.lines`, not over JAX's key-value store: they are there before JAX is, and tell at once who
+ended. JAX's distributed runtime is joined after that, for its devices and transfers (:meth:`Processes.start_jax`).
+Importing this imports no JAX, and :class:`Alone` never calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from jaxpipe.errors import AgreedError, ConfigError, RunError
+from jaxpipe.runtime.lines import Lines, meet
+from jaxpipe.runtime.peers import Peers
+
+_JAX_JOIN_S = 60
+_JAX_HEARTBEAT_S = 100  # ours is earlier
+_JAX_SHUTDOWN_S = 10
+_CAUSE_S = 1.0
+
+
+class Processes(ABC):
+    """``number`` processes, of which this is ``mine``. All of them call the same methods with the same names in the same order;
+    where one ends, the others do."""
+
+    number: int
+    mine: int
+
+    @abstractmethod
+    def who(self, process: int) -> str:
+        """What messages call a process."""
+
+    @abstractmethod
+    def gather(self, name: str, text: str) -> Sequence[str]:
+        """The texts of all processes, by process, in process 0; empty elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, name: str, text: str) -> str:
+        """The text of process 0, in all."""
+
+    @abstractmethod
+    def start_jax(self) -> None:
+        """Join JAX's distributed runtime, so that ``jax.devices()`` are those of all processes. Before JAX looks for devices.
+
+        Raises:
+            RunError: it could not be joined.
+        """
+
+    @abstractmethod
+    def end(self, how: str, code: int) -> None:
+        """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
+        after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Wait until all have come here, and take everything down; process 0 returns last."""
+
+    def barrier(self, name: str) -> None:
+        """Wait until all have come here."""
+        self.gather(name, "")
+        self.broadcast(name, "")
+
+    def judge(self, name: str, text: str, wrong: Callable[[Sequence[str]], str]) -> None:
+        """Process 0 says what is ``wrong`` with the texts of all, by process; empty: nothing.
+
+        Raises:
+            AgreedError: anything is; in all processes.
+        """
+        texts = self.gather(name, text)
+        if found := self.broadcast(name, wrong(texts) if self.mine == 0 else ""):
+            raise AgreedError(found)
+
+    def agree(self, name: str, values: Mapping[str, str], advice: str) -> None:
+        """Check that all say the same. ``advice``: what to do where they don't.
+
+        Raises:
+            AgreedError: two differ; names the process and what it differs in.
+        """
+
+        def wrong(texts: Sequence[str]) -> str:
+            first, *others = map(json.loads, texts)
+            for process, other in enumerate(others, 1):
+                for key in sorted(first.keys() | other.keys()):
+                    have, want = other.get(key, "none"), first.get(key, "none")
+                    if have != want:
+                        return f"{self.who(process)} has {key}={have}, {self.who(0)} has {want}: {advice}"
+            return ""
+
+        self.judge(name, json.dumps(values), wrong)
+
+    def check(self, name: str, wrong: str) -> None:
+        """``wrong``: what is wrong in this process; empty: nothing.
+
+        Raises:
+            AgreedError: anything is wrong in any process; in all of them.
+        """
+
+        def first(texts: Sequence[str]) -> str:
+            return next((f"{self.who(k)}: {text}" for k, text in enumerate(texts) if text), "")
+
+        self.judge(name, wrong, first)
+
+    def ranks(self, count: int) -> tuple[range, ...]:
+        """The ranks of each process: see :func:`divided`."""
+        return divided(count, self.number)
+
+
+def divided(count: int, number: int) -> tuple[range, ...]:
+    """The ranks of each of ``number`` processes: consecutive ones of ``count``, as evenly as can be.
+
+    Raises:
+        AgreedError: there are fewer ranks than processes.
+    """
+    if count < number:
+        raise AgreedError(
+            f"{number} processes for {count} pipeline ranks; each needs one at least: start fewer, or raise --pp"
+        )
+    return tuple(range(k * count // number, (k + 1) * count // number) for k in range(number))
+
+
+class Alone(Processes):
+    """One process."""
+
+    number, mine = 1, 0
+
+    def who(self, process: int) -> str:
+        return f"process {process}"
+
+    def gather(self, name: str, text: str) -> Sequence[str]:
+        return (text,)
+
+    def broadcast(self, name: str, text: str) -> str:
+        return text
+
+    def start_jax(self) -> None:
+        pass
+
+    def end(self, how: str, code: int) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Joined(Processes):
+    """Several processes, which have met.
+
+    Args:
+        wait_s: how long to wait for the others.
+
+    Raises:
+        ConfigError: they did not come, or do not fit together (:func:`~jaxpipe.runtime.lines.meet`).
+    """
+
+    def __init__(self, peers: Peers, wait_s: float) -> None:
+        self.number, self.mine = peers.number, peers.mine
+        self._peers, self._jax = peers, False
+        self._lines: Lines = meet(peers, wait_s)
+
+    def who(self, process: int) -> str:
+        return self._lines.who(process)
+
+    def gather(self, name: str, text: str) -> Sequence[str]:
+        if self.mine:
+            self._lines.send(0, name, text)
+            return ()
+        return (text, *(self._lines.receive(k, name) for k in range(1, self.number)))
+
+    def broadcast(self, name: str, text: str) -> str:
+        if self.mine:
+            return self._lines.receive(0, name)
+        for process in range(1, self.number):
+            self._lines.send(process, name, text)
+        return text
+
+    def start_jax(self) -> None:
+        import jax
+
+        peers = self._peers
+        port = int(self.broadcast("port of JAX", str(_free_port(peers)) if self.mine == 0 else ""))
+        late = threading.Timer(
+            _JAX_JOIN_S,
+            self.end,
+            (f"did not reach JAX's service at {peers.at(port)} within {_JAX_JOIN_S} s: open that port", 2),
+        )
+        late.daemon = True
+        late.start()
+        os.environ.setdefault("no_grpc_proxy", peers.host)  # or it may wait for ever
+        jax.config.update("jax_check_proxy_envs", False)
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away
+        own_machine = peers.host in ("127.0.0.1", "localhost")
+        try:
+            jax.distributed.initialize(
+                peers.at(port),
+                peers.number,
+                peers.mine,
+                local_device_ids=peers.device_ids(),
+                cluster_detection_method="deactivate",
+                initialization_timeout=2 * _JAX_JOIN_S,
+                heartbeat_timeout_seconds=_JAX_HEARTBEAT_S,
+                shutdown_timeout_seconds=_JAX_SHUTDOWN_S,
+                coordinator_bind_address=peers.at(port) if own_machine else None,
+            )
+        except RuntimeError as error:
+            raise RunError(f"JAX's distributed runtime can't be joined: {error}") from None
+        late.cancel()
+        self._jax = True
+
+    def end(self, how: str, code: int) -> NoReturn:
+        if code == RunError.exit_code:
+            time.sleep(_CAUSE_S)  # the cause may be that another ended: then its line ends this process
+        self._lines.end(f"{self.who(self.mine)} {how}", code)
+
+    def leave(self) -> None:
+        self.barrier("leave")
+        if self._jax:
+            import jax
+
+            jax.distributed.shutdown()
+        self._lines.leave()
+
+
+def _free_port(peers: Peers) -> int:
+    """The one after that of the run, or any other, for JAX's service."""
+    for port in (peers.port + 1, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except (OSError, OverflowError):
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError("no port is free for JAX's service")

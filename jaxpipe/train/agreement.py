@@ -1,0 +1,110 @@
+"""What the processes of a run must have in common before any of them changes something: versions, settings, devices, data,
+and a run directory that all see. What differs is said by all in one line, which names the process and the setting.
+
+Importing this imports no JAX. In one process nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from jaxpipe.runtime.processes import Processes
+from jaxpipe.train.config import TrainConfig
+
+_MAY_DIFFER = ("run.out_dir", "run.compile_cache", "data.path", "data.tokenizer")
+"""Paths: another host may have other ones. What is there is compared."""
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_SEEN_WITHIN_S = 10.0
+
+
+def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
+    """Before JAX is started.
+
+    Raises:
+        AgreedError: versions or settings differ, or the run directory is not one that all see.
+    """
+    if processes.number == 1:
+        return
+    from jaxpipe import __version__
+
+    versions = {"jaxpipe": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    processes.agree("versions", versions, "install one version on all hosts")
+    settings = {
+        f"{section}.{key}": str(value)
+        for section, leaves in config.to_dict().items()
+        for key, value in leaves.items()
+        if f"{section}.{key}" not in _MAY_DIFFER
+    }
+    processes.agree("settings", settings, "start all with one config")
+    _agree_on_folder(processes, Path(config.run.out_dir))
+
+
+def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
+    """Once JAX is started.
+
+    Raises:
+        AgreedError: devices are of several kinds or numbers, or too few for the ranks of a process.
+    """
+    if processes.number == 1:
+        return
+    import jax
+
+    devices = jax.local_devices()
+    kind = devices[0].device_kind
+    have = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
+    processes.agree("devices", have, "use equal hosts, and see that all have their drivers")
+    mine = processes.ranks(config.pipeline.ranks)[processes.mine]
+    need = len(mine) * config.pipeline.dp * config.pipeline.tp
+    few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
+    more = "start more processes, or lower --pp, --tp or --dp"
+    processes.check("enough devices", f"{few}; {more}" if len(devices) < need else "")
+
+
+def agree_on_data(processes: Processes, fingerprint: str) -> None:
+    """Raises AgreedError if the data that the processes have read differ."""
+    processes.agree("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
+
+
+def _agree_on_folder(processes: Processes, folder: Path) -> None:
+    """Process 0 writes a file, and the others look for it."""
+    name = processes.broadcast("file", f".jaxpipe-{uuid.uuid4().hex}" if processes.mine == 0 else "")
+    made: list[Path] = []
+    here = f"run.out_dir={folder}"
+    try:
+        wrong = ""
+        if processes.mine == 0:
+            made = [p for p in (folder, *folder.parents) if not p.exists()]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            except OSError as error:
+                wrong = f"{here} can't be written ({error.strerror}); choose another directory"
+        processes.check("written", wrong)
+        elsewhere = f"{here} is not the directory that process 0 sees: choose one on a file system that all hosts share"
+        processes.check("folder", "" if _appears(folder / name) else elsewhere)
+    finally:
+        if processes.mine == 0:
+            with suppress(OSError):
+                (folder / name).unlink()
+                for path in made:
+                    path.rmdir()
+
+
+def _appears(file: Path) -> bool:
+    """Whether it does soon; another host's file system may show it late."""
+    until = time.monotonic() + _SEEN_WITHIN_S
+    while not file.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+        with suppress(OSError):
+            list(file.parent.iterdir())  # NFS looks again
+    return True

@@ -121,6 +121,37 @@ with Stop() as stop:
     assert err == sorted(f"[{k}] {line}" for k in (0, 1) for line in ("ready", stopping, f"stopped by {name}"))
 
 
+FOLLOWING = """
+from jaxpipe.launch.local import follow_launcher
+follow_launcher()
+with Stop() as stop:
+    open(f"{os.environ['WHERE']}/{mine}", "w").close()
+    while not stop.requested: time.sleep(0.02)
+os.remove(f"{os.environ['WHERE']}/{mine}")
+"""
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", JOIN + FOLLOWING]
+    code = f"from pathlib import Path; Launch({command}, 2, Path({str(tmp_path)!r})).run(0)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from jaxpipe.launch.local import Launch; {code}"],
+        cwd=ROOT,
+        env={**os.environ, "WHERE": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        _wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        launcher.kill()
+    _wait_for(lambda: not (tmp_path / "0").exists() and not (tmp_path / "1").exists())
+
+
+def _wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.mark.soak
 def test_the_verb_launches_training(tmp_path: Path) -> None:
     arguments = [*SMALL, f"data.path={ROOT / 'LICENSE'}", f"run.out_dir={tmp_path / 'run'}", "run.platform=cpu"]

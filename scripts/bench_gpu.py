@@ -7,7 +7,8 @@
 Per hidden size, for the stages of one rank in the middle of a pipeline (p ranks, V or interleaved chunks, one block a stage):
 
 * ``split``: F + B + W against F + fused backward (goal: at most 1.03), and the MFU of each: FLOPs of the model, recomputation
-  not counted, over seconds and the device's dense peak (``--target`` if the device is not known by name).
+  not counted, over seconds and the device's dense peak (``--target`` if the device is not known by name). cuDNN's attention
+  counts what its mask leaves, half of what XLA's counts: compare MFU under one ``--attention``.
 * ``copies``: bandwidth and latency to pinned host memory and back, alone and both at once, and their share of the link's.
 * ``slowdown``: F, B and W with copies in both directions under way all the time against without (goal: at most 1.02), A B A B.
 * ``k``: round trip of the residuals that may leave ÷ (F + B + W), measured, and by scripts/round_trip.py with its 20
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--recompute", default="flash", help="policy (jaxpipe/stage/split/policies.py)")
+    parser.add_argument("--attention", default="auto", help="auto, xla or cudnn (models/attention.py)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each rehearsed program")
     parser.add_argument("--repeats", type=int, default=7, help="timed samples of everything else")
     parser.add_argument("--target", help="the device's figures, by name (jaxpipe/planning/targets.py) or JSON file")
@@ -120,6 +122,7 @@ def run(args: argparse.Namespace, device: Any) -> dict[str, Any]:
         "microbatch_size": args.microbatch_size,
         "dtype": "bfloat16",
         "recompute": args.recompute,
+        "attention": args.attention,
         "ranks": args.ranks,
         "microbatches": args.microbatches,
         "copies": _copies(link, target),
@@ -179,7 +182,7 @@ def _pipeline(args: argparse.Namespace, device: Any, hidden: int, recompute: str
         "models.gpt:GPT",
         {
             "vocab_size": args.vocab, "d_model": hidden, "num_layers": n, "num_heads": hidden // args.head,
-            "seq_len": args.sequence, "tied": False,
+            "seq_len": args.sequence, "tied": False, "attention": args.attention,
         },
     )  # fmt: skip
     cuts = [0, *range(2, n + 1), len(model.layers)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,13 +21,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe._jax_compat import copier
 from jaxpipe.cost import analytic_profile, cost_profile
 from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
 from jaxpipe.cost.seconds import flop_seconds
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
-from jaxpipe.runtime.executor import Executor, StepInputs
+from jaxpipe.runtime.executor import Executor, StepInputs, message_homes, message_numbers
 from jaxpipe.runtime.memory_probe import MeasuredMemory, measured_peaks, probe_step
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
@@ -185,6 +187,48 @@ def test_predicted_memory_is_what_a_random_schedule_holds(case: Case) -> None:
 @given(case=cases([(n, w) for n in TOYS for w in PLACEMENTS]))
 def test_predicted_memory_is_what_200_random_schedules_hold(case: Case) -> None:
     check_case(case)
+
+
+class _Pulled:
+    """The sender keeps what it sends until it is received; the receiver has no place for it before."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        homes = message_homes(pipe.programs, pipe.submeshes, message_numbers(pipe.programs))
+        self._copy = {n: copier(where) for n, where in homes.items()}
+        self._kept: dict[int, list[jax.Array]] = {}
+
+    def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
+        self._kept[message] = list(arrays)
+
+    def recv(self, message: int) -> Sequence[jax.Array]:
+        return self._copy[message](self._kept.pop(message))
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "family"),
+    [("carry", "v", "v-zb"), pytest.param("carry", "four", "1f1b", marks=pytest.mark.soak)],
+)
+def test_messages_to_other_processes_count_on_both_sides(name: str, where: str, family: str) -> None:
+    pipe = built(name, where)
+    plain = pipe.with_schedule(generate(family, pipe.schedule.num_ranks, 8))
+    crossing = Crossing(tuple(range(plain.schedule.num_ranks)), plain.predicted_timeline())
+    programs = lower(plain.schedule, plain.stages, plain.braids, crossing)
+    apart = replace(plain, programs=programs, own=programs)
+    apart = replace(apart, transport=_Pulled(apart))
+    measured = measured_peaks(apart, placed(name, where), batch_of(plain), jax.random.key(0))
+    report = apart.memory_report(workspace=False, curves=True)
+    most = max(stage.boundary_bytes for stage in plain.stages)
+    for rank, (want, got) in enumerate(zip(report.ranks, measured.ranks, strict=True)):
+        for predicted, held in zip(want.live_bytes, got.live_bytes, strict=True):
+            assert held <= predicted <= held + 4 * most, f"rank {rank}: a few messages that may not have arrived"
+        order = [(0, at) for k, at in apart.order if k == rank]
+        alone = account(
+            [programs[rank]], order, apart.functions, num_microbatches=8, footprint_of=None, all_programs=programs
+        )
+        assert alone.ranks[0].live_peak_bytes == want.live_peak_bytes, "what other processes hold is not asked for"
 
 
 def test_with_two_data_parallel_devices_a_rank() -> None:

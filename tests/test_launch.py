@@ -82,7 +82,7 @@ def test_what_is_lost_starts_again(launch: Callable[..., tuple[int, str, list[st
     assert [line for line in err if line.startswith("jaxpipe")] == [
         f"jaxpipe: process 1 was killed by SIGKILL; starting all again ({k} of 3)" for k in (1, 2)
     ]
-    code, _, err = launch("if mine: processes.fail('no such file', 2)\ntime.sleep(20)", restarts=3)
+    code, _, err = launch("if mine: processes.end('failed: no such file', 2)\ntime.sleep(20)", restarts=3)
     assert (code, len(err)) == (2, 2)
 
 
@@ -119,6 +119,37 @@ with Stop() as stop:
     assert code == 75
     stopping = f"{name}: stopping after this step and saving; a second signal ends at once"
     assert err == sorted(f"[{k}] {line}" for k in (0, 1) for line in ("ready", stopping, f"stopped by {name}"))
+
+
+FOLLOWING = """
+from jaxpipe.launch.local import follow_launcher
+follow_launcher()
+with Stop() as stop:
+    open(f"{os.environ['WHERE']}/{mine}", "w").close()
+    while not stop.requested: time.sleep(0.02)
+os.remove(f"{os.environ['WHERE']}/{mine}")
+"""
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", JOIN + FOLLOWING]
+    code = f"from pathlib import Path; Launch({command}, 2, Path({str(tmp_path)!r})).run(0)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from jaxpipe.launch.local import Launch; {code}"],
+        cwd=ROOT,
+        env={**os.environ, "WHERE": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        _wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        launcher.kill()
+    _wait_for(lambda: not (tmp_path / "0").exists() and not (tmp_path / "1").exists())
+
+
+def _wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.soak
@@ -266,7 +297,7 @@ def test_a_batch_script_runs_on_nodes(cluster_of: Callable[..., tuple[int, str, 
     code, err, again = cluster_of(kill)
     assert (code, again, err.count("jaxpipe: process 2 ")) == (137, True, 3)
     assert cluster_of(kill, tried=2)[::2] == (137, False)
-    code, err, again = cluster_of("processes.fail('a mistake', 2) if mine == 3 else time.sleep(20)")
+    code, err, again = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(20)")
     assert (code, again, err.count("failed: a mistake\n")) == (2, False, 4)
     assert cluster_of("processes.leave(); sys.exit(75)")[::2] == (75, True)
 

@@ -226,3 +226,14 @@ def test_products_of_weights_are_the_same_however_they_are_computed(turn: bool) 
     )
     shapes = [eqn.invars[0].aval.shape for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert shapes[0] == (256, 16), "the narrow one on the left"
+
+
+def test_weight_gradients_are_summed_before_the_next_layer_begins() -> None:
+    """Else XLA's scheduler for GPUs leaves their products, and what those read, to the end of BW."""
+    model = GPT(**_SIZES | {"num_layers": 2})
+    stages = [model.layers[:1], model.layers[1:3], model.layers[3:]]
+    params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
+    bw = build_all(stages, params, model.batch_spec(2), pipeline_submeshes(1) * 3)[1].functions["BW"]
+    (barrier,) = [eqn for eqn in bw.jaxpr.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    results = set(bw.jaxpr.jaxpr.outvars[1:-1])  # between dx and the token
+    assert len(results.intersection(barrier.outvars)) == 4, "the matrices of the last layer"

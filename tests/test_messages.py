@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -20,6 +21,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError, RunError, ScheduleError
+from jaxpipe.program import deadlock
 from jaxpipe.program import lower as lowering
 from jaxpipe.program.deadlock import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers
 from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, Value, message_of, writes
@@ -28,8 +30,22 @@ from jaxpipe.program.order import issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs, message_homes, message_numbers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.transfer import InProcess
-from jaxpipe.schedule import FAMILIES, Action, CostProfile, Event, Schedule, Timeline, generate, simulate
+from jaxpipe.schedule import (
+    FAMILIES,
+    Action,
+    CostProfile,
+    Event,
+    Schedule,
+    Timeline,
+    Traversal,
+    generate,
+    one_to_one,
+    simulate,
+    traverse,
+    with_span,
+)
 from jaxpipe.schedule.text import parse_slot
+from tests import rendezvous
 from tests.bare_stages import bare_stages
 from tests.pipelines import parameters, pipeline_for, random_batch, sized
 from tests.rendezvous import Meeting, left_over
@@ -98,11 +114,21 @@ def test_no_family_deadlocks(name: str, p: int, m: int, monkeypatch: pytest.Monk
             assert _early(programs) == crossings if lanes == TAGGED else _early(programs) > 0 or not crossings or uneven
 
 
+def test_groups_of_microbatches_do_not_deadlock() -> None:
+    schedule = traverse(with_span(one_to_one(3), {2: 2}), 8, Traversal("backward", in_flight_per_stage=4))
+    for early in (0, 1):
+        timeline = simulate(schedule, CostProfile.uniform(3))
+        crossing = Crossing((0, 1, 2), timeline, STRICT if early == 0 else NATIVE, early)
+        programs = lower(schedule, bare_stages(schedule.placement), crossing=crossing)
+        assert _left_over(programs, crossing) == []
+
+
 @given(schedule=random_valid_schedules(offload=True, braids=True, single_rank_stages=True), data=st.data())
 def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObject) -> None:
     crossing, stages = _drawn(schedule, data)
-    programs = lower(schedule, stages, crossing=crossing)
-    assert _left_over(programs, crossing) == []
+    with _in_flight(data):
+        programs = lower(schedule, stages, crossing=crossing)
+        assert _left_over(programs, crossing) == []
 
 
 @given(schedule=random_valid_schedules(braids=True, single_rank_stages=True), data=st.data())
@@ -113,14 +139,24 @@ def test_the_checker_refuses_what_deadlocks_and_nothing_else(schedule: Schedule,
         programs = list(lower(schedule, stages, crossing=replace(crossing, lanes=TAGGED)))
         rng = random.Random(data.draw(st.integers(0, 2**32)))
         programs = [_shuffled(p, rng) for p in programs]
-    left = _left_over(programs, crossing)
-    try:
-        check_transfers(programs, crossing)
-    except ProgramError as error:
-        assert left, str(error)
-        assert "waits to" in str(error)
-    else:
-        assert left == []
+    with _in_flight(data):
+        left = _left_over(programs, crossing)
+        try:
+            check_transfers(programs, crossing)
+        except ProgramError as error:
+            assert left, str(error)
+            assert "waits to" in str(error)
+        else:
+            assert left == []
+
+
+@contextmanager
+def _in_flight(data: st.DataObject) -> Iterator[None]:
+    """As if JAX let fewer computations be in flight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadlock, "IN_FLIGHT", count := data.draw(st.sampled_from([1, 2, 32])))
+        patch.setattr(rendezvous, "IN_FLIGHT", count)
+        yield
 
 
 def _drawn(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, Any]:
@@ -346,7 +382,9 @@ def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing:
         mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
         transport = _Rendezvous(process, crossing, numbers, mail, meeting)
         order = issue_order(own, crossing.timeline)
-        executor = Executor(own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs)
+        executor = Executor(
+            own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
+        )
         try:
             with jax.enable_x64(True):
                 found[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))

@@ -178,6 +178,18 @@ def test_some_who_do_not_come_are_named() -> None:
     assert text.startswith(f"waited 1 s at 127.0.0.1:{port} for process 0 of 2: start it, or correct ")
 
 
+def test_one_that_dies_before_all_have_come() -> None:
+    port = free_port()
+    first = start("", port, 3, 0, 20)
+    gone = (
+        f'import socket; s = socket.create_connection(("127.0.0.1", {port})); s.sendall(b\'["jaxpipe", 2, 3, "h"]\\n\')'
+    )
+    while subprocess.run([sys.executable, "-c", gone], capture_output=True).returncode:
+        time.sleep(0.05)
+    said = (2, "process 2 (host h) was lost while others were waited for\n")
+    assert ends([first, start("", port, 3, 1)]) == [said, said]
+
+
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -252,7 +264,7 @@ def test_one_process_talks_to_itself() -> None:
     alone.barrier("x")
     alone.agree("x", {"a": "1"}, "never said")
     assert (alone.number, alone.mine, *alone.gather("x", "a"), alone.broadcast("x", "b")) == (1, 0, "a", "b")
-    alone.fail("said by who calls", 2)
+    alone.end("said by who calls", 2)
     alone.start_jax()
     alone.leave()
     with pytest.raises(AgreedError, match=r"^process 0: too few$"):
@@ -275,13 +287,20 @@ def test_ranks_of_processes() -> None:
 # -- ending ---------------------------------------------------------------------------------------------------------------
 
 SLEEP = "time.sleep(30)"
+SIGNALLED = """
+from jaxpipe.train.stop import EndingEarly
+with EndingEarly(lambda: processes.end("was stopped by a signal", 75)):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
 
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("processes.fail('no such file', 3)", 3, "failed: no such file"),
+        ("processes.end('failed: no such file', 3)", 3, "failed: no such file"),
+        (SIGNALLED, 75, "was stopped by a signal"),
         ("os._exit(0)", LOST, "was lost: it ended without a word"),
         ("os.kill(os.getpid(), signal.SIGKILL)", LOST, "was lost: it ended without a word"),
         ("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(30)", LOST, "was lost: nothing was heard of it for 1 s"),
@@ -296,14 +315,15 @@ def test_one_that_ends_is_named_by_the_others(who: int, how: str, code: int, sai
     assert others == [(code, f"jaxpipe: process {who} (host {HOST}) {said}\n")] * 2
     children[who].send_signal(signal.SIGCONT)
     ((own, err),) = ends([children[who]])
-    assert (own, err) == (others[0] if "fail" in how or "STOP" in how else (own, ""))
+    if ".end(" in how or "STOP" in how:
+        assert (own, err.splitlines()[-1] + "\n") == others[0]
 
 
 def test_a_cause_is_waited_for() -> None:
     """What a device says when another process is gone is not the cause."""
     port = free_port()
     late = "time.sleep(0.3); os._exit(1)"
-    children = [start(how, port, 2, k) for k, how in enumerate(["processes.fail('connection reset', 5)", late])]
+    children = [start(how, port, 2, k) for k, how in enumerate(["processes.end('failed: connection reset', 5)", late])]
     assert ends(children)[0] == (LOST, f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word\n")
 
 

@@ -18,6 +18,7 @@ from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import AgreedError, gist
+from jaxpipe.launch.local import follow_launcher
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes
 
@@ -78,7 +79,8 @@ def _train(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         processes: Processes = Alone()
-        with EndingEarly(lambda: processes.fail("ended by a signal before the first step", STOPPED)):
+        with EndingEarly(lambda: processes.end("was stopped by a signal", STOPPED)):
+            follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = Joined(peers, args.join_wait)
             stack.enter_context(ending_together(processes))
@@ -113,10 +115,10 @@ def ending_together(processes: Processes) -> Iterator[None]:
         processes.leave()
         raise
     except BaseException as error:
-        said = explained(error)
-        if said is None and processes.number > 1:
+        line, code = explained(error) or (f"{type(error).__name__}: {gist(error)}", 1)
+        if code == 1 and processes.number > 1:
             traceback.print_exc()
-        processes.fail(*(said or (f"{type(error).__name__}: {gist(error)}", 1)))
+        processes.end(f"failed: {line}", code)
         raise
     processes.leave()
 

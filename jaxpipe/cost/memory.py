@@ -3,7 +3,9 @@
 The programs of all ranks are walked in the order in which they are dispatched (:func:`jaxpipe.program.order.issue_order`),
 with the buffers that the runtime allocates: a result that is an argument handed on shares its buffer, an accumulator is
 updated in place, and a message lives on the receiver from the moment it is sent (that is when the in-process transport
-allocates it). XLA's workspace of the function that runs (:mod:`jaxpipe.stage.compiled.footprint`) counts while it runs.
+allocates it). A message to another process lives there from its receive on, and on the sender until it has certainly arrived
+(:func:`jaxpipe.program.order.messages_arrived`). XLA's workspace of the function that runs
+(:mod:`jaxpipe.stage.compiled.footprint`) counts while it runs.
 
 What is counted as what:
 
@@ -31,7 +33,8 @@ is issued.
 :func:`passing_bytes` and :func:`workspace_bytes` are what a cost profile counts while a function runs, for the bound of the
 simulator (:mod:`jaxpipe.cost.profile`).
 
-Not modelled: the source of a message while the copy is under way, fragmentation, what libraries allocate for themselves.
+Not modelled: the source of a message within a process while the copy is under way, fragmentation, what libraries allocate for
+themselves.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
-from jaxpipe.program.order import offloads_ended
+from jaxpipe.program.ir import Free, Instruction, Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of
+from jaxpipe.program.order import messages_arrived, offloads_ended
 from jaxpipe.schedule import Action, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
 from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
@@ -130,6 +133,7 @@ def account(
     align: int = 1,
     curves: bool = False,
     braids: Braids = MappingProxyType({}),
+    all_programs: Sequence[Program] | None = None,
 ) -> MemoryReport:
     """The predicted memory of the ranks of ``programs``.
 
@@ -144,6 +148,7 @@ def account(
         align: granularity of the device's allocator in bytes (256 on GPUs); 1 counts bytes as arrays do.
         curves: keep what is held after each instruction (``live_bytes``, ``host_bytes``).
         braids: those that ``programs`` run as one function.
+        all_programs: of all ranks, if ``programs`` is a subset: what other processes do tells when a message has arrived there.
     """
 
     def called(program: Program, run: Run) -> AnyFunction:
@@ -157,7 +162,8 @@ def account(
             placed["code"] = placed.get("code", 0) + sum(footprint_of(f).code_bytes for f in used.values())
         ranks.append(_Rank(p, placed, align, timeline))
     by_rank = {r.program.rank: r for r in ranks}
-    messages: dict[tuple[int, int, Action], list[int]] = {}
+    arrived = messages_arrived(programs if all_programs is None else all_programs)
+    messages: dict[Message, list[int]] = {}
     notes: dict[str, None] = {}
     for k, at in order:
         rank, program = ranks[k], programs[k]
@@ -166,6 +172,8 @@ def account(
             continue
         for offload in rank.ended.get(at, ()):
             rank.left(offload.action)
+        for message in arrived.get((program.rank, at), ()):
+            rank.left(message)
         workspace = 0
         match instruction:
             case Run():
@@ -177,6 +185,8 @@ def account(
                 else:
                     workspace = workspace_bytes(function, found)
                 rank.add("temporaries", workspace)
+            case Send(place=place) if place >= 0:
+                rank.keep(instruction)
             case Send(action, slots, dst=dst):
                 if (receiver := by_rank.get(dst)) is not None:
                     n = sum(b.bytes for slot in slots if (b := rank.slots[slot]) is not None)
@@ -231,7 +241,7 @@ class _Rank:
                 self.fill(slot, n, "user values")
         self.timed = timeline is not None
         self.ended = offloads_ended(program, timeline) if timeline is not None else {}
-        self.leaving: dict[Action, list[_Buffer]] = {}
+        self.leaving: dict[Action | Message, list[_Buffer]] = {}
         self.look("before the first instruction")
 
     @property
@@ -286,9 +296,17 @@ class _Rank:
             self.slots[host] = _Buffer(source.bytes, source.kind)
             self.host += source.bytes
 
-    def left(self, offload: Action) -> None:
-        """What it copied has reached the host."""
-        for buffer in self.leaving.pop(offload):
+    def keep(self, send: Send) -> None:
+        """What another process has not received yet stays."""
+        self.leaving[message_of(self.program.rank, send)] = kept = [
+            b for s in send.inputs if (b := self.slots[s]) is not None
+        ]
+        for buffer in kept:
+            buffer.slots += 1
+
+    def left(self, copied: Action | Message) -> None:
+        """What an offload copied has reached the host, a message its receiver."""
+        for buffer in self.leaving.pop(copied):
             self.release(buffer)
 
     def drop(self, instruction: Instruction, at: int) -> None:

@@ -7,6 +7,7 @@ files, also what is not shown: the logs of the libraries below JAX, and the stac
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -24,6 +25,8 @@ from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.runtime.lines import LOST
 from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED, Stop
 
+_LAUNCHER = "JAXPIPE_LAUNCHER"
+_SIGNAL_OF_PARENTS_END = 1  # of prctl(2)
 RESTARTABLE = (RunError.exit_code, LOST)
 """Exit codes that another attempt may mend."""
 SAID = (0, ConfigError.exit_code, STOPPED, INTERRUPTED_TWICE)
@@ -84,7 +87,11 @@ class Launch:
         listeners = []
         for k in range(of):
             environ = {"JAXPIPE_COORDINATOR": address, "JAXPIPE_PROCESSES": str(of), "JAXPIPE_PROCESS": str(k)}
-            environ |= {"JAXPIPE_LOCAL_PROCESS": str(k), "JAXPIPE_LOCAL_PROCESSES": str(of)}
+            environ |= {
+                "JAXPIPE_LOCAL_PROCESS": str(k),
+                "JAXPIPE_LOCAL_PROCESSES": str(of),
+                _LAUNCHER: str(os.getpid()),
+            }
             child = subprocess.Popen(
                 self._command,
                 env={**os.environ, **environ},
@@ -138,6 +145,12 @@ class Launch:
                 fatal = fatal or (found is not None and b"F" in found.groups())
                 if line.startswith(b"jaxpipe: ") or not (found or fatal):
                     _write(b"[%d] %s" % (process, line))
+
+
+def follow_launcher() -> None:
+    """Let Linux send this process SIGTERM when the launcher that started it is gone: nobody hears it any more."""
+    if os.environ.get(_LAUNCHER) == str(os.getppid()) and (prctl := getattr(ctypes.CDLL(None), "prctl", None)):
+        prctl(_SIGNAL_OF_PARENTS_END, signal.SIGTERM)
 
 
 def _write(line: bytes) -> None:

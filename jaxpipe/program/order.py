@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of, reads
+from jaxpipe.program.ir import Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of, reads, writes
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
@@ -79,6 +79,56 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
             "for the op that writes it (Wait of its OpSpec)"
         )
     return tuple(order)
+
+
+def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
+    """By (rank, instruction), messages of that rank to other processes that have certainly arrived when the instruction can
+    run, and not before: it reads what was made after they had been read there. ``programs``: of all ranks.
+    """
+    if not any(isinstance(i, Send) and i.place >= 0 for p in programs for i in p.instructions):
+        return {}
+    first = {p.rank: _first_reads(p) for p in programs}
+    read_at = {m: (rank, k) for rank, found in first.items() for k, messages in found.items() for m in messages}
+    ran: dict[int, dict[int, int]] = {
+        p.rank: {} for p in programs
+    }  # how far others have come, for all that a rank knows
+    made: dict[Message, dict[int, int]] = {}  # the same, for who reads a message
+    under_way: dict[int, list[Message]] = {p.rank: [] for p in programs}
+    arrived: dict[tuple[int, int], list[Message]] = {}
+    todo = {p.rank: deque(enumerate(p.instructions)) for p in programs}
+    stuck = False
+    while not stuck:
+        stuck = True
+        for rank, ahead in todo.items():
+            known = ran[rank]
+            while ahead and all(m in made for m in first[rank].get(ahead[0][0], ())):
+                stuck = False
+                k, instruction = ahead.popleft()
+                for message in first[rank].get(k, ()):
+                    known.update({r: max(known.get(r, -1), at) for r, at in made[message].items()})
+                if ended := [m for m in under_way[rank] if m in read_at and known.get(m[1], -1) >= read_at[m][1]]:
+                    arrived[(rank, k)] = ended
+                    under_way[rank] = [m for m in under_way[rank] if m not in ended]
+                if isinstance(instruction, Send):
+                    message = message_of(rank, instruction)
+                    made[message] = known | {rank: k}
+                    under_way[rank] += [message] * (instruction.place >= 0)
+    return arrived
+
+
+def _first_reads(program: Program) -> dict[int, list[Message]]:
+    """By instruction, the messages that it is the first to read."""
+    held: dict[int, Message] = {}
+    found: dict[int, list[Message]] = {}
+    for k, instruction in enumerate(program.instructions):
+        for message in dict.fromkeys(held[slot] for slot in reads(instruction) if slot in held):
+            found.setdefault(k, []).append(message)
+            held = {slot: m for slot, m in held.items() if m != message}
+        for slot in writes(instruction):
+            held.pop(slot, None)
+            if isinstance(instruction, Recv):
+                held[slot] = message_of(program.rank, instruction)
+    return found
 
 
 def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:

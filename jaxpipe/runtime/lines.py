@@ -5,14 +5,16 @@ names it: before JAX's own service, which would end them by SIGABRT and a log, o
 stands still, or whose host is gone, is noticed by its silence. What a process tells goes to process 0, which tells the others.
 
 Nothing is encrypted, and whoever reaches the port may speak, as with JAX's own service: it is for networks of one's own.
-Process 0 listens at the interface of its address alone, where that is its own.
+Process 0 listens at one interface alone where its address is the number of one.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -46,6 +48,9 @@ class _Line:
         self._lock = threading.Lock()
         self.inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self.silent = 0  # beats
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def put(self, *message: object) -> None:
         """Raises OSError where the other end is gone."""
@@ -201,14 +206,16 @@ def _meet_others(peers: Peers, until: float, wait_s: float) -> Lines:
                 late.part(words)
         raise ConfigError(words)
 
-    with _listening(peers) as server:
+    with _listening(peers) as server, selectors.DefaultSelector() as watched:
+        watched.register(server, selectors.EVENT_READ, 0)
         while len(joined) < peers.number - 1:
-            server.settimeout(max(until - time.monotonic(), 1e-3))
-            try:
-                line = _Line(server.accept()[0])
-            except TimeoutError:
+            ready = {key.data for key, _ in watched.select(max(until - time.monotonic(), 0))}
+            if not ready:
                 missing = [k for k in range(1, peers.number) if k not in joined]
                 refuse(_waited(wait_s, missing, peers), late_s=0)
+            for gone in ready - {0}:  # none of them has anything to say yet
+                refuse(f"process {gone} (host {hosts[gone]}) was lost while others were waited for")
+            line = _Line(server.accept()[0])
             line.wait_at_most(_HELLO_S)
             match line.get(_LONGEST_HELLO):
                 case ["jaxpipe", int(process), int(number), str(host)] if 0 < process < number:
@@ -225,6 +232,7 @@ def _meet_others(peers: Peers, until: float, wait_s: float) -> Lines:
                        "a number of its own", line)  # fmt: skip
             line.wait_at_most(None)
             joined[process], hosts[process] = line, host
+            watched.register(line, selectors.EVENT_READ, process)
     for line in joined.values():
         with suppress(OSError):
             line.put("welcome", *(hosts[k] for k in range(peers.number)))
@@ -232,18 +240,25 @@ def _meet_others(peers: Peers, until: float, wait_s: float) -> Lines:
 
 
 def _listening(peers: Peers) -> socket.socket:
-    """At the interface of the address; at all of them where that is another's, as behind a router.
+    """At the interface whose number the address is. At all of them where it is a name, which may be 127.0.0.1 on the host
+    itself, or the number of another's, as behind a router.
 
     Raises:
         ConfigError: another program listens there, or nobody may.
     """
-    family = socket.AF_INET6 if ":" in peers.host else socket.AF_INET
-    for host in (peers.host, ""):
+    hosts, dual = [""], socket.has_dualstack_ipv6()
+    with suppress(ValueError):
+        hosts.insert(0, str(ipaddress.ip_address({"localhost": "127.0.0.1"}.get(peers.host, peers.host))))
+    for host in hosts:
+        all_of_both = dual and not host
+        family = socket.AF_INET6 if all_of_both or ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host, peers.port), family=family, backlog=peers.number)
+            return socket.create_server(
+                (host, peers.port), family=family, backlog=peers.number, dualstack_ipv6=all_of_both
+            )
         except OSError as error:
             failed = error
-            if not (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
+            if error.errno != errno.EADDRNOTAVAIL:
                 break
     why = os.strerror(failed.errno) if failed.errno and failed.errno > 0 else str(failed)
     raise ConfigError(f"process 0 can't listen at {peers.address} ({why}): choose another port or address")

@@ -316,6 +316,7 @@ class Pipeline(Assembly):
             align=ALLOCATOR_BYTES.get(self.submeshes[0].devices.flat[0].platform, 1),
             curves=curves,
             braids=self.braids,
+            all_programs=self.programs,
         )
 
     def measure_costs(self, *, repeats: int = 5) -> CostProfile:

@@ -54,9 +54,9 @@ class Processes(ABC):
         """
 
     @abstractmethod
-    def fail(self, line: str, code: int) -> None:
-        """End this process with one line on standard error, and all others with the same line and exit code. Alone it returns:
-        an error is raised as ever."""
+    def end(self, how: str, code: int) -> None:
+        """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
+        after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -142,7 +142,7 @@ class Alone(Processes):
     def start_jax(self) -> None:
         pass
 
-    def fail(self, line: str, code: int) -> None:
+    def end(self, how: str, code: int) -> None:
         pass
 
     def leave(self) -> None:
@@ -187,8 +187,8 @@ class Joined(Processes):
         port = int(self.broadcast("port of JAX", str(_free_port(peers)) if self.mine == 0 else ""))
         late = threading.Timer(
             _JAX_JOIN_S,
-            self.fail,
-            (f"JAX's service at {peers.at(port)} was not reached within {_JAX_JOIN_S} s: open that port", 2),
+            self.end,
+            (f"did not reach JAX's service at {peers.at(port)} within {_JAX_JOIN_S} s: open that port", 2),
         )
         late.daemon = True
         late.start()
@@ -213,10 +213,10 @@ class Joined(Processes):
         late.cancel()
         self._jax = True
 
-    def fail(self, line: str, code: int) -> NoReturn:
+    def end(self, how: str, code: int) -> NoReturn:
         if code == RunError.exit_code:
             time.sleep(_CAUSE_S)  # the cause may be that another ended: then its line ends this process
-        self._lines.end(f"{self.who(self.mine)} failed: {line}", code)
+        self._lines.end(f"{self.who(self.mine)} {how}", code)
 
     def leave(self) -> None:
         self.barrier("leave")

@@ -27,7 +27,7 @@ from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import AgreedError, CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
 from jaxpipe.train.agreement import agree_on_data, agree_on_devices
@@ -70,7 +70,8 @@ def train(
         JaxpipeError: the config, data, checkpoint or schedule is wrong, an instruction failed, steps were not finite, or the
             last checkpoint could not be written. Checkpoints written before stay.
     """
-    if processes is not None and processes.number > 1:
+    processes = processes or Alone()
+    if processes.number > 1:
         agree_on_devices(processes, config)
         agree_on_data(processes, load_dataset(config).fingerprint)
         raise AgreedError(
@@ -106,7 +107,7 @@ def train(
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
-            return _Run(prepared, trainer, start, held_out, folder, out, stop).run(started)
+            return _Run(prepared, trainer, start, held_out, folder, out, stop, processes).run(started)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
@@ -138,6 +139,7 @@ class _Run:
         folder: RunDirectory,
         out: ProgressStream,
         stop: Stop,
+        processes: Processes,
     ) -> None:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
@@ -155,7 +157,7 @@ class _Run:
             start.step if self.resumed else -1,
             self.line.note,
         )
-        self.watchdog = Watchdog(run.watchdog_s, self._stuck)
+        self.watchdog = Watchdog(run.watchdog_s, self._stuck, processes.end)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong

@@ -43,11 +43,14 @@ class Watchdog:
     Args:
         floor_s: seconds; 0 watches nothing.
         explain: called in another thread when the time is up, with the step: where it stands, and what to do.
+        tell: called then with how this process ends and its exit code, for others that are to end with it; may end it.
     """
 
-    def __init__(self, floor_s: float, explain: Callable[[int], str]) -> None:
+    def __init__(
+        self, floor_s: float, explain: Callable[[int], str], tell: Callable[[str, int], object] = lambda how, code: None
+    ) -> None:
         self.usual_s = math.inf
-        self._floor_s, self._explain = floor_s, explain
+        self._floor_s, self._explain, self._tell = floor_s, explain, tell
         self._watched: _Watched | None = None  # a new one each time, so that a slice belongs to one of them
         self._lengths_s: deque[float] = deque(maxlen=_KEPT)
         self._closed = threading.Event()
@@ -102,9 +105,10 @@ class Watchdog:
         said = "what it waits for is not known"
         with suppress(JaxpipeError, OSError, RuntimeError):
             said = self._explain(step)
-        line = f"jaxpipe: step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}\n"
+        line = f"step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}"
+        self._tell(f"failed: {line}", RunError.exit_code)
         with suppress(OSError):
-            os.write(_STDERR, line.encode())
+            os.write(_STDERR, f"jaxpipe: {line}\n".encode())
         os._exit(RunError.exit_code)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from jaxpipe.schedule import (
     Schedule,
     Timeline,
     Traversal,
+    circular,
     generate,
     one_to_one,
     simulate,
@@ -49,7 +51,7 @@ from tests import rendezvous
 from tests.bare_stages import bare_stages
 from tests.pipelines import parameters, pipeline_for, random_batch, sized
 from tests.rendezvous import Meeting, left_over
-from tests.schedule_strategies import random_valid_schedules
+from tests.schedule_strategies import random_schedule, random_valid_schedules
 
 SIZES = [(2, 6), (4, 8), (3, 7), (8, 16), (6, 24)]
 RULES: tuple[Lanes, ...] = (TAGGED, ("directed",), ("pair",), ("four",), NATIVE, STRICT)
@@ -129,6 +131,9 @@ def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObjec
     with _in_flight(data):
         programs = lower(schedule, stages, crossing=crossing)
         assert _left_over(programs, crossing) == []
+        if crossing.early == 0:  # dispatched in the order of other costs, it is free of deadlock too
+            costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, f=1, b=3, w=0.1)
+            check_transfers(programs, replace(crossing, timeline=simulate(schedule, costs), lanes=STRICT))
 
 
 @given(schedule=random_valid_schedules(braids=True, single_rank_stages=True), data=st.data())
@@ -341,9 +346,12 @@ def test_what_is_copied_outside_of_programs_stays_in_a_process() -> None:
 class _Rendezvous:
     """The transport of one process: both ends of a message from process to process block until the other comes."""
 
-    def __init__(self, process: int, crossing: Crossing, numbers: Any, mail: InProcess, meeting: Meeting) -> None:
+    def __init__(
+        self, process: int, crossing: Crossing, numbers: Any, mail: InProcess, meeting: Meeting, sleeps_s: float
+    ) -> None:
         self._message = {n: m for m, n in numbers.items()}
         self._process, self._crossing, self._mail, self._meeting = process, crossing, mail, meeting
+        self._rng, self._sleeps_s = random.Random(process), sleeps_s
 
     def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
         self._mail.send(message, dst, arrays)
@@ -358,14 +366,17 @@ class _Rendezvous:
 
     def _meet(self, message: int) -> None:
         if self._crossing.crosses(self._message[message]):
+            time.sleep(self._rng.uniform(0, self._sleeps_s))
             self._meeting.meet(self._process, self._message[message])
 
 
 Found = dict[int, StepOutputs | Exception]
 
 
-def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing) -> Found:
-    """One step, a thread a process."""
+def _run_apart(
+    name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
+) -> Found:
+    """One step, a thread a process; each sleeps for a random time before each message."""
     numbers = message_numbers(programs)
     mail, processes = InProcess(message_homes(programs, pipe.submeshes, numbers)), sorted(set(crossing.process_of))
     meeting = Meeting(len(processes))
@@ -380,7 +391,7 @@ def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing:
         own = [p for p in programs if crossing.process_of[p.rank] == process]
         ranks = {p.rank for p in own}
         mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
-        transport = _Rendezvous(process, crossing, numbers, mail, meeting)
+        transport = _Rendezvous(process, crossing, numbers, mail, meeting, sleeps_s)
         order = issue_order(own, crossing.timeline)
         executor = Executor(
             own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
@@ -399,6 +410,20 @@ def _run_apart(name: str, pipe: Pipeline, programs: Sequence[Program], crossing:
     for thread in threads:
         thread.join()
     return found
+
+
+def _assert_same_bits(
+    name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
+) -> None:
+    found = _run_apart(name, pipe, programs, crossing, sleeps_s)
+    zeros = {at: pipe.zeros(at) for at in pipe.all_instances}
+    whole = pipe.run(pipe.place(parameters(name)), zeros, random_batch(pipe.schedule.num_microbatches))
+    for process, out in found.items():
+        assert isinstance(out, StepOutputs), out
+        for at, buffers in out.acc.items():
+            assert crossing.process_of[at[0]] == process
+            for a, b in zip(buffers, whole.acc[at], strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.usefixtures("x64")
@@ -420,16 +445,22 @@ def test_processes_that_meet_for_each_message_get_the_same_bits(family: str, p: 
     pipe = pipeline_for(name, schedule)
     crossing = Crossing(tuple(rank // each for rank in range(p)), pipe.predicted_timeline())
     programs = lower(schedule, pipe.stages, pipe.braids, crossing)
-    found = _run_apart(name, pipe, programs, crossing)
-    placed = pipe.place(parameters(name))
-    whole = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.all_instances}, random_batch(m))
-    for process, out in found.items():
-        assert isinstance(out, StepOutputs), out
-        for at, buffers in out.acc.items():
-            assert crossing.process_of[at[0]] == process
-            for a, b in zip(buffers, whole.acc[at], strict=True):
-                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    _assert_same_bits(name, pipe, programs, crossing)
     with pytest.raises(ProgramError, match="can wait for each other for ever"):
         check_transfers(pipe.programs, crossing)
     stuck = _run_apart(name, pipe, pipe.programs, crossing)
     assert all(isinstance(out, RunError) and "wait for each other" in str(out) for out in stuck.values()), stuck
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_on_three_processes_that_sleep(seed: int) -> None:
+    rng = random.Random(seed)
+    placement = circular(3, 2 if seed % 2 else 1)
+    schedule = random_schedule(placement, rng.randint(1, 6), rng, offload=0.2, braid=0.3)
+    name = sized("gpt", schedule)
+    pipe = pipeline_for(name, schedule)
+    costs = CostProfile.uniform(placement.num_stages, f=rng.random(), b=rng.random(), w=rng.random())
+    crossing = Crossing((0, 1, 2), simulate(schedule, costs))
+    _assert_same_bits(name, pipe, lower(schedule, pipe.stages, pipe.braids, crossing), crossing, 0.01)

@@ -129,6 +129,9 @@ def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObjec
     with _in_flight(data):
         programs = lower(schedule, stages, crossing=crossing)
         assert _left_over(programs, crossing) == []
+        if crossing.early == 0:  # dispatched in the order of other costs, it is free of deadlock too
+            costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, f=1, b=3, w=0.1)
+            check_transfers(programs, replace(crossing, timeline=simulate(schedule, costs), lanes=STRICT))
 
 
 @given(schedule=random_valid_schedules(braids=True, single_rank_stages=True), data=st.data())

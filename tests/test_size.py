@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 747, 16),
-    "cli": (18, 2147, 6),
+    "cli": (18, 2148, 6),
     "cost": (5, 726, 6),
     "launch": (3, 254, 2),
     "planning": (8, 985, 11),
     "plot": (8, 801, 5),
-    "program": (8, 866, 11),
+    "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
-    "runtime": (15, 1963, 20),
+    "runtime": (17, 2145, 25),
     "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5819, 54),
-    "train": (49, 6273, 73),
+    "train": (50, 6457, 75),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -19,6 +19,9 @@ import pytest
 from jaxpipe import Trainer
 from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
 from jaxpipe.plot.cells import colour_of
+from jaxpipe.program.deadlock import Crossing
+from jaxpipe.program.ir import Send
+from jaxpipe.program.lower import lower
 from jaxpipe.runtime.memory_probe import probe_step
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
@@ -41,6 +44,7 @@ from jaxpipe.stage.instructions import From, register_instruction, stage_functio
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import TrainStep
+from tests.pipelines import assert_same_arrays
 
 EXAMPLE = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8").split("```python\n")[1]
 M, B = 4, 2
@@ -205,6 +209,14 @@ def test_values_travel_between_ranks_and_are_dropped_when_read() -> None:
         want = (4 * np.tanh(batch()["x"][i] @ w) ** 2).sum()
         assert float(out.user["size"][1, i]) == pytest.approx(want, rel=1e-12)
     assert out.losses[0][0] == run(compiled()).losses[0][0]
+
+
+def test_values_travel_between_processes() -> None:
+    pipe = compiled().with_schedule(exchange())
+    crossing = Crossing((0, 1), pipe.predicted_timeline())
+    programs = lower(pipe.schedule, pipe.stages, crossing=crossing)
+    assert sum(isinstance(i, Send) and i.action.op == "Tell" and i.place >= 0 for i in programs[0].instructions) == M
+    assert_same_arrays(dict(run(replace(pipe, programs=programs, own=programs)).user), dict(run(pipe).user))
 
 
 def test_predicted_bytes_are_those_of_the_run() -> None:

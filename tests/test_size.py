@@ -22,7 +22,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "(top)": (9, 747, 16),
     "cli": (18, 2148, 6),
     "cost": (5, 726, 6),
-    "launch": (3, 254, 2),
+    "launch": (3, 258, 2),
     "planning": (8, 985, 11),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),

@@ -48,12 +48,13 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model and how its stage is made."""
+    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits)."""
 
     model: str
     sequence: bool = False
     fused_residual: bool = False
     recompute: str = "none"
+    attention: str = "xla"
 
 
 TINY = Size(2, 16, 16, 4, 2, "float32")
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
     args = parser.parse_args(given)
-    _environment(args.tp)
+    environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
@@ -123,7 +124,8 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     from jaxpipe.stage.model.reference import resolve_model
 
     options = {"d_model": size.D, "num_heads": size.H, "num_layers": size.L, "seq_len": size.T, "dtype": size.dtype}
-    model = resolve_model(variant.model, {**options, "vocab_size": 16 * shards})
+    options |= {"vocab_size": 16 * shards} | ({"attention": variant.attention} if variant.attention else {})
+    model = resolve_model(variant.model, options)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     tp = TensorParallel(shards, sequence=variant.sequence, fused_residual=variant.fused_residual)
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
@@ -228,7 +230,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     return jax.sharding.Mesh(grid, AXES)
 
 
-def _environment(shards: int) -> None:
+def environment(shards: int) -> None:
     """What XLA and JAX read when they are loaded."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

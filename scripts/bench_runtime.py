@@ -126,7 +126,7 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
     rivals = {"unpipelined": _unpipelined(model), "one_by_one": _one_by_one(model), "at_once": _at_once(model)}
     placed = pipe.place(params)
     alone = jax.device_put((params, batch), jax.devices()[0])
-    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc = {at: pipe.zeros(at) for at in pipe.own_instances}
     jax.block_until_ready([rival(*alone) for rival in rivals.values()])
     pipelined_s, ratios, bubbles = [], [], []
     rivals_s: dict[str, list[float]] = {rival: [] for rival in rivals}

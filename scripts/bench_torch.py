@@ -2,6 +2,7 @@
 
     python -m venv V && V/bin/pip install torch        # of its own, a build for CPUs is enough
     python scripts/bench_torch.py --torch V/bin/python --rounds 5
+    python scripts/bench_torch.py --torch V/bin/python --rounds 5 --alone
 
 Both sides train 10.6M parameters (d 256, 8 layers, 4 heads, sequences of 256, vocabulary 8192, untied, float32) with AdamW
 over 2 ranks and 8 microbatches of 2 sequences, without clipping or recomputation. PyTorch: 2 gloo processes of one thread
@@ -12,6 +13,9 @@ measured to take longer, and what ``jaxpipe train`` sets on a CPU.
 A round visits every configuration once, jaxpipe's and PyTorch's in turn, every other round backwards: a step that does not
 count, then ``--steps`` that do, each waited for. Who is not asked waits at a pipe. ``foreign_cpu``: the part of the machine
 that other processes used meanwhile; above a few per cent only ratios of CPU seconds mean anything.
+
+``--alone``: the functions of a stage of 5 blocks, and layers that mostly reduce (BW: the whole backward pass), in CPU seconds,
+medians and least, one process each, both on one core. PyTorch divides B and W by what its zero-bubble schedules use.
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ TWO, FOUR, V = (6,), (4, 6, 8), (3, 6, 8)
 TORCH = {"1F1B": TWO, "ZB1P": TWO, "Interleaved1F1B": FOUR, "ZBV": V}
 JAXPIPE = {"1f1b": TWO, "zb-1p": TWO, "interleaved-1f1b": FOUR, "v-zb": V}
 UNPIPELINED = "unpipelined"
+ALONE = "alone"
+BLOCKS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="NAME", choices=[*JAXPIPE, *TORCH, UNPIPELINED], help="some of them"
     )
     parser.add_argument("--cut", choices=("hand", "analytic", "measured"), default="hand", help="of jaxpipe's stages")
+    parser.add_argument("--alone", action="store_true", help="functions of a stage, on one core")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to see that everything works")
     parser.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.worker is not None:
         return _work(json.loads(args.worker))
     try:
-        print(json.dumps(run(args), indent=1))
+        print(json.dumps((run_alone if args.alone else run)(args), indent=1))
     except JaxpipeError as error:
         print(f"bench_torch: {error}", file=sys.stderr)
         return 2
@@ -92,11 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     results = {name: _summary(found, tokens) for name, found in samples.items()}
     return {
         "what": "jaxpipe against torch.distributed.pipelining",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit_id(),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch, **ready.get("jaxpipe", {})},
+        **_told(ready, torch),
         "sizes": sizes,
         "cut": args.cut,
         "rounds": args.rounds,
@@ -104,6 +107,56 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "jaxpipe": {name: results[name] for name in ours},
         "torch": {name: results[name] for name in theirs},
         "ratios": _ratios(results),
+    }
+
+
+def run_alone(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = {**(TINY if args.tiny else SIZES), "blocks": BLOCKS}
+    version, core = _torch_version(args.torch), max(os.sched_getaffinity(0))
+    told = {"sizes": sizes, "core": core}
+    groups = {
+        "jaxpipe": Group([[sys.executable, __file__, "--worker", json.dumps(told)]], [{}]).start(),
+        "torch": _torch_group(args.torch, [{**told, "rank": None, "threads": 1}]).start(),
+    }
+    try:
+        ready = {name: group.started() for name, group in groups.items()}
+        samples: dict[str, list[Mapping[str, Any]]] = {name: [] for name in groups}
+        for k in range(args.rounds):
+            for name in list(groups) if k % 2 == 0 else reversed(groups):
+                _note(f"round {k + 1} of {args.rounds}: {name}")
+                samples[name].append(groups[name].measure(ALONE, args.steps))
+    finally:
+        for group in groups.values():
+            group.close()
+
+    def of_all(statistic: Callable[[Sequence[float]], float]) -> dict[str, dict[str, float]]:
+        return {
+            side: {f: statistic([s for sample in found for s in sample["functions"][f]]) for f in found[0]["functions"]}
+            for side, found in samples.items()
+        }
+
+    cpu_s, least_s = of_all(statistics.median), of_all(min)
+    return {
+        "what": "functions of a stage, against PyTorch's, on one core",
+        **_told(ready, version),
+        "sizes": sizes,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "foreign_cpu": statistics.mean(sample["foreign_cpu"] for found in samples.values() for sample in found),
+        "cpu_s": cpu_s,
+        "least_s": least_s,
+        "ratios": {f: cpu_s["jaxpipe"][f] / of_torch for f, of_torch in cpu_s["torch"].items()},
+        "ratios_of_least": {f: least_s["jaxpipe"][f] / of_torch for f, of_torch in least_s["torch"].items()},
+    }
+
+
+def _told(ready: Mapping[str, Mapping[str, Any]], torch: str | None) -> dict[str, Any]:
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit_id(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch, **ready.get("jaxpipe", {})},
     }
 
 
@@ -207,10 +260,8 @@ def _groups(args: argparse.Namespace, sizes: Any, ours: Sequence[str], theirs: S
         port = free.getsockname()[1]
 
     def torch(threads: int, ranks: Sequence[int | None], cuts: Mapping[str, Sequence[int]]) -> Group:
-        asked = [{"sizes": sizes, "rank": r, "port": port, "threads": threads, "cuts": cuts} for r in ranks]
-        path = str(Path(__file__).with_name("torch_pipeline.py"))
-        return Group(
-            [[args.torch, path, json.dumps(a)] for a in asked], [{"OMP_NUM_THREADS": str(threads)}] * len(asked)
+        return _torch_group(
+            args.torch, [{"sizes": sizes, "rank": r, "port": port, "threads": threads, "cuts": cuts} for r in ranks]
         )
 
     if cuts := {name: TORCH[name] for name in theirs if name in TORCH}:
@@ -218,6 +269,13 @@ def _groups(args: argparse.Namespace, sizes: Any, ours: Sequence[str], theirs: S
     if UNPIPELINED in theirs:
         groups[UNPIPELINED] = torch(RANKS, [None], {})
     return {name: group.start() for name, group in groups.items()}
+
+
+def _torch_group(python: str, asked: Sequence[Mapping[str, Any]]) -> Group:
+    path = str(Path(__file__).with_name("torch_pipeline.py"))
+    return Group(
+        [[python, path, json.dumps(a)] for a in asked], [{"OMP_NUM_THREADS": str(a["threads"])} for a in asked]
+    )
 
 
 def _torch_version(python: str) -> str:
@@ -253,13 +311,17 @@ def _note(text: str) -> None:
 def _work(asked: Mapping[str, Any]) -> int:
     from jaxpipe.train.devices import cpu_settings, keep_heap, request_devices
 
+    if "core" in asked:
+        os.sched_setaffinity(0, {asked["core"]})
     request_devices(RANKS, "cpu")
     settings = cpu_settings(keep_heap())
     import jax
 
-    steps: dict[str, Callable[[bool], Mapping[str, float]]] = {}
+    steps: dict[str, Callable[[bool], Mapping[str, Any]]] = {}
     trainers: dict[Any, Any] = {}
-    for name in asked["names"]:
+    if "core" in asked:
+        steps[ALONE] = _alone(asked["sizes"])
+    for name in asked.get("names", ()):
         _note(f"jaxpipe: compiling and timing {name}")
         steps[name] = _stepper(name, asked, trainers)
     versions = {
@@ -336,6 +398,75 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
             found["bubble_measured"] = metrics.timeline.bubble_rate
             found["predicted_over_step"] = pipe.predicted_timeline().makespan / outputs.step_s
         return found
+
+    return step
+
+
+def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
+    """Runs the functions of stages; if recorded, tells the CPU seconds of each run since it last did."""
+    import jax
+    import numpy as np
+    from flax import linen as nn
+
+    from jaxpipe.mesh import pipeline_submeshes
+    from jaxpipe.stage.compiled.compile import build_all
+    from jaxpipe.stage.functions import Port, StageFunctions
+    from jaxpipe.stage.model.adapters import from_linen
+    from jaxpipe.stage.model.layer import Layer
+    from jaxpipe.stage.model.reference import resolve_model
+
+    b, t, d = (sizes[n] for n in ("microbatch_size", "seq_len", "d_model"))
+    options = {k: sizes[k] for k in ("d_model", "num_heads", "seq_len", "vocab_size")}
+    gpt = resolve_model("models.gpt:GPT", {**options, "num_layers": sizes["blocks"], "tied": False})
+    wide = {"x": jax.ShapeDtypeStruct((b, sizes["num_heads"], t, t), np.float32)}
+    data = {**gpt.batch_spec(b), "x": jax.ShapeDtypeStruct((b, t, d), np.float32)}
+
+    def of_one(layer: Layer, data: Mapping[str, Any]) -> StageFunctions:
+        """A stage of ``layer``, which gets what another makes of the array x."""
+        given = Layer("given", lambda key: {"by": np.ones(())}, lambda p, x, c: c.data["x"] * p["by"], reads=("x",))
+        loss = Layer("loss", lambda key: {}, lambda p, x, c: (x.sum(), x[..., 0].sum()))
+        return built([[given], [layer], [loss]], data)
+
+    def built(stages: Sequence[Sequence[Layer]], data: Mapping[str, Any]) -> StageFunctions:
+        params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for stage in stages for layer in stage}
+        return build_all(stages, params, data, pipeline_submeshes(1) * len(stages))[min(1, len(stages) - 1)]
+
+    example = (data["x"],)
+    softmax = Layer("softmax", lambda key: {}, lambda p, x, c: jax.nn.softmax(x, axis=-1))
+    found = {
+        "": built([gpt.layers[:1], gpt.layers[1:-2], gpt.layers[-2:]], gpt.batch_spec(b)),
+        "softmax ": of_one(softmax, wide),
+        "layer norm ": of_one(from_linen("norm", nn.LayerNorm(use_fast_variance=False), example=example), data),
+        "RMS norm ": of_one(from_linen("norm", nn.RMSNorm(), example=example), data),
+        "cross entropy ": built([gpt.layers[:-1], gpt.layers[-1:]], gpt.batch_spec(b)),
+    }
+    rng = np.random.default_rng(1)
+    held: dict[tuple[str, Port], Any] = {}
+    taken: dict[str, list[float]] = {}
+
+    def run(name: str, op: str) -> None:
+        f = found[name].functions[op]
+        for port, aval in zip(f.inputs, f.avals_in, strict=True):
+            if (name, port) not in held:
+                number = np.issubdtype(aval.dtype, np.floating)
+                made = rng.standard_normal(aval.shape) / 50 if number else rng.integers(0, 50, aval.shape)
+                held[(name, port)] = jax.device_put(made.astype(aval.dtype), aval.sharding)
+        last = {"acc"} if op == "B" else {"acc", "res", "wres"}
+        arguments = [held.pop((name, p)) if p.kind in last else held[(name, p)] for p in f.inputs]
+        began = time.process_time()
+        made = jax.block_until_ready(f.call(*arguments))
+        taken.setdefault(name + op, []).append(time.process_time() - began)
+        held.update(((name, p), v) for p, v in zip(f.outputs, made, strict=True) if p.kind in ("res", "wres", "acc"))
+
+    def step(record: bool) -> dict[str, Any]:
+        if record:
+            told = dict(taken)
+            taken.clear()
+            return {"functions": told}
+        for name in found:
+            for op in ("F", "B", "W", "F", "BW") if not name else ("F", "BW"):
+                run(name, op)
+        return {"loss": None}
 
     return step
 

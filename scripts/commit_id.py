@@ -6,15 +6,15 @@ import subprocess
 from pathlib import Path
 
 
-def commit_id() -> str:
-    """The short hash of this checkout's HEAD, or ``unknown`` without git."""
+def commit_id(folder: Path = Path(__file__).parent) -> str:
+    """The short hash of the HEAD of the checkout that holds ``folder``, or ``unknown`` without git."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(__file__).parent,
+            cwd=folder,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -1,4 +1,4 @@
-"""Read the schedule of a compiled GPU program: which products run between the start and the done of each collective.
+"""Read a compiled GPU program: which products run between the start and the done of each collective, what is only moved.
 
 Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a cuBLAS call or a fusion around a ``dot``
 (Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter`` or ``all-to-all``. One that XLA
@@ -7,13 +7,29 @@ marked ``is_sync``, since nothing runs beside it, counts as not covered, and so 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _DTYPE_AND_SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
+_LAYOUT = re.compile(r"\]\{([\d,]*)")
+_MOVING = frozenset(
+    (
+        "parameter",
+        "constant",
+        "bitcast",
+        "reshape",
+        "copy",
+        "transpose",
+        "slice",
+        "dynamic-slice",
+        "dynamic-update-slice",
+    )
+) | {"concatenate", "pad", "tuple", "get-tuple-element"}
+"""Operations of a kernel that computes nothing."""
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
@@ -32,6 +48,15 @@ class Overlap:
     @property
     def covered(self) -> bool:
         return self.products > 0 and not self.is_sync
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A kernel of the entry computation that moves arrays. ``kind``: ``copies``, the axes' order in memory stays;
+    ``transposing``, it changes; ``fused``, it changes and the kernel computes, too."""
+
+    name: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +97,81 @@ def count_products(text: str) -> int:
     return sum(_is_product(line, products) for line in _entry(text))
 
 
+def moves(text: str, least: int) -> list[Move]:
+    """Kernels that copy or transpose arrays of at least ``least`` elements. Axes of length 1 have no order."""
+    computations, entry = _computations(text), list(_entry(text))
+    entry_types = {line.name: line.result for line in entry}
+    found: list[Move] = []
+    for line in entry:
+        called = re.search(r"calls=%?([\w.\-]+)", line.rest)
+        if line.op in ("copy", "transpose"):
+            body, types = [line], entry_types
+        elif line.op == "fusion" and called is not None:
+            body = computations[called.group(1)]
+            types = {i.name: i.result for i in body}
+        else:
+            continue
+        if _most_elements(line.result) < least:
+            continue
+        turned = any(_reorders(i, types) for i in body if _most_elements(i.result) >= least)
+        if all(i.op in _MOVING for i in body):
+            found.append(Move(line.name, "transposing" if turned else "copies"))
+        elif turned:
+            found.append(Move(line.name, "fused"))
+    return found
+
+
+def custom_calls(text: str) -> list[str]:
+    """Targets of the entry computation's custom calls."""
+    matches = (re.search(r'custom_call_target="([^"]*)"', line.rest) for line in _entry(text))
+    return [match.group(1) for match in matches if match]
+
+
+def _reorders(line: _Instruction, types: Mapping[str, str]) -> bool:
+    """Whether a copy or transpose changes the order in memory of axes longer than 1."""
+    operand = re.match(r"%?([\w.\-]+)", line.rest)
+    if line.op not in ("copy", "transpose") or operand is None or operand.group(1) not in types:
+        return False
+    sizes, result = _axes(line.result)
+    _, given = _axes(types[operand.group(1)])
+    permutation = re.search(r"dimensions=\{([\d,]*)\}", line.rest)
+    comes_from = [int(n) for n in permutation.group(1).split(",")] if permutation else list(range(len(sizes)))
+    long = {comes_from[k] for k, n in enumerate(sizes) if n > 1}
+    return [comes_from[k] for k in result if sizes[k] > 1] != [k for k in given if k in long]
+
+
+def _axes(typed: str) -> tuple[list[int], list[int]]:
+    """Sizes of the first array's axes, and the axes from the fastest in memory to the slowest."""
+    shape, layout = _DTYPE_AND_SHAPE.search(typed), _LAYOUT.search(typed)
+    sizes = [int(n) for n in shape.group(2).split(",") if n] if shape else []
+    order = [int(n) for n in layout.group(1).split(",") if n] if layout else []
+    return sizes, order or list(range(len(sizes)))[::-1]
+
+
+def _most_elements(types: str) -> int:
+    """Of the largest array whose type is written here."""
+    return max(
+        (math.prod(int(n) for n in shape.split(",") if n) for _, shape in _DTYPE_AND_SHAPE.findall(types)), default=0
+    )
+
+
 def _entry(text: str) -> Iterator[_Instruction]:
     for line in text[text.index("\nENTRY") :].splitlines():
         match = _INSTRUCTION.match(line)
         if match:
             yield _Instruction(*match.groups())
+
+
+def _computations(text: str) -> dict[str, list[_Instruction]]:
+    """The instructions of each computation, by its name."""
+    found: dict[str, list[_Instruction]] = {}
+    for line in text.splitlines():
+        head, match = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line), _INSTRUCTION.match(line)
+        if head:
+            found[head.group(1)] = body = []
+        elif match and found:
+            body.append(_Instruction(*match.groups()))
+    return found
 
 
 def _collective_kind(line: _Instruction) -> str:

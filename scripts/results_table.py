@@ -33,7 +33,35 @@ def table() -> str:
     if gpus:
         lines += ["", gpu_table(gpus)]
     overlaps = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("overlap-*.json"))]
-    return "\n".join([*lines, *(line for report in overlaps for line in ("", *overlap_table(report)))])
+    lines += [line for report in overlaps for line in ("", *overlap_table(report))]
+    compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
+    return "\n".join([*lines, *(line for report in compiled for line in ("", *compiled_table(report)))])
+
+
+def compiled_table(report: dict[str, Any]) -> list[str]:
+    """What ``compile_h100.py`` read from compiled programs: a row per model and form."""
+    size, ops = report["size"], ("F", "B", "W", "BW")
+    lines = [
+        f"Stages of {size['L']} layers as XLA compiles them for one {report['device']} (hidden {size['D']}, sequence "
+        f"{size['T']}, {size['dtype']}, recompute none): MB that F saves for a microbatch, and in how many arrays; MB of "
+        "workspace; kernels that only transpose an array of activations, and that transpose one while they compute; products.",
+        "",
+        "| stage | saved | workspace F, B, W, BW | transposing F, B, W, BW | products F, B, W, BW |",
+        "|---|---|---|---|---|",
+    ]
+    for case in report["cases"]:
+        functions = [case["functions"][op] for op in ops]
+        cells = [
+            f"{case['model']}, {case['form']}",
+            f"{case['residual_bytes'] / 1e6:.0f} in {case['residual_arrays']}",
+            ", ".join(f"{f['temp_bytes'] / 1e6:.0f}" for f in functions),
+            ", ".join(f"{f['transposing']} + {f['fused']}" for f in functions),
+            ", ".join(str(f["products"]) for f in functions),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    origin = f"- `{report['command']}`, commit {report['commit']} (before: {report['before_commit']}), {versions}."
+    return [*lines, "", origin]
 
 
 def overlap_table(report: dict[str, Any]) -> list[str]:

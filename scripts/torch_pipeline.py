@@ -3,9 +3,11 @@ by a Python that has torch, and needs nothing of jaxpipe.
 
 Its argument is JSON: ``sizes`` of the model and the batch, ``rank``, ``port``, ``threads``, ``cuts`` by configuration. Each
 line on standard input, ``NAME STEPS``, asks for that many steps of a configuration after one that does not count; the answer
-is a line of JSON: ``step_s`` (a number a step), ``cpu_s`` (of this process, all steps), ``loss``.
+is a line of JSON: ``step_s`` (a number a step), ``cpu_s`` (of this process, all steps), ``loss``. With ``core`` it keeps to
+that core, the one configuration is the functions of a stage alone, and ``functions`` has the CPU seconds of each.
 """
 
+import collections
 import json
 import os
 import sys
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
 RANKS = 2
@@ -128,14 +131,57 @@ def unpipelined(c, batch):
     return step
 
 
+def alone(c, taken):
+    """Forward and backward passes of a stage of blocks, and of layers that mostly reduce."""
+    b, t, d, heads, words = (c[n] for n in ("microbatch_size", "seq_len", "d_model", "num_heads", "vocab_size"))
+    targets = torch.randint(0, words, (b, t))
+    blocks = nn.Sequential(*(Block(c) for _ in range(c["blocks"])))
+    layers = {
+        "softmax": (nn.Softmax(-1), (b, heads, t, t)),
+        "layer norm": (nn.LayerNorm(d), (b, t, d)),
+        "RMS norm": (nn.RMSNorm(d), (b, t, d)),
+        "cross entropy": (lambda logits: loss_of(logits, targets), (b, t, words)),
+    }
+
+    def timed(name, run):
+        began = time.process_time()
+        made = run()
+        taken[name].append(time.process_time() - began)
+        return made
+
+    inputs = {name: torch.randn(shape, requires_grad=True) for name, (_, shape) in layers.items()}
+    x, dy = torch.randn(b, t, d, requires_grad=True), torch.randn(b, t, d)
+
+    def step():
+        y = timed("F", lambda: blocks(x))
+        _, groups = timed("B", lambda: stage_backward_input([y], [dy], [x], blocks.parameters()))
+        timed("W", lambda: stage_backward_weight(blocks.parameters(), groups))
+        y = blocks(x)
+        timed("BW", lambda: y.backward(dy))
+        x.grad = None
+        for name, (layer, _) in layers.items():
+            given = inputs[name]
+            made = timed(f"{name} F", lambda layer=layer, given=given: layer(given))
+            cotangent = torch.ones_like(made)
+            timed(f"{name} BW", lambda made=made, cotangent=cotangent: made.backward(cotangent))
+            given.grad = None
+
+    return step
+
+
 def main():
     asked = json.loads(sys.argv[1])
     c, rank = asked["sizes"], asked["rank"]
+    taken = collections.defaultdict(list)
+    if "core" in asked:
+        os.sched_setaffinity(0, {asked["core"]})
     torch.set_num_threads(asked["threads"])
     torch.manual_seed(1)
     ids = torch.randint(0, c["vocab_size"], (c["microbatches"] * c["microbatch_size"], c["seq_len"] + 1))
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    if rank is None:
+    if "core" in asked:
+        steps = {"alone": alone(c, taken)}
+    elif rank is None:
         steps = {"unpipelined": unpipelined(c, batch)}
     else:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(asked["port"])}
@@ -147,13 +193,14 @@ def main():
         began = time.process_time()
         steps[name]()
         first_s = time.process_time() - began
-        taken, loss, began = [], None, time.process_time()
+        taken.clear()
+        step_s, loss, began = [], None, time.process_time()
         for _ in range(int(count)):
             start = time.perf_counter()
             loss = steps[name]()
-            taken.append(time.perf_counter() - start)
-        told = {"step_s": taken, "cpu_s": time.process_time() - began, "first_cpu_s": first_s, "loss": loss}
-        print(json.dumps(told), flush=True)
+            step_s.append(time.perf_counter() - start)
+        told = {"step_s": step_s, "cpu_s": time.process_time() - began, "first_cpu_s": first_s, "loss": loss}
+        print(json.dumps({**told, "functions": taken}), flush=True)
     if rank is not None:
         dist.destroy_process_group()
 

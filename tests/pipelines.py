@@ -112,7 +112,7 @@ def run_sequentially(
     """
     values: dict[tuple[Any, ...], Any] = {}
     losses: dict[int, dict[tuple[int, int], Any]] = {}
-    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc = {at: pipe.zeros(at) for at in pipe.own_instances}
 
     def call(op: str, rank: int, s: int, i: int) -> None:
         f = pipe.functions[(rank, s)]

@@ -27,6 +27,7 @@ class _Job:
     name: Any
     needs: list[Any]
     queues: list[deque[Any]]
+    letter: _Mail | None = None
     done: bool = False
 
     def at_front(self) -> bool:
@@ -81,6 +82,7 @@ def left_over(
             if isinstance(instruction, Send) or "gate" in rules:
                 job.needs += [compute[-1]] if compute else []
             letter.sides += [job] if crosses else [job, job]
+            job.letter = letter
             if crosses or "four" in rules:
                 started[rank] = started.get(rank, 0) + 1
             if "four" in rules:
@@ -115,16 +117,11 @@ def left_over(
             while todo and all(j.done for j in blocked[process]) and hand_out(process, *todo[0]):
                 todo.popleft()
                 progress = True
-        letters = [m for m in mail.values() if len(m.sides) == 2 and not m.sides[0].done]
-        in_mail = {id(side) for m in mail.values() for side in m.sides}
-        for letter in letters:
-            if all(map(side_ready, letter.sides)):
-                for side in {id(s): s for s in letter.sides}.values():
-                    end(side)
-                progress = True
         for job in jobs:
-            if not job.done and id(job) not in in_mail and side_ready(job):
-                end(job)
+            sides = [job] if job.letter is None else job.letter.sides
+            if not job.done and (job.letter is None or len(sides) == 2) and all(map(side_ready, sides)):
+                for side in {id(s): s for s in sides}.values():
+                    end(side)
                 progress = True
         jobs[:] = [j for j in jobs if not j.done]
     rest = [str(j.name["run"]) for j in jobs]

@@ -278,7 +278,7 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
         peak[device] = max(peak.get(device, 0), held + 50)
         return held, peak[device]
 
-    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc = {at: pipe.zeros(at) for at in pipe.own_instances}
     inputs = pipe.step_inputs(placed("bfloat16", "one"), acc, batch_of(pipe))
     del acc
     devices = [list(mesh.devices.flat) for mesh in pipe.submeshes]
@@ -286,7 +286,7 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
     for rank in measured.ranks:
         assert rank.in_use_bytes == rank.live_bytes
         assert rank.allocator_peak_bytes == rank.live_peak_bytes + 50
-    again = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.all_instances}), devices)
+    again = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.own_instances}), devices)
     assert all(r.in_use_bytes == () and r.allocator_peak_bytes is None for r in again.ranks), "the CPU keeps none"
 
 

@@ -263,7 +263,7 @@ def test_towers_exchange_their_results(tmp_path: Path, monkeypatch: pytest.Monke
     plain, batch, params = grouped(2, dp, one_f_one_b)
     pipe = plain.with_schedule(exchanging(plain.schedule))
     placed = pipe.place(params)
-    out = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.all_instances}, batch)
+    out = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.own_instances}, batch)
     assert {*out.user} == {"found"} and {*out.user["found"]} == {(s, i) for s in (3, 5) for i in range(4)}
     for i in range(4):
         image, text = model_output(pipe.model, params, {name: x[i] for name, x in batch.items()})

@@ -253,7 +253,7 @@ def _check(seed: int) -> None:
             for got, true in zip(jax.tree.leaves(grads[layer.name]), jax.tree.leaves(want[layer.name]), strict=True):
                 true = 0 * true if layer.frozen else true
                 np.testing.assert_allclose(got, true, rtol=1e-10, atol=1e-12, err_msg=layer.name)
-        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch, key)
+        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch, key)
         acc, losses = run_sequentially(
             pipe, unbraid(schedule), params, pipe._with_factors(batch), microbatch_keys(key, m)
         )

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 def _run(pipe: Pipeline, *, record: bool = False) -> StepOutputs:
     batch = random_batch(pipe.schedule.num_microbatches)
-    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc = {at: pipe.zeros(at) for at in pipe.own_instances}
     return pipe.run(pipe.place(parameters("gpt")), acc, batch, record=record)
 
 
@@ -73,7 +73,7 @@ def test_measured_times_come_back_as_costs() -> None:
 def test_steps_leave_nothing_behind() -> None:
     pipe = pipeline_for("gpt", generate("zb-h1", 2, 4))
     params, batch = pipe.place(parameters("gpt")), random_batch(4)
-    acc: Any = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc: Any = {at: pipe.zeros(at) for at in pipe.own_instances}
     counts = []
     for _ in range(6):
         out = pipe.run(params, acc, batch)
@@ -104,7 +104,7 @@ def test_ranks_of_two_processes_meet_through_a_transport() -> None:
         for p in pipe.programs
     ]
     batch = random_batch(2)
-    inputs = pipe.step_inputs(pipe.place(parameters("gpt")), {at: pipe.zeros(at) for at in pipe.all_instances}, batch)
+    inputs = pipe.step_inputs(pipe.place(parameters("gpt")), {at: pipe.zeros(at) for at in pipe.own_instances}, batch)
     results: dict[int, StepOutputs] = {}
 
     def work(rank: int) -> None:
@@ -208,13 +208,13 @@ def test_an_asynchronous_failure_is_named_too(record: bool) -> None:
     params = pipe.place({"first": {"w": np.ones((8, 8))}, "second": {"w": np.ones((8, 8))}, "loss": {}})
     batch = {"x": np.ones((2, 4, 8))}
     with pytest.raises(RunError, match=r"rank 1, action F1\.0 \(stage 1, microbatch 0\) failed: .*exploded"):
-        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch, record=record)
+        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch, record=record)
         out.wait()
 
 
 def test_batches_must_fit() -> None:
     pipe = pipeline_for("gpt", generate("1f1b", 2, 4))
-    params, acc = pipe.place(parameters("gpt")), {at: pipe.zeros(at) for at in pipe.all_instances}
+    params, acc = pipe.place(parameters("gpt")), {at: pipe.zeros(at) for at in pipe.own_instances}
     batch = random_batch(4)
     with pytest.raises(ProgramError, match="the batch has no 'targets'"):
         pipe.run(params, acc, {k: v for k, v in batch.items() if k != "targets"})

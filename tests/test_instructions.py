@@ -19,6 +19,9 @@ import pytest
 from jaxpipe import Trainer
 from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
 from jaxpipe.plot.cells import colour_of
+from jaxpipe.program.deadlock import Crossing
+from jaxpipe.program.ir import Send
+from jaxpipe.program.lower import lower
 from jaxpipe.runtime.memory_probe import probe_step
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
@@ -41,6 +44,7 @@ from jaxpipe.stage.instructions import From, register_instruction, stage_functio
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import TrainStep
+from tests.pipelines import assert_same_arrays
 
 EXAMPLE = (Path(instructions.__file__).parent / "GUIDE.md").read_text(encoding="utf-8").split("```python\n")[1]
 M, B = 4, 2
@@ -100,7 +104,7 @@ def after(schedule: Schedule, put: Callable[[Action], Sequence[str]]) -> Schedul
 
 def run(pipe: Pipeline, record: bool = False) -> Any:
     params = pipe.place(init_params(model(), 0))
-    return pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch(), record=record)
+    return pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch(), record=record)
 
 
 def gradients() -> list[Mapping[str, Any]]:
@@ -207,6 +211,14 @@ def test_values_travel_between_ranks_and_are_dropped_when_read() -> None:
     assert out.losses[0][0] == run(compiled()).losses[0][0]
 
 
+def test_values_travel_between_processes() -> None:
+    pipe = compiled().with_schedule(exchange())
+    crossing = Crossing((0, 1), pipe.predicted_timeline())
+    programs = lower(pipe.schedule, pipe.stages, crossing=crossing)
+    assert sum(isinstance(i, Send) and i.action.op == "Tell" and i.place >= 0 for i in programs[0].instructions) == M
+    assert_same_arrays(dict(run(replace(pipe, programs=programs, own=programs)).user), dict(run(pipe).user))
+
+
 def test_predicted_bytes_are_those_of_the_run() -> None:
     """Of state, values that are read, sent and returned, at every instruction."""
     schedule = exchange()
@@ -220,7 +232,7 @@ def test_predicted_bytes_are_those_of_the_run() -> None:
     )  # fmt: skip
     pipe = compiled().with_schedule(after(schedule, lambda a: ["Keep"] if a.op == "BW" else []))
     params = pipe.place(init_params(model(), 0))
-    inputs = pipe.step_inputs(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch())
+    inputs = pipe.step_inputs(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch())
     devices = [list(mesh.devices.flat) for mesh in pipe.submeshes]
     measured = probe_step(pipe.executor, inputs, devices).ranks
     for rank, predicted in zip(measured, pipe.memory_report(workspace=False, curves=True).ranks, strict=True):

@@ -128,6 +128,7 @@ with Stop() as stop:
     open(f"{os.environ['WHERE']}/{mine}", "w").close()
     while not stop.requested: time.sleep(0.02)
 os.remove(f"{os.environ['WHERE']}/{mine}")
+processes.leave()
 """
 
 

@@ -31,6 +31,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.ir import F as F_SPEC
+from tests.bare_stages import bare_stages
 from tests.pipelines import compiled, some_schedule
 from tests.schedule_strategies import random_schedule
 
@@ -116,6 +117,13 @@ def test_issue_order_follows_simulated_time() -> None:
     ]
     times = [start[run] for run in runs]
     assert times == sorted(times)
+
+
+def test_two_ranks_that_wait_for_one_action_both_get_its_message() -> None:
+    placement = explicit(4, [3, 0, 1, 2], edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
+    schedule = traverse(placement, 3, Traversal("backward"))
+    programs = lower(schedule, bare_stages(placement))
+    _check_order(programs, issue_order(programs, simulate(schedule, CostProfile.uniform(4, f=0, b=0, w=0))))
 
 
 def test_one_process_of_several_issues_its_own_ranks() -> None:

@@ -119,7 +119,7 @@ def chain_batch(microbatches: int) -> dict[str, np.ndarray]:
 
 
 def run(pipe: Pipeline, params: Any, batch: Mapping[str, np.ndarray], *, record: bool = False) -> StepOutputs:
-    return pipe.run(pipe.place(params), {at: pipe.zeros(at) for at in pipe.all_instances}, batch, record=record)
+    return pipe.run(pipe.place(params), {at: pipe.zeros(at) for at in pipe.own_instances}, batch, record=record)
 
 
 def assert_bit_equal(got: StepOutputs, want: StepOutputs) -> None:
@@ -400,14 +400,14 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
         compute_dtype=jnp.float64,
         dp=dp,
     )
-    sums = {(r, s): reduction(pipe.submeshes[r], pipe.functions[(r, s)]) for r, s in pipe.all_instances}
+    sums = {(r, s): reduction(pipe.submeshes[r], pipe.functions[(r, s)]) for r, s in pipe.own_instances}
     early = pipe.with_epilogues(sums)
     params, batch = init_params(model, 0), chain_batch(4)
     want = run(pipe, params, batch)
     for record in (False, True):
         out = run(early, params, batch, record=record)
         assert_bit_equal(out, want)
-        assert set(out.reduced) == set(pipe.all_instances) and not want.reduced
+        assert set(out.reduced) == set(pipe.own_instances) and not want.reduced
         for at, grads in out.reduced.items():
             assert_same_arrays(list(grads), sums[at](list(want.acc[at])))
     kinds, sequence = early.executor.instruction_kinds, early.executor.sequence

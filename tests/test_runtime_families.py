@@ -62,7 +62,7 @@ def _require_bit_equal(schedule: Schedule) -> None:
     for step in range(2):
         batch = _batch(m, seed=step)
         placed = pipe.place(params)
-        out = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.all_instances}, batch)
+        out = pipe.run(placed, {at: pipe.zeros(at) for at in pipe.own_instances}, batch)
         acc, losses = run_sequentially(pipe, schedule, placed, batch)
         assert_same_arrays(dict(out.acc), acc)
         assert_same_arrays(list(out.losses), losses)

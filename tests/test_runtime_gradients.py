@@ -62,7 +62,7 @@ def _check(name: str, schedule: Schedule, seed: int = 0, recompute: str | tuple[
     pipe = pipeline_for(name, schedule, recompute)
     batch = random_batch(schedule.num_microbatches, seed)
     params = pipe.place(parameters(name))
-    out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch)
+    out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch)
     acc, losses = run_sequentially(pipe, schedule, params, batch)
     assert_same_arrays(dict(out.acc), acc)
     assert_same_arrays(list(out.losses), losses)

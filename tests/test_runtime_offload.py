@@ -58,7 +58,7 @@ NAMES = ("gpt", "llama")
 
 
 def _run(pipe: Pipeline, name: str, seed: int = 0, *, record: bool = False) -> StepOutputs:
-    acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc = {at: pipe.zeros(at) for at in pipe.own_instances}
     return pipe.run(
         pipe.place(parameters(name)), acc, random_batch(pipe.schedule.num_microbatches, seed), record=record
     )
@@ -306,7 +306,7 @@ def test_steps_keep_live_bytes_constant(model: str, steps: int) -> None:
     schedule = _po_f()
     pipe = pipeline_for(model, schedule)
     params, batch = pipe.place(parameters(model)), random_batch(4)
-    acc: Any = {at: pipe.zeros(at) for at in pipe.all_instances}
+    acc: Any = {at: pipe.zeros(at) for at in pipe.own_instances}
     seen = set()
     for step in range(steps):
         out = pipe.run(params, acc, batch)

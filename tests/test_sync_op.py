@@ -98,7 +98,7 @@ def test_runtime_waits_and_computes_the_same() -> None:
         pipe = pipeline_for("gpt", schedule)
         batch = random_batch(3)
         params = pipe.place(parameters("gpt"))
-        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.all_instances}, batch, record=True)
+        out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch, record=True)
         acc, losses = run_sequentially(pipe, schedule, params, batch)
         assert_same_arrays(dict(out.acc), acc)
         assert_same_arrays(list(out.losses), losses)

@@ -101,7 +101,8 @@ def _train(args: argparse.Namespace) -> int:
 
         out = ProgressStream(sys.stdout)
         result = train(config, sys.stderr if args.json else out, own_process=True, processes=processes)
-    out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
+    if processes.mine == 0:
+        out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
 
 

@@ -7,7 +7,6 @@ files, also what is not shown: the logs of the libraries below JAX, and the stac
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -26,7 +25,6 @@ from jaxpipe.runtime.lines import LOST
 from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED, Stop
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
-_SIGNAL_OF_PARENTS_END = 1  # of prctl(2)
 RESTARTABLE = (RunError.exit_code, LOST)
 """Exit codes that another attempt may mend."""
 SAID = (0, ConfigError.exit_code, STOPPED, INTERRUPTED_TWICE)
@@ -95,7 +93,7 @@ class Launch:
             child = subprocess.Popen(
                 self._command,
                 env={**os.environ, **environ},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # see follow_launcher
                 stdout=subprocess.PIPE if k else None,
                 stderr=subprocess.STDOUT if k else subprocess.PIPE,
                 start_new_session=True,  # a terminal sends Ctrl-C to us alone
@@ -125,6 +123,8 @@ class Launch:
             time.sleep(_GLANCE_S)
         for child in self._children:
             child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
         killed = [(k, code) for k, code in ended.items() if code < 0]  # the others may have ended a moment earlier
         failed = [(k, code) for k, code in ended.items() if code not in (0, STOPPED)]
         return next(iter([*killed, *failed, *sorted(ended.items(), key=lambda item: -item[1])]))
@@ -148,9 +148,16 @@ class Launch:
 
 
 def follow_launcher() -> None:
-    """Let Linux send this process SIGTERM when the launcher that started it is gone: nobody hears it any more."""
-    if os.environ.get(_LAUNCHER) == str(os.getppid()) and (prctl := getattr(ctypes.CDLL(None), "prctl", None)):
-        prctl(_SIGNAL_OF_PARENTS_END, signal.SIGTERM)
+    """Have this process get one SIGTERM when the launcher that started it is gone, as nobody hears it any more. Its standard
+    input ends then; Linux's own signal for that (prctl) comes once for every thread that the launcher had."""
+
+    def follow() -> None:
+        with suppress(OSError):
+            os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ.get(_LAUNCHER) == str(os.getppid()):
+        threading.Thread(target=follow, name="jaxpipe-launcher", daemon=True).start()
 
 
 def _write(line: bytes) -> None:

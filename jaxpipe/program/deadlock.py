@@ -14,7 +14,8 @@ always         an instruction waits for the thread to hand it out, and for those
 ``four``       those of a rank, on four streams in turn (XLA's device-to-device streams on GPUs); matched by order, not number
 ``gate``       a receive waits for the runs of its rank that were handed out before it: it is given memory that they may still
                use (XLA's allocator on GPUs)
-``fifo``       the thread waits for each instruction to end before it goes on: the strictest, which covers all others
+``fifo``       the thread waits for each instruction to end before it goes on: the strictest, which covers all others, and a
+               transport whose sends or receives block
 =============  ======================================================================================================
 
 Not modelled: collectives between processes within a step, transports that hold up one message for want of memory.

@@ -60,7 +60,7 @@ def lower(
         programs = tuple(assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
         check_programs(programs)
     else:
-        _check_apart(schedule, stages, crossing.process_of)
+        assert len(crossing.process_of) == schedule.num_ranks, "every rank has a process"
         programs = lower_apart(ranks, crossing)
     for program in programs:
         dump.dump("program", f"rank{program.rank}", str(program))
@@ -130,28 +130,6 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                 raise ProgramError(
                     f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have}); "
                     f"register_instruction({action.op!r}, build) gives it one"
-                )
-
-
-def _check_apart(schedule: Schedule, stages: Sequence[StageFunctions], process_of: Sequence[int]) -> None:
-    """What the runtime copies from rank to rank outside of programs stays in one process."""
-    if len(process_of) != schedule.num_ranks:
-        raise ProgramError(
-            f"{len(process_of)} ranks have a process, schedule {schedule.name!r} has {schedule.num_ranks} ranks"
-        )
-    homes = [schedule.placement.ranks(s, i)[0] for i in range(schedule.placement.num_flows) for s in range(len(stages))]
-    rank_of = {layer: homes[stage.stage] for stage in stages for layer in stage.layout.layers}
-    for k, rank in enumerate(homes):
-        stage = stages[k % len(stages)]
-        others = [(homes[stage.stage], f"stage {stage.stage} has replicas on")]
-        others += [
-            (rank_of[owner], f"{layer} is tied to {owner} on") for (layer, _), (owner, _) in stage.layout.shared.items()
-        ]
-        for other, what in others:
-            if process_of[rank] != process_of[other]:
-                raise ProgramError(
-                    f"{what} ranks {other} and {rank}, which are in processes {process_of[other]} and {process_of[rank]}; the "
-                    "runtime adds up their gradients within a process only: put these ranks in one"
                 )
 
 

@@ -30,6 +30,8 @@ from jaxpipe.runtime.batches import (
     place_data,
 )
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
+from jaxpipe.runtime.ownership import Ownership
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -82,6 +84,7 @@ class AssemblyOptions(TypedDict, total=False):
     dp: int
     tp: TensorParallel | int
     braid: bool
+    processes: Processes | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,8 +92,9 @@ class Assembly:
     """See the module. Make with :meth:`of`; the fields are read-only.
 
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
-    where to; ``braid``: whether braided slots run as one function. Every rank has ``dp`` × ``tp.size`` devices: a microbatch is
-    split over ``dp``, and the layers divide their work over ``tp``.
+    where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
+    traced, these run). Every rank has ``dp`` × ``tp.size`` devices: a microbatch is split over ``dp``, and the layers divide
+    their work over ``tp``.
     """
 
     model: Model
@@ -106,6 +110,7 @@ class Assembly:
     tp: TensorParallel
     braid: bool
     cache: BuildCache
+    ownership: Ownership
 
     @staticmethod
     def of(
@@ -121,6 +126,7 @@ class Assembly:
         dp: int = 1,
         tp: TensorParallel | int = ONE_SHARD,
         braid: bool = True,
+        processes: Processes | None = None,
     ) -> Assembly:
         """Trace and split the stages; each function is compiled when it first runs.
 
@@ -137,6 +143,7 @@ class Assembly:
             dp: shards of a microbatch on each rank.
             tp: tensor-parallel shards of each rank, and how they divide the layers' work (an int: without options).
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
+            processes: of the run, between which the ranks are divided; by default there is this one.
 
         Raises:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
@@ -179,6 +186,7 @@ class Assembly:
             tp,
             braid,
             cache,
+            Ownership(placement.num_ranks, processes),
         )
 
     # -- stages -------------------------------------------------------------------------------------------------------
@@ -225,8 +233,13 @@ class Assembly:
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
 
     @property
-    def all_instances(self) -> tuple[Instance, ...]:
-        return tuple((r, s) for s, ranks in self.instances.items() for r in ranks)
+    def own_instances(self) -> tuple[Instance, ...]:
+        """Every (rank, stage) whose rank is this process's."""
+        return tuple((r, s) for s, ranks in self.instances.items() for r in ranks if r in self.ownership.ranks)
+
+    @cached_property
+    def _own_functions(self) -> Mapping[Instance, StageFunctions]:
+        return {at: f for at, f in self.functions.items() if at[0] in self.ownership.ranks}
 
     def primary(self, stage: int) -> Instance:
         """(rank, stage) of the instance that owns the update."""
@@ -266,7 +279,7 @@ class Assembly:
             CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
         """
         placed = {}
-        for rank, stage in self.all_instances:
+        for rank, stage in self.own_instances:
             buffers = self.packed(stage, params)
             placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
         return placed
@@ -300,27 +313,31 @@ class Assembly:
         Raises:
             ProgramError: the batch does not fit, or ``params`` are not buffers by (rank, stage).
         """
-        check_placed(params, self.functions)
+        check_placed(params, self._own_functions)
         batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
-        return place_data(batch, self.functions, self.submeshes)
+        return place_data(batch, self._own_functions, self.submeshes)
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
         acc = {at: list(buffers) for at, buffers in given.items()}
         for s, ranks in self.instances.items():
+            first = (ranks[0], s)
             for other in ranks[1:]:
-                there = jax.device_put(list(acc[(other, s)]), [a.sharding for a in acc[(ranks[0], s)]])
-                acc[(ranks[0], s)] = [a + b for a, b in zip(acc[(ranks[0], s)], there, strict=True)]
-                acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
+                there = self.ownership.move(acc.get((other, s), ()), other, ranks[0], self.functions[first].acc_avals)
+                if first in acc:
+                    acc[first] = [a + b for a, b in zip(acc[first], there, strict=True)]
+                if (other, s) in acc:
+                    acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
         return acc
 
     def copy_to_replicas(self, buffers: dict[Instance, Buffers]) -> None:
         """Copy a stage's trained parameters from its primary to its replicas, in place."""
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
-                n, homes = self.layout(s).num_trained, self.param_homes((other, s))
-                new = jax.device_put(buffers[(ranks[0], s)][:n], homes[:n])
-                buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
+                n, avals = self.layout(s).num_trained, self.functions[(other, s)].param_avals
+                new = self.ownership.move(buffers.get((ranks[0], s), [])[:n], ranks[0], other, avals[:n])
+                if (other, s) in buffers:
+                    buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -334,8 +351,11 @@ class Assembly:
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
         """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
         found = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
-        losses = [[made[at] for at in sorted(made) if at[2].kind == "loss"] for made in found]
-        return [sum(float(jnp.sum(x)) for x in port) for port in zip(*losses, strict=True)]
+        runs = [{at: x for at, x in made.items() if at[2].kind == "loss"} for made in found]
+        sums: dict[int, list[float]] = {}
+        for at in sorted(runs[0]):
+            sums.setdefault(at[0], []).append(sum(float(jnp.sum(run[at])) for run in runs))
+        return [x for _, own in sorted(self.ownership.shared("losses", sums).items()) for x in own]
 
     @cached_property
     def reported(self) -> Reported:
@@ -376,6 +396,8 @@ class Assembly:
         reads = read_by(self.model, taken_by(self.model.layers)[-1])
         if missing := [name for name in reads if name not in batch]:
             raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
+        if self.ownership.divided:
+            raise ProgramError("predictions are made in one process: load the checkpoint in one")
         function, tree, whole = self._output
         count = len(next(iter(batch.values())))
         unread = {
@@ -421,13 +443,28 @@ class Assembly:
                 wide = min(f.links.span, span)
                 for first in range(0, span, wide):
                     members = range(first, first + wide)
-                    entering = [made[(t, k, Port("y", leaf))] for k in members for t, leaf in f.x_from]
-                    x = jax.device_put(entering, [_home(a) for a in f.x_avals[: len(entering)]]) if entering else []
+                    x = self._entering(s, [(t, k, Port("y", leaf)) for k in members for t, leaf in f.x_from], made)
+                    if at not in self._own_functions:
+                        continue
                     read = [array for k in members for array in data[at][start + k]] if at in data else []
                     given = {"param": params[at], "x": x, "data": read}
                     results = function.call(*(given[port.kind][port.index] for port in function.inputs))
                     made |= {(s, first, port): result for port, result in zip(function.outputs, results, strict=True)}
             yield made
+
+    def _entering(
+        self, stage: int, wanted: Sequence[tuple[int, int, Port]], made: Mapping[tuple[int, int, Port], jax.Array]
+    ) -> Sequence[jax.Array]:
+        """What a stage reads of others' results, on its devices, out of what they ``made``; empty if its rank is elsewhere."""
+        to = self.primary(stage)
+        sources = [self.primary(t)[0] for t, _, _ in wanted]
+        avals = self.functions[to].x_avals[: len(wanted)]
+        found: dict[int, jax.Array] = {}
+        for src in dict.fromkeys(sources):
+            places = [n for n, source in enumerate(sources) if source == src]
+            given = [made[wanted[n]] for n in places if wanted[n] in made]
+            found |= zip(places, self.ownership.move(given, src, to[0], [avals[n] for n in places]), strict=False)
+        return [found[n] for n in sorted(found)]
 
     def _with_factors(self, batch: Batch) -> Batch:
         """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in

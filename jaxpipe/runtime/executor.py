@@ -29,8 +29,9 @@ from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
+from jaxpipe.runtime.ownership import Ownership
 from jaxpipe.runtime.recorder import Recorder
-from jaxpipe.runtime.transfer import InProcess, Transport
+from jaxpipe.runtime.transfer import InProcess, Parcel, Routed, Transport
 from jaxpipe.schedule import Action, Event, Slot
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
@@ -446,6 +447,25 @@ def message_homes(
                     NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals
                 ]
     return homes
+
+
+def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership) -> Transport:
+    """What carries the messages of ``programs``, those of all ranks."""
+    numbers = message_numbers(programs)
+    homes = message_homes(programs, meshes, numbers)
+    inside = {number for (src, dst, _), number in numbers.items() if src in owned.ranks and dst in owned.ranks}
+    local = InProcess({number: where for number, where in homes.items() if number in inside})
+    if owned.mail is None:
+        return local
+    away = {}
+    for program in programs:
+        for i in program.instructions:
+            if isinstance(i, Send) and (program.rank in owned.ranks) != (i.dst in owned.ranks):
+                number = numbers[(program.rank, i.dst, i.action)]
+                there = zip(i.avals, homes[number], strict=True)
+                avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
+                away[number] = Parcel(owned.process_of[program.rank], avals)
+    return Routed(local, owned.mail.channel(), away, len(numbers))
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:

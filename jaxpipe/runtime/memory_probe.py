@@ -86,7 +86,7 @@ def measured_peaks(
     Raises:
         RunError: an instruction failed.
     """
-    acc = acc if acc is not None else {at: pipeline.zeros(at) for at in pipeline.all_instances}
+    acc = acc if acc is not None else {at: pipeline.zeros(at) for at in pipeline.own_instances}
     inputs = pipeline.step_inputs(params, acc, batch, key)
     del acc
     devices = [list(mesh.devices.flat) for mesh in pipeline.submeshes]

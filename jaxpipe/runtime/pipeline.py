@@ -34,12 +34,13 @@ from jaxpipe.cost import (
 from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
+from jaxpipe.program.deadlock import TAGGED, Crossing
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
-from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs, routed
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
@@ -55,6 +56,8 @@ from jaxpipe.stage.model.params import get_leaf, with_leaf
 
 ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
 """To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
+_EARLY = 1
+"""Runs before its turn at which a receive from another process is posted."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +65,8 @@ class Pipeline(Assembly):
     """An assembly with an order: see the module. Make with :meth:`build`, or by :meth:`over` from an assembly; the fields are
     read-only.
 
-    ``programs``: the schedule, lowered, of which ``own`` run here, over ``transport`` (None: between devices of this process);
+    ``programs``: the schedule, lowered, of which ``own`` run here, over ``transport`` (None: between devices of this process,
+    and of others);
     ``costs``: what the order of dispatch and the predicted timeline are based on;
     ``braids``: those that run as one function; ``epilogues``: what is done with a stage's accumulators as soon as nothing adds
     to them.
@@ -131,19 +135,23 @@ class Pipeline(Assembly):
         assembly = assembly.with_ops(schedule)
         wanted = braided_slots(schedule, assembly.stages) if assembly.braid else ()
         braids = build_braids(wanted, assembly.functions, assembly.cache)
-        programs = lower(schedule, assembly.stages, braids)
         dump.dump("schedule", schedule.name, str(schedule))
+        costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
+        owned, crossing = assembly.ownership, None
+        if owned.divided:
+            crossing = Crossing(owned.process_of, simulate(schedule, costs), TAGGED, _EARLY)
+        programs = lower(schedule, assembly.stages, braids, crossing)
+        owned.agree_on_programs(programs)
         check_host_memory(programs, assembly.offload, str(assembly.submeshes[0].devices.flat[0].platform))
         if _offloads(programs):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
         stages = {f.name: getattr(assembly, f.name) for f in fields(Assembly)}
-        costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         return cls(
             **stages,
             schedule=schedule,
             programs=programs,
-            own=programs,
+            own=tuple(programs[rank] for rank in owned.ranks),
             costs=costs,
             braids=braids,
             epilogues=epilogues,
@@ -155,6 +163,8 @@ class Pipeline(Assembly):
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
+        if self.ownership.divided:  # the order of messages follows them
+            return self.over(self, self.schedule, costs, self.epilogues)
         return replace(self, costs=with_missing_ops(costs, self.stages))
 
     def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
@@ -190,7 +200,7 @@ class Pipeline(Assembly):
             self.order,
             self.functions,
             self.submeshes,
-            self.transport,
+            self.transport or routed(self.programs, self.submeshes, self.ownership),
             all_programs=self.programs,
             offload_fallback=self.offload.fallback,
             holds=held,
@@ -228,13 +238,14 @@ class Pipeline(Assembly):
         """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
         microbatches = self.schedule.num_microbatches
         data = self.placed_data(params, batch, microbatches)
-        return StepInputs(params, acc, data, place_keys(key, microbatches, self.functions, self.submeshes))
+        return StepInputs(params, acc, data, place_keys(key, microbatches, self._own_functions, self.submeshes))
 
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Params]]:
-        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses."""
-        out = self.run(params, {at: self.zeros(at) for at in self.all_instances}, batch, key)
+        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses in one
+        process."""
+        out = self.run(params, {at: self.zeros(at) for at in self.own_instances}, batch, key)
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
@@ -253,7 +264,7 @@ class Pipeline(Assembly):
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:
-        return {(r, s): reduction(self.submeshes[r], f) for (r, s), f in self.functions.items()}
+        return {(r, s): reduction(self.submeshes[r], f) for (r, s), f in self._own_functions.items()}
 
     # -- predictions and measurements ---------------------------------------------------------------------------------
 
@@ -335,10 +346,10 @@ class Pipeline(Assembly):
             name: np.ones((self.schedule.num_microbatches, *aval.shape), aval.dtype)
             for name, aval in self.model.batch_spec(self.microbatch_size).items()
         }
-        acc = {at: self.zeros(at) for at in self.all_instances}
+        acc = {at: self.zeros(at) for at in self.own_instances}
         params = {
             at: [jax.device_put(jnp.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[at].param_avals]
-            for at in self.all_instances
+            for at in self.own_instances
         }
         self.run(params, acc, batch, jax.random.key(0)).wait()  # accumulators may be donated to what follows
 

@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from jaxpipe.errors import AgreedError, ConfigError, RunError
@@ -44,6 +45,10 @@ class Processes(ABC):
     @abstractmethod
     def broadcast(self, name: str, text: str) -> str:
         """The text of process 0, in all."""
+
+    @abstractmethod
+    def interface(self) -> str:
+        """The address by which the others reach this process."""
 
     @abstractmethod
     def start_jax(self) -> None:
@@ -139,6 +144,9 @@ class Alone(Processes):
     def broadcast(self, name: str, text: str) -> str:
         return text
 
+    def interface(self) -> str:
+        return "127.0.0.1"
+
     def start_jax(self) -> None:
         pass
 
@@ -179,6 +187,13 @@ class Joined(Processes):
         for process in range(1, self.number):
             self._lines.send(process, name, text)
         return text
+
+    def interface(self) -> str:
+        peers = self._peers
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peers.host, peers.port))  # sends nothing
+            return str(probe.getsockname()[0])
+        return peers.host
 
     def start_jax(self) -> None:
         import jax

@@ -1,18 +1,21 @@
 """Moving arrays from rank to rank: the seam between ranks in one process and ranks in several.
 
 The executor talks to a :class:`Transport`. :class:`InProcess` serves ranks whose devices this process owns: a send is one
-batched, asynchronous copy to the receiver's submesh. A cross-process transport implements the same methods
-(FACTS.md: a jitted ``ppermute`` over the pair of devices).
+batched, asynchronous copy to the receiver's submesh. :class:`Routed` serves those of several processes, over one
+:class:`~jaxpipe.runtime.mail.Channel`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
 
 from jaxpipe._jax_compat import copier
+from jaxpipe.runtime.mail import Channel
 
 
 class Transport(Protocol):
@@ -46,3 +49,42 @@ class InProcess:
 
     def clear(self) -> None:
         self._mail.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message between this process and another: who sends it, and what arrives, with where it lives on the receiver."""
+
+    process: int
+    avals: Sequence[jax.ShapeDtypeStruct]
+
+
+class Routed:
+    """Ranks of several processes: messages within this one by ``local``, the others over ``channel``.
+
+    ``away``: by number, what is sent to or received from another process. ``count``: of all messages of all ranks.
+    """
+
+    def __init__(self, local: InProcess, channel: Channel, away: Mapping[int, Parcel], count: int) -> None:
+        self._local, self._channel, self._away, self._count = local, channel, away, count
+        self._steps: Counter[int] = Counter()  # by message; each is sent once and received once a step
+
+    def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
+        if message in self._away:
+            self._channel.put(self._number(message), arrays)
+        else:
+            self._local.send(message, dst, arrays)
+
+    def recv(self, message: int) -> Sequence[jax.Array]:
+        if message not in self._away:
+            return self._local.recv(message)
+        parcel = self._away[message]
+        return self._channel.get(self._number(message), parcel.process, parcel.avals)
+
+    def clear(self) -> None:
+        self._local.clear()
+
+    def _number(self, message: int) -> int:
+        number = self._steps[message] * self._count + message
+        self._steps[message] += 1
+        return number

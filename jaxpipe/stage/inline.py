@@ -18,7 +18,7 @@ axes, XLA's CPU backend copies an operand transposed, and computes in each copy 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +65,26 @@ class FlatJaxpr:
         return close_jaxpr(list(self.consts.items()), self.invars, self.eqns, self.outvars)
 
 
-def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "", *, at_calls: bool = False) -> FlatJaxpr:
+BodyOf = Callable[[JaxprEqn], tuple[Jaxpr, Sequence[Any]] | None]
+"""What to put in place of an equation: a jaxpr and its constants, or None for the equation itself."""
+
+
+def flatten(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    sources: str = "",
+    *,
+    at_calls: bool = False,
+    body_of: BodyOf | None = None,
+) -> FlatJaxpr:
     """``jaxpr`` without call-like equations.
 
     ``sources``: prefix of names; a value named so is cut off from what computes it and becomes a free variable (found in
     ``names``): how cotangents, whose types are known only once the forward pass has been traced, enter as inputs.
     ``at_calls``: equations of a body tell the place of the call as their source. Their own may be another caller's: JAX traces
-    a jitted function once.
+    a jitted function once. ``body_of``: for equations that are no calls; by default products become products of matrices.
     """
-    flat = _Flattening(sources, at_calls)
+    flat = _Flattening(sources, at_calls, body_of or _of_matrices)
     env: dict[Var, Atom] = {v: flat.const(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
     invars = tuple(_bind(env, v) for v in jaxpr.invars)
     for eqn in jaxpr.eqns:
@@ -85,8 +96,8 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any], sources: str = "", *, at_calls:
 class _Flattening:
     """The equations gathered so far. ``tainted``: variables that depend on a source."""
 
-    def __init__(self, sources: str, at_calls: bool) -> None:
-        self.sources, self.at_calls = sources, at_calls
+    def __init__(self, sources: str, at_calls: bool, body_of: BodyOf) -> None:
+        self.sources, self.at_calls, self.body_of = sources, at_calls, body_of
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
         self.recomputed: set[int] = set()
@@ -107,7 +118,7 @@ class _Flattening:
             env[eqn.outvars[0]] = self._identity(eqn, invars[0])
             return
         tainted = any(isinstance(a, Var) and a in self.tainted for a in invars)
-        call = called_jaxpr(eqn) or _of_matrices(eqn)
+        call = called_jaxpr(eqn) or self.body_of(eqn)
         if call is None:
             outvars = [_bind(env, v) for v in eqn.outvars]
             plain = plain_collective(map_bodies(eqn, self._flat_body))
@@ -126,7 +137,7 @@ class _Flattening:
         env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
 
     def _flat_body(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
-        return flatten(jaxpr, consts, at_calls=self.at_calls).close()
+        return flatten(jaxpr, consts, at_calls=self.at_calls, body_of=self.body_of).close()
 
     def _placed(self, eqn: JaxprEqn, outer: JaxprEqn | None) -> JaxprEqn:
         placed: JaxprEqn = eqn.replace(source_info=outer.source_info) if self.at_calls and outer is not None else eqn

@@ -10,11 +10,17 @@ import importlib.metadata
 import platform
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    import jax
 
 _MAY_DIFFER = ("run.out_dir", "run.compile_cache", "data.path", "data.tokenizer")
 """Paths: another host may have other ones. What is there is compared."""
@@ -68,9 +74,44 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     processes.check("enough devices", f"{few}; {more}" if len(devices) < need else "")
 
 
+def check_settings(processes: Processes, config: TrainConfig) -> None:
+    """Raises ConfigError for what one process alone can do."""
+    if processes.number == 1:
+        return
+    if config.pipeline.cut == "measured":
+        raise ConfigError(
+            "pipeline.cut=measured times layers in one process; name the layers at which stages start, or use analytic"
+        )
+    if config.replan.enabled:
+        raise ConfigError(
+            "replan.enabled=true: schedules are searched for during a run in one process only; set it to false"
+        )
+
+
+def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device]:
+    """The devices of all ranks, in order.
+
+    Raises:
+        ConfigError: as :func:`~jaxpipe.train.devices.find_devices`.
+    """
+    from jaxpipe.train.devices import find_devices
+
+    pipe = config.pipeline
+    if processes.number == 1:
+        return find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp)
+    import jax
+
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    ranks = enumerate(processes.ranks(pipe.ranks))
+    return [device for k, some in ranks for device in by_process[k][: len(some) * pipe.dp * pipe.tp]]
+
+
 def agree_on_data(processes: Processes, fingerprint: str) -> None:
     """Raises AgreedError if the data that the processes have read differ."""
-    processes.agree("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
+    if processes.number > 1:
+        processes.agree("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
 
 
 def _agree_on_folder(processes: Processes, folder: Path) -> None:

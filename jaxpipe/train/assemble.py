@@ -21,6 +21,7 @@ from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
@@ -209,6 +210,7 @@ def assemble(
     devices: Sequence[jax.Device],
     progress: Progress,
     split: bool = False,
+    processes: Processes | None = None,
 ) -> Pipeline:
     """The stages of ``plan`` on ``devices``, traced and split, each compiled when it first runs, in the order that
     :func:`final_order` makes of ``draft``; costs are FLOP counts.
@@ -228,6 +230,7 @@ def assemble(
         dp=pipe.dp,
         tp=TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
         braid=pipe.braid,
+        processes=processes,
     ).with_ops(draft)
     for remark in assembly.remarks:
         progress(remark)

@@ -30,10 +30,10 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
-from jaxpipe.train.agreement import agree_on_data, agree_on_devices
+from jaxpipe.train.agreement import agree_on_data, agree_on_devices, check_settings, devices_of
 from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import cpu_settings, find_devices, keep_heap, memory_advice, of_device
+from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device
 from jaxpipe.train.metrics import MetricsLog, require_tensorboard
 from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
@@ -41,7 +41,7 @@ from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
-from jaxpipe.train.setup import Prepared, compile_setup, load_dataset, microbatch_size, prepare
+from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import EndingEarly, Stop
 from jaxpipe.train.trainer import Trainer
@@ -49,7 +49,7 @@ from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
-_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics")
+_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop")
 """Of a step's metrics, what its record is made of."""
 
 
@@ -71,16 +71,13 @@ def train(
             last checkpoint could not be written. Checkpoints written before stay.
     """
     processes = processes or Alone()
-    if processes.number > 1:
-        agree_on_devices(processes, config)
-        agree_on_data(processes, load_dataset(config).fingerprint)
-        raise AgreedError(
-            f"the {processes.number} processes agree, but the ranks of a pipeline are not divided between processes yet: "
-            "start one"
-        )
+    check_settings(processes, config)
+    agree_on_devices(processes, config)
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
-    with RunDirectory(config.run) as folder:
+    if processes.mine:
+        out = ProgressStream(None)
+    with RunDirectory(config.run, processes) as folder:
         with EndingEarly(folder.__exit__):
             origin = resume.choose(config, folder.store, out.print)
             if origin is not None and origin.step >= config.run.steps:
@@ -92,19 +89,25 @@ def train(
                 return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
             if origin is not None:
                 folder.check_metrics()
-            devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+            devices = devices_of(config, processes)
             if remark := use_compile_cache(config.run.compile_cache):
                 out.print(f"warning: {remark}")
             if config.run.tensorboard:
                 require_tensorboard()
             if out.isatty():
                 out.print(f"reading {config.data.path}")
-            prepared = prepare(config)
+            prepared = prepare(config, processes)
+            agree_on_data(processes, prepared.dataset.fingerprint)
+            if processes.number > 1:
+                raise AgreedError(
+                    f"the {processes.number} processes agree, but the ranks of a pipeline are not divided between processes "
+                    "yet: start one"
+                )
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
             if own_process and devices[0].platform == "cpu":
                 out.print(cpu_settings(keep_heap()))
-            trainer = compile_setup(prepared, devices, out.print, fused=start.fused)
+            trainer = compile_setup(prepared, devices, out.print, fused=start.fused, processes=processes)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
             return _Run(prepared, trainer, start, held_out, folder, out, stop, processes).run(started)
@@ -143,6 +146,7 @@ class _Run:
     ) -> None:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
+        self.processes, self.agreed_stop = processes, ""
         run = self.config.run
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
@@ -179,10 +183,13 @@ class _Run:
             self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
         board = self.folder.path / "tensorboard" if run.tensorboard else None
         first = self.start.step if self.resumed else None
-        log = MetricsLog(self.folder.metrics, warn=self.line.note, resume_step=first, tensorboard_dir=board)
+        evaluated = first is not None and self.folder.was_evaluated(first)
+        self.processes.barrier("metrics")  # all have read what process 0 goes on with
+        path = None if self.processes.mine else self.folder.metrics
+        log = MetricsLog(path, warn=self.line.note, resume_step=first, tensorboard_dir=path and board)
         with log as self.log, self.watchdog:
             try:
-                self._steps(self._first_state())
+                self._steps(self._first_state(), evaluated)
             except NotFiniteError as error:
                 raise NotFiniteError(f"{error}; {self._left('change that and ')}") from error
             except Exception as error:
@@ -194,7 +201,7 @@ class _Run:
                 self.replanner.close()
         if self.stopped:
             self.line.note(
-                f"stopped by {self.stop.requested} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
+                f"stopped by {self.stopping} after step {self.step} of {run.steps}; the checkpoint is saved, run the "
                 "same command again to go on"
             )
         with self._less_important("pictures"):
@@ -206,8 +213,13 @@ class _Run:
         return self.trainer.pipeline
 
     @property
+    def stopping(self) -> str:
+        """The signal by which the run stops after this step, or empty; several processes all say so after the same step."""
+        return self.agreed_stop if self.processes.number > 1 else self.stop.requested
+
+    @property
     def stopped(self) -> bool:
-        return bool(self.stop.requested) and self.step < self.config.run.steps
+        return bool(self.stopping) and self.step < self.config.run.steps
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -217,11 +229,11 @@ class _Run:
             return self.trainer.init()
         return self.trainer.train_step.init(start.params, start.optimizer, step=start.step)
 
-    def _steps(self, state: TrainState) -> None:
+    def _steps(self, state: TrainState, evaluated: bool) -> None:
         run, first = self.config.run, self.start.step
-        if self.resumed and self._due(run.eval_every, first) and not self.folder.was_evaluated(first):
+        if self.resumed and self._due(run.eval_every, first) and not evaluated:
             self._evaluate(state)  # a signal came between the step and its evaluation
-        while state.step < run.steps and not self.stop.requested:
+        while state.step < run.steps and not self.stopping:
             self._replan()
             try:
                 batch = self.start.batches.batch_at(state.step)
@@ -229,7 +241,7 @@ class _Run:
                 self._finish(state)
                 raise DataError(f"after step {state.step}, which is saved: {error}") from None
             state = self._advance(state, batch)
-            if self._due(run.eval_every, state.step) and not self.stop.requested:
+            if self._due(run.eval_every, state.step) and not self.stopping:
                 self._evaluate(state)
             if self.saving.due(state.step):
                 self._save(state)
@@ -252,19 +264,20 @@ class _Run:
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began = time.perf_counter()
-        record = (state.step + 1) % self.config.run.log_every == 0
+        shown = (state.step + 1) % self.config.run.log_every == 0
+        record = shown and self.processes.number == 1
         with self.watchdog.watch(state.step + 1):
             if record:  # what runs still would count as this step's
                 self._settle()
                 jax.block_until_ready((dict(state.master), dict(state.compute)))
-            state, metrics = self.trainer.step(state, batch, record=record)
+            state, metrics = self.trainer.step(state, batch, record=record, stop=bool(self.stop.requested))
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
         self.pace.add(time.perf_counter() - began)
         self.watchdog.took(time.perf_counter() - began)
         compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
-        if record or compiled or state.step == self.config.run.steps:
+        if shown or compiled or state.step == self.config.run.steps:
             self._settle()
         self.line.update(
             state.step,
@@ -295,6 +308,8 @@ class _Run:
         with self.watchdog.watch(step):
             found = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
         self.pending = None
+        if found["stop"]:
+            self.agreed_stop = self.stop.requested or "a signal to another process"
         self.loss, weight, applied = float(found["loss"]), found["weight"], bool(found["applied"])
         if self.first_loss is None and math.isfinite(self.loss):
             self.first_loss = self.loss
@@ -415,6 +430,8 @@ class _Run:
     def _left(self, first: str = "") -> str:
         """What to do next, and ``first`` before that. Waits for the save under way."""
         step = None
+        if self.processes.number > 1:  # this one may have failed alone
+            return _go_on(self.folder.store.latest(), first)
         with suppress(CheckpointError):
             self.folder.store.close()
         with suppress(CheckpointError):

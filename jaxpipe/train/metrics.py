@@ -30,7 +30,7 @@ class MetricsLog(Closing):
 
     With ``resume_step`` the records of later steps, and a half-written last line, are dropped first; without it the file
     starts empty. It takes the place of a link at ``path``. ``tensorboard_dir``: also write scalars there. What can't be written
-    is left out; ``warn`` is told once, in a line.
+    is left out; ``warn`` is told once, in a line. Without a ``path`` nothing is written.
 
     Raises:
         DataError: what is there is not ours.
@@ -39,19 +39,20 @@ class MetricsLog(Closing):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         *,
         warn: Callable[[str], None],
         resume_step: int | None = None,
         tensorboard_dir: str | Path | None = None,
     ) -> None:
-        self._path, self._warn, self._warned = Path(path), warn, set[str]()
+        self._path, self._warn, self._warned = None if path is None else Path(path), warn, set[str]()
         self._file: io.FileIO | None = None
         self._tensorboard: Any = None
         if tensorboard_dir is not None:
             require_tensorboard()
         try:
-            self._file = _begin(self._path, resume_step)
+            if self._path is not None:
+                self._file = _begin(self._path, resume_step)
             if tensorboard_dir is not None:
                 self._tensorboard = _tensorboard_writer(Path(tensorboard_dir), resume_step)
         except OSError as error:

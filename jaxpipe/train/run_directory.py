@@ -17,6 +17,7 @@ from typing import Self
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
 from jaxpipe.plot import plot_timelines
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -33,15 +34,17 @@ _MARK = "# Written by jaxpipe train: the settings of the run in this directory."
 
 
 class RunDirectory:
-    """Use as a context: it is made and locked from the start, and removed at the end if nothing was put into it.
+    """Use as a context: it is made and locked from the start, and removed at the end if nothing was put into it. Of several
+    ``processes`` the first one does that, and writes; the others read.
 
     Raises:
         ConfigError: the path is no directory, can't be made or written, holds files that are no run's, or another process
             trains in it.
     """
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, processes: Processes | None = None) -> None:
         self.path = Path(run.out_dir)
+        self._writes = processes is None or processes.mine == 0
         self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best)
         self._lock = ExitStack()
         self._made: list[Path] = []
@@ -51,6 +54,8 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def __enter__(self) -> Self:
+        if not self._writes:
+            return self
         self._check()
         try:
             self._make()
@@ -73,6 +78,8 @@ class RunDirectory:
         Raises:
             ScheduleError: a file can't be written.
         """
+        if not self._writes:
+            return
         write_atomically(self.path / "config.toml", f"{_MARK}\n{config.to_toml()}")
         write_atomically(self.path / "plan.json", plan.to_json())
         self.write_schedule(schedule)
@@ -83,6 +90,8 @@ class RunDirectory:
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""
+        if not self._writes:
+            return
         folder = self.path / "pictures"
         folder.mkdir(exist_ok=True)
         title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"

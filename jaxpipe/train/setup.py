@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.program.liveness import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import Schedule, simulate
+from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
@@ -96,8 +99,9 @@ def microbatch_size(config: TrainConfig) -> int:
     return config.run.batch // config.pipeline.microbatches
 
 
-def prepare(config: TrainConfig) -> Prepared:
-    """Read the data, make the model, choose the schedule and cut the model.
+def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared:
+    """Read the data, make the model, choose the schedule and cut the model. Of several ``processes`` the first one chooses the
+    schedule: a search may end elsewhere in each.
 
     Raises:
         ConfigError, DataError, ScheduleError, StageError: what is wrong, and what would work.
@@ -106,7 +110,12 @@ def prepare(config: TrainConfig) -> Prepared:
     model = build_model(config, dataset.tokenizer.vocab_size)
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config))
-    schedule, plan = choose(config.pipeline, model, planner, config.traverse)
+    given = None
+    if processes is not None and processes.mine:
+        given = from_schedule(json.loads(processes.broadcast("schedule", "")))
+    schedule, plan = choose(config.pipeline, model, planner, config.traverse, given)
+    if processes is not None and processes.mine == 0:
+        processes.broadcast("schedule", json.dumps(to_schedule(schedule)))
     return Prepared(config, dataset, model, schedule, plan)
 
 
@@ -117,11 +126,12 @@ def compile_setup(
     *,
     repeats: int = 3,
     fused: Collection[int] | None = None,
+    processes: Processes | None = None,
 ) -> Trainer:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done. ``fused``: the stages whose BW stay; by default ``pipeline.split_backwards``
     decides."""
-    step = step_over(prepared.config, compile_pipeline(prepared, devices, progress))
+    step = step_over(prepared.config, compile_pipeline(prepared, devices, progress, processes))
     trainer = Trainer.over(step, prepared.config.run.seed)
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
@@ -151,7 +161,9 @@ def _with_cheaper_backwards(
     return trainer.with_schedule(made)
 
 
-def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress: Progress) -> Pipeline:
+def compile_pipeline(
+    prepared: Prepared, devices: Sequence[jax.Device], progress: Progress, processes: Processes | None = None
+) -> Pipeline:
     """Trace and split the stages, each compiled when it first runs; costs are FLOP counts."""
     config, schedule = prepared.config, prepared.schedule
     progress(prepared.dataset.describe())
@@ -169,6 +181,7 @@ def compile_pipeline(prepared: Prepared, devices: Sequence[jax.Device], progress
             devices=devices,
             progress=progress,
             split=config.replan.enabled and config.replan.split,
+            processes=processes,
         )
 
 

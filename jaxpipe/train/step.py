@@ -27,7 +27,6 @@ import optax
 from jaxpipe.cost.memory import MemoryReport
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
@@ -37,7 +36,8 @@ from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.optimizer import LearningRate
-from jaxpipe.train.reduction import SHRUNK, GradientReduction, Reduced
+from jaxpipe.train.reduction import GradientReduction, Reduced
+from jaxpipe.train.scalars import Scalars
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
 from jaxpipe.train.step_memory import StageState, step_memory
@@ -81,8 +81,8 @@ class TrainState:
 class StepMetrics:
     """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
     was applied, whether all parameters are finite after it, the sum of weights; ``metrics``, by name, what the loss layer
-    reports: each sum ÷ its weight (NaN where that is 0); ``learning_rate``, if the step knows it. ``timeline``: measured, on
-    recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
+    reports: each sum ÷ its weight (NaN where that is 0); ``stop``: whether a process wants to; ``learning_rate``, if the step
+    knows it. ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -90,6 +90,7 @@ class StepMetrics:
     finite: jax.Array
     weight: jax.Array
     metrics: Mapping[str, jax.Array]
+    stop: jax.Array | bool
     learning_rate: jax.Array | None
     timeline: Timeline | None
     outputs: StepOutputs
@@ -130,6 +131,7 @@ class TrainStep:
             )
         self.optimizer, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
+        self._own = {s: r for s, r in self._primary.items() if r in pipeline.ownership.ranks}
         self._shards = {
             s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
             for s, r in self._primary.items()
@@ -140,15 +142,14 @@ class TrainStep:
         self._reads = {s: taken(x) for s, x in self._shards.items()}
         self._writes = {s: x.updated for s, x in self._shards.items()}
         self._optimizers = stage_optimizers(optimizer, self._shards, _shapes(extra))
-        self._updates = {_kinds(extra): {s: self._compile_update(s, x) for s, x in self._optimizers.items()}}
+        self._updates = {_kinds(extra): {s: self._compile_update(s, self._optimizers[s]) for s in self._own}}
         self.states = {s: self._stage_state(s) for s in self._primary}  # shapes of what the updates take
-        self._reduce = {s: GradientReduction(x, self.states[s].acc) for s, x in self._shards.items()}
-        self._unpack = {s: self._compile_unpack(s) for s in self._primary}
-        self._fresh = {s: self._compile_fresh(s) for s in self._primary}
+        self._reduce = {s: GradientReduction(self._shards[s], self.states[s].acc) for s in self._own}
+        self._unpack = {s: self._compile_unpack(s) for s in self._own}
+        self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
-        self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
-        self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
-        self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
+        squares = {s: _square_aval(x, self.states[s].acc) for s, x in self._shards.items()}
+        self._scalars = Scalars(pipeline, squares, clip_norm)
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
@@ -170,16 +171,16 @@ class TrainStep:
         """
         pipe = self.pipeline
         compute, master = pipe.place(params), self._masters(params)
-        acc = {at: pipe.zeros(at) for at in pipe.all_instances}
+        acc = {at: pipe.zeros(at) for at in pipe.own_instances}
         states: dict[int, Any] = {}
-        for s, rank in self._primary.items():
+        for s, rank in self._own.items():
             if optimizer is not None:
                 states[s] = self._optimizers[s].place(optimizer)
                 continue
             fresh = self._fresh[s](self._taken(s, compute[rank, s]), master[rank, s])
             states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self.states[s].optimizer))
         state = TrainState(step, master, compute, acc, states, self._fixed(params))
-        for s in self._primary:  # compiles it now, and not at the first checkpoint
+        for s in self._own:  # compiles it now, and not at the first checkpoint
             self._unpack[s](self._whole_buffers(s, state))
         return state
 
@@ -191,9 +192,11 @@ class TrainStep:
         *,
         record: bool = False,
         extra: Mapping[str, Any] = MappingProxyType({}),
+        stop: bool = False,
     ) -> tuple[TrainState, StepMetrics]:
         """Run the pipeline on ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name) and update. ``extra``:
-        arguments of the optimizer's update; ones of another name or shape than before compile it anew.
+        arguments of the optimizer's update; ones of another name or shape than before compile it anew. ``stop``: this process
+        wants to; the metrics tell all of them.
 
         Raises:
             RunError: an instruction failed, or the state has been used.
@@ -205,34 +208,36 @@ class TrainStep:
         updates = self._updates_for(extra)
         outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
-        reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._primary.items()}
+        reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
         outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
-        first = replicated(pipe.submeshes[0])
-        several = (
-            sum(len(pipe.instances[s]) for s, f in enumerate(pipe.stages) if f.links.losses) > 1
-        )  # each has some of the losses
-        loss_sum, weight, reported = self._sum_losses(
-            jax.device_put(outputs.losses, first) if several else outputs.losses
-        )
-        squares = [reduced[s].square for s in self._primary]
-        loss, norm, scale, ok = self._combine(*jax.device_put((squares, loss_sum, weight), first))
-        rate = self._rate.before(state.optimizer[0])
+        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, outputs.losses, stop)
+        rate = self._rate.before(state.optimizer[min(self._own)])
         master, compute, optimizer = dict(state.master), dict(state.compute), dict(state.optimizer)
-        finite = []
-        for s, r in self._primary.items():
+        finite = {}
+        for s, r in self._own.items():
             at, home = (r, s), replicated(pipe.submeshes[r])
-            given = jax.device_put((scale, ok, {"value": loss, **extra}), home)
+            given = jax.device_put((found.scale, found.ok, {"value": found.loss, **extra}), home)
             new = updates[s](self._taken(s, compute[at]), master[at], reduced[s].grads, optimizer[s], *given)
             buffers, master[at], optimizer[s], zeros, all_finite = new
             compute[at] = _with_buffers(compute[at], self._writes[s], buffers)
             acc[at] = zeros or reduced[s].acc
-            finite.append(all_finite)
+            finite[s] = all_finite
         self._ties.spread(compute)
         pipe.copy_to_replicas(compute)
         timeline = pipe.measured_timeline(outputs) if record else None
-        rate = self._rate.after(optimizer[0]) if rate is None else rate
-        all_finite = self._all(jax.device_put(finite, first))
-        metrics = StepMetrics(loss, norm, ok, all_finite, weight, reported, rate, timeline, outputs)
+        rate = self._rate.after(optimizer[min(self._own)]) if rate is None else rate
+        metrics = StepMetrics(
+            found.loss,
+            found.norm,
+            found.ok,
+            self._scalars.all_true(finite),
+            found.weight,
+            found.reported,
+            found.stop,
+            rate,
+            timeline,
+            outputs,
+        )
         return TrainState(state.step + 1, master, compute, acc, optimizer, state.fixed), metrics
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
@@ -241,7 +246,7 @@ class TrainStep:
         state.require_unused()
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
-        for s, r in self._primary.items():
+        for s, r in self._own.items():
             shards = self._shards[s]
             leaves = dict(zip(shards.updated_slots, self._unpack[s](self._whole_buffers(s, state)), strict=True))
             if shards.chunked:
@@ -266,7 +271,7 @@ class TrainStep:
     def memory_report(self, *, workspace: bool = True) -> MemoryReport:
         """Predicted memory of a device of each rank in a step, parameters and optimizer state included, by kind. Compiles
         what a step runs, unless it has run already; without ``workspace`` (XLA's temporaries) it compiles nothing."""
-        updates = {s: self._update_footprint(s) for s in self._primary} if workspace else None
+        updates = {s: self._update_footprint(s) for s in self._own} if workspace else None
         return step_memory(self.pipeline, self.states, updates)
 
     def with_state(self, costs: CostProfile) -> CostProfile:
@@ -322,7 +327,7 @@ class TrainStep:
         tied = {s for tie in pipeline.tied for s in (tie.owner_stage, tie.copy_stage)}
         early = {
             (r, s): self._reduce[s].dispatch
-            for s, r in self._primary.items()
+            for s, r in self._own.items()
             if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
         }
         return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
@@ -335,7 +340,7 @@ class TrainStep:
     def _masters(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
         """Master parameters on the primary ranks: buffers, or buckets where they are divided over dp."""
         placed = {}
-        for s, r in self._primary.items():
+        for s, r in self._own.items():
             shards, avals = self._shards[s], self.states[s].master
             if shards.chunked:
                 made: Any = [shards.host_bucket(params, i).astype(shards.master) for i in shards.mastered]
@@ -348,11 +353,10 @@ class TrainStep:
     def _fixed(self, params: Mapping[str, Params]) -> dict[str, Params]:
         """Copies of the parameters that are not trained."""
         fixed: dict[str, Params] = {layer.name: {} for layer in self.pipeline.model.layers}
-        for shards in self._shards.values():
-            layout = shards.layout
+        for layout in (self._shards[s].layout for s in self._own):
             for slot in layout.slots:
                 if not layout.trains(slot) and (slot.layer, slot.path) not in layout.shared:
-                    dtype = shards.master if jnp.issubdtype(slot.dtype, jnp.floating) else slot.dtype
+                    dtype = self.pipeline.master_dtype if jnp.issubdtype(slot.dtype, jnp.floating) else slot.dtype
                     insert_leaf(fixed[slot.layer], slot.path, np.array(get_leaf(params[slot.layer], slot.path), dtype))
         return fixed
 
@@ -365,7 +369,7 @@ class TrainStep:
                 raise ConfigError(
                     f"the optimizer keeps another state with the arguments {', '.join(extra)}; give them to TrainStep"
                 )
-            self._updates[kinds] = {s: self._compile_update(s, x) for s, x in optimizers.items()}
+            self._updates[kinds] = {s: self._compile_update(s, optimizers[s]) for s in self._own}
         return self._updates[kinds]
 
     def _compile_update(self, stage: int, optimizer: StageOptimizer) -> Any:
@@ -391,6 +395,12 @@ class TrainStep:
         given = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
         fresh = partial(fresh_state, shards, optimizer.part)
         return on_rank(fresh, shards.mesh, given, optimizer.specs)
+
+
+def _square_aval(shards: StageShards, acc: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    """Of a stage's :func:`~jaxpipe.train.reduction.square_sum`."""
+    dtype = acc[shards.updated[0]].dtype if shards.updated else jnp.float32
+    return jax.ShapeDtypeStruct((2,), dtype)
 
 
 def _with_buffers(buffers: Buffers, at: Sequence[int], new: Sequence[jax.Array]) -> Buffers:
@@ -421,29 +431,3 @@ def _shapes(extra: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 def _kinds(extra: Mapping[str, Any]) -> Hashable:
     """Equal for arguments of the same names, shapes and dtypes."""
     return tuple((name, a.shape, a.dtype) for name, a in sorted(_shapes(extra).items()))
-
-
-def _sum_losses(
-    losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
-    sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
-    means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
-    return *reported.loss(sums), means
-
-
-def _combine(
-    squares: Sequence[jax.Array], loss_sum: jax.Array, weight: jax.Array, *, clip_norm: float
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Mean loss, norm of the mean gradient, the factors (first one, then the other) of the summed gradient, and whether the
-    step is finite. Of a gradient whose squares overflow, norm and factors come from :data:`SHRUNK` ones."""
-    total = jnp.where(weight > 0, weight, 1.0)
-    plain, shrunk = jnp.sqrt(sum(squares, start=jnp.zeros(2, squares[0].dtype)))
-    large = jnp.isinf(plain)
-    norm = jnp.where(large, shrunk / total / SHRUNK, plain / total)
-    shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm > 0 else jnp.ones_like(norm)
-    twice = large & (shrink < 1)
-    first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
-    normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero
-    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
-    return loss_sum / total, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok

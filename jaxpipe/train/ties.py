@@ -60,10 +60,15 @@ class TiedLeaves:
         take = on_rank(partial(_take, source[1]), meshes[0], (given,), taken)
         change = on_rank(partial(_put, target[1], add=kind == "acc"), meshes[1], (into, put), into, donate=(0,))
 
+        functions = self._pipe.functions[start]
+        leaf = jax.eval_shape(take, list(functions.acc_avals if kind == "acc" else functions.param_avals))
+        home = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(meshes[1], taken))
+        move_to = self._pipe.ownership.move
+
         def move(buffers: dict[Instance, Buffers]) -> None:
-            leaf = take(buffers[start])
-            carried = jax.device_put(leaf, NamedSharding(meshes[1], spec_of(leaf)))
-            buffers[end] = list(change(buffers[end], carried))
+            carried = move_to([take(buffers[start])] if start in buffers else [], start[0], end[0], [home])
+            if end in buffers:
+                buffers[end] = list(change(buffers[end], carried[0]))
 
         return move
 

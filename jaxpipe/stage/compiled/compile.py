@@ -27,6 +27,7 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, variables
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions
@@ -392,12 +393,14 @@ def _forwarding(
 
 
 def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
-    """Compiler options by what ``mesh`` is made of: on GPUs for functions with tensor-parallel collectives; on CPU so that
-    barriers stay until elementwise work is fused, which is else repeated for each reader, from the last layer on."""
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
-    if platform == "cpu":
-        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] > 1 and platform in ("gpu", "cuda") else {}
+    """Compiler options by what ``mesh`` is made of: on GPUs for functions with tensor-parallel collectives."""
+    if _platform(mesh) == "cpu":
+        return OPTIONS
+    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] > 1 and _platform(mesh) in ("gpu", "cuda") else {}
+
+
+def _platform(mesh: AnyMesh) -> str:
+    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else ""
 
 
 def jit_per_shard(
@@ -411,12 +414,13 @@ def jit_per_shard(
 ) -> Any:
     """``closed``, a program of one shard, jitted over ``mesh``; of its results, which lie as ``avals_out`` say, only
     ``results``."""
+    program = for_cpu(closed) if _platform(mesh) == "cpu" else closed
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
     leaving = [avals_out[k] for k in results]
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         local = [a if a.shape == shape else a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
-        out = eval_jaxpr(closed.jaxpr, closed.consts, *local)
+        out = eval_jaxpr(program.jaxpr, program.consts, *local)
         chosen = [jnp.asarray(out[k]) for k in results]
         return tuple(v if v.ndim == len(a.shape) else v.reshape(1) for v, a in zip(chosen, leaving, strict=True))
 

@@ -1,10 +1,14 @@
-"""Recomputation that waits for its cotangent, so that one layer at a time is held recomputed.
+"""Recomputation that waits for its cotangent, and gradients that are summed before it: one layer at a time is worked on.
 
 What a backward program computes from residuals alone could all run at its start, and XLA's scheduler does let it: compiled for
 H100, the workspace of BW of 1, 2 and 4 GPT layers under ``full`` was 78, 162 and 286 bytes per token and channel, where
 ``none`` takes 38. So the equations of B and BW that depend on no cotangent are grouped by the layer whose backward pass needs
 them, moved behind the cotangent that enters it, and made to depend on it through an ``optimization_barrier`` (as
 ``jax.checkpoint`` does when it is lowered; inlining the ones of the model drops theirs). The arithmetic stays the same.
+
+The scheduler also leaves products of weight gradients to the end, and what they read is held until then. So each such barrier
+takes along the accumulators to which later layers have added all they add: the workspace of BW of 8 Llama layers under ``none``
+with cuDNN's attention went from 2,178 to 415 MB (hidden 4096, 2048 tokens), and no longer grows with the layers.
 
 A group made only of views (reshape, broadcast, widening cast) is left where it is; so is the group of the stage's last layer,
 whose cotangent is there from the start.
@@ -16,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, barrier, dtype_of, fresh_var, is_key_dtype, variables
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.split.graph import Graph, Part
 from jaxpipe.stage.split.trace import layer_of
 
@@ -36,8 +40,11 @@ def delayed(part: Part, graph: Graph) -> Part:
             waiting.setdefault(g, []).append(k)
     views = {k for k, eqn in enumerate(part.eqns) if all(map(graph.is_view, eqn.outvars))}
     waiting = {g: ks for g, ks in waiting.items() if not views.issuperset(ks)}
-    eqns = _Reordering(part, waiting, cotangents, graph).run() if waiting else None
-    return part if eqns is None else replace(part, eqns=tuple(eqns))
+    order = _Reordering(part, waiting, cotangents, graph)
+    eqns = order.run() if waiting else None
+    if eqns is None:
+        return part
+    return replace(part, eqns=tuple(eqns), outvars=tuple(called(order.names, a) for a in part.outvars))
 
 
 def _groups(part: Part, graph: Graph) -> dict[int, int]:
@@ -61,14 +68,19 @@ def _groups(part: Part, graph: Graph) -> dict[int, int]:
 
 
 class _Reordering:
-    """Equations in a new order. ``waiting``: positions of each group's equations, until it is placed; ``names``: values behind
-    a barrier."""
+    """Equations in a new order. ``waiting``: positions of each group's equations, until it is placed; ``sums``: new values of
+    accumulators, until a barrier takes them; ``names``: values behind a barrier."""
 
     def __init__(
         self, part: Part, waiting: dict[int, list[int]], cotangents: Mapping[int, Sequence[Var]], graph: Graph
     ) -> None:
         self.part, self.waiting, self.cotangents, self.graph = part, waiting, cotangents, graph
         self.group_of = {v: g for g, ks in waiting.items() for k in ks for v in part.eqns[k].outvars}
+        self.sums = [
+            a for p, a in zip(part.outputs, part.outvars, strict=True) if p.kind == "acc" and isinstance(a, Var)
+        ]
+        self.maker = {v: k for k, eqn in enumerate(part.eqns) for v in eqn.outvars}
+        self.early: set[int] = set()
         self.out: list[JaxprEqn] = []
         self.done: set[Var] = {*part.invars}
         self.names: dict[Var, Var] = {}
@@ -77,7 +89,7 @@ class _Reordering:
         """None where a group is needed before its cotangents are there."""
         delayed = {k for ks in self.waiting.values() for k in ks}
         for k, eqn in enumerate(self.part.eqns):
-            if k in delayed:
+            if k in delayed or k in self.early:
                 continue
             if not self._ready(eqn.invars):
                 return None
@@ -97,14 +109,37 @@ class _Reordering:
         ends = self.cotangents[g]
         if not self._ready(reads) or not self.done.issuperset(ends):
             return False
-        operands = [*reads, *(self.names.get(v, v) for v in ends)]
+        named = [*ends, *self._summed(g)]
+        operands = [*reads, *(self.names.get(v, v) for v in named)]
         results = [fresh_var(v.aval) for v in operands]
         self.out.append(barrier(operands, results))
         behind = dict(zip(reads, results, strict=False))
-        self.names.update(zip(ends, results[len(reads) :], strict=True))
+        self.names.update(zip(named, results[len(reads) :], strict=True))
         for eqn in eqns:
             self._emit(eqn, behind)
         return True
+
+    def _summed(self, g: int) -> list[Var]:
+        """The accumulators that need nothing of layer ``g`` and those before it. What still was to be done for them is."""
+        found = []
+        for v in self.sums:
+            missing = reachable([v], self._missing) - self.done
+            eqns = sorted({self.maker[u] for u in missing if u in self.maker})
+            layers = [layer_of(self.part.eqns[k]) for k in eqns]
+            if (
+                v in self.maker
+                and not any(n is not None and n <= g for n in layers)
+                and missing.isdisjoint(self.group_of)
+            ):
+                found.append(v)
+                self.early.update(eqns)
+                for k in eqns:
+                    self._emit(self.part.eqns[k], self.names)
+        self.sums = [v for v in self.sums if v not in found]
+        return found
+
+    def _missing(self, v: Var) -> Iterable[Var]:
+        return variables(self.part.eqns[self.maker[v]].invars) if v in self.maker and v not in self.done else ()
 
     def _held(self, v: Var) -> bool:
         return not self.graph.is_fixed(v) or is_key_dtype(dtype_of(v))

@@ -1,0 +1,68 @@
+"""Arrays from process to process, by number: JAX's transfer server.
+
+The sender lays arrays out under a number and goes on; the receiver asks for that number, gets arrays that may still be on their
+way, and goes on. Nothing is ordered, so nothing waits for its turn. They go over TCP and host memory, on GPUs too. There is no
+authentication: whoever reaches the port of a server may take what lies there, so it is bound to the interface by which the
+processes reach each other.
+
+What JAX does not check is not checked here either: a number used twice, or other shapes on the two sides. Numbers are made by
+rule (:class:`Channel`), and processes agree on their programs before the first message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxpipe.runtime.processes import Processes
+
+_CHANNEL_BITS = 12
+_SOCKETS = 2
+
+
+class Mail:
+    """The server of this process, and connections to those of the others. All processes make it together."""
+
+    def __init__(self, processes: Processes) -> None:
+        from jax.experimental import transfer
+
+        own = f"{processes.interface()}:0"
+        client = jax.local_devices()[0].client
+        self._server = transfer.start_transfer_server(client, own, [own] * _SOCKETS)
+        texts = processes.gather("transfer servers", self._server.address())
+        self._addresses: Sequence[str] = json.loads(processes.broadcast("transfer servers", json.dumps(list(texts))))
+        self._connections: dict[int, Any] = {}
+        self._channels = 0
+
+    def channel(self) -> Channel:
+        """One that nothing has gone over yet. All processes make the same ones in the same order."""
+        self._channels += 1
+        assert self._channels < 1 << _CHANNEL_BITS, "too many channels for their bits in a number"
+        return Channel(self, self._channels)
+
+    def put(self, number: int, arrays: Sequence[jax.Array]) -> None:
+        self._server.await_pull(number, list(arrays))
+
+    def get(self, number: int, process: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        if process not in self._connections:
+            self._connections[process] = self._server.connect(self._addresses[process])
+        arrays: list[jax.Array] = self._connections[process].pull(number, list(avals))
+        return arrays
+
+
+class Channel:
+    """Numbers of one's own."""
+
+    def __init__(self, mail: Mail, channel: int) -> None:
+        self._mail, self._channel = mail, channel
+
+    def put(self, number: int, arrays: Sequence[jax.Array]) -> None:
+        """Lay out ``arrays``, at least one, for who asks for ``number``, which is not used again."""
+        self._mail.put(number << _CHANNEL_BITS | self._channel, arrays)
+
+    def get(self, number: int, process: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """What ``process`` laid out or will lay out under ``number``: shapes, dtypes and, as shardings, where they go."""
+        return self._mail.get(number << _CHANNEL_BITS | self._channel, process, avals)

@@ -1,0 +1,180 @@
+"""What XLA makes of a stage compiled for a GPU that is not there: bytes, matrix products, copies that transpose.
+
+A middle stage of four blocks of GPT and of Llama (hidden 4096, sequence 2048, microbatch 1, bfloat16 with float32 gradients) is
+built by the pipeline's own code, and its F, B, W and BW are compiled for one H100. Four forms: ``xla`` and ``cudnn``, by the
+attention's kernel; ``as written``, xla with weight gradients left as products over batch and time (``jaxpipe/stage/inline.py``
+makes matrices of them); and with ``--before DIR``, a checkout of an older commit, ``before``. Per function:
+
+* ``temp_bytes``, ``argument_bytes``, ``output_bytes``: XLA's buffer assignment (cuDNN asks for workspace of its own when its
+  plans are made, on a GPU, which is not in it). ``residual_bytes``, ``residual_arrays``: what F
+  saves for one microbatch (per stage; what enters the stage is counted where the backward pass reads it).
+* ``products``: calls of cuBLAS, of cuDNN's attention, and Triton's products. ``flops``: of the jaxpr's products and kernels.
+* ``copies``, ``transposing``: kernels that write an array of at least batch x time x hidden elements and only move data:
+  those that keep the order of the axes in memory, and those that change it. ``fused``: kernels that transpose such an array
+  while they compute something else. Axes of length 1 have no order.
+* ``kernels``: names of custom calls, and how many of each.
+
+Nothing runs: these are programs, not times. Autotuning is off, since it would have to run kernels; products are cuBLAS's
+(``--triton``: XLA's own), where a run on a GPU chooses between the two. Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and
+nvidia-cuda-nvcc-cu12, for cuDNN's form nvidia-cudnn-cu12 too, no GPU and no driver. ``--tiny`` runs it at toy sizes for this
+machine's CPU.
+
+    git worktree add /tmp/before 98cda44   # the last commit before weight gradients were products of matrices
+    python scripts/compile_h100.py --before /tmp/before --out scripts/results/h100-compile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, submesh
+from scripts.commit_id import commit_id
+from scripts.hlo_schedule import count_products, custom_calls, moves
+
+OPS = ("F", "B", "W", "BW")
+AS_WRITTEN, BEFORE = "as written", "before"
+ATTENTION = {"xla": "xla", "cudnn": "cudnn", AS_WRITTEN: "xla", BEFORE: ""}
+"""By form, the model's option; older models have none."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(description="what XLA makes of stages compiled for a GPU that need not be there")
+    parser.add_argument("--model", action="append", choices=("gpt", "llama"), help="only this one; may be repeated")
+    parser.add_argument("--recompute", action="append", help="policy (default none); may be repeated")
+    parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of an older commit, to compare with")
+    parser.add_argument("--triton", action="store_true", help="XLA's own products, not cuBLAS's")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
+    parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs there")
+    parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--checkout", type=Path, help=argparse.SUPPRESS)  # whose jaxpipe and models are compiled
+    args = parser.parse_args(given)
+    if args.checkout is not None:
+        sys.path.insert(0, str(args.checkout.resolve()))
+    environment(1)
+    mesh = submesh(args.target, 1, tiny=args.tiny)
+    if isinstance(mesh, str):
+        print(f"compile_h100: {mesh}; or try --tiny", file=sys.stderr)
+        return 2
+    size = replace(TINY if args.tiny else Size(), L=4)
+    forms = (
+        (BEFORE,)
+        if args.checkout is not None
+        else [f for f in ATTENTION if f != BEFORE and (f != "cudnn" or not args.tiny)]
+    )
+    report = {**_provenance(args, size, given), "cases": [c for form in forms for c in _cases(form, args, size, mesh)]}
+    if args.before is not None:
+        older = _older(args.before, given)
+        report |= {"before_commit": older["commit"], "cases": [*older["cases"], *report["cases"]]}
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[dict[str, Any]]:
+    from jaxpipe.stage import inline
+
+    flatten = getattr(inline, "_of_matrices", None)
+    if form == AS_WRITTEN:
+        setattr(inline, "_of_matrices", lambda eqn: None)  # noqa: B010 - private, and absent in older commits
+    cases: list[dict[str, Any]] = []
+    for model in args.model or ("gpt", "llama"):
+        for recompute in args.recompute or ("none",):
+            variant = replace(VARIANTS[model], recompute=recompute, attention=ATTENTION[form])
+            stage = middle_stage(variant, size, mesh, 1)
+            case = {
+                "form": form,
+                "model": model,
+                "recompute": recompute,
+                **measure(stage, size, args, f"{form}-{model}"),
+            }
+            cases.append(case)
+            print(_line(case), file=sys.stderr, flush=True)
+    if flatten is not None:
+        setattr(inline, "_of_matrices", flatten)  # noqa: B010
+    return cases
+
+
+def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The four functions of a stage, compiled, and what it saves."""
+    from jaxpipe.stage.flops import jaxpr_flops
+
+    options = {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
+    found: dict[str, Any] = {
+        "residual_bytes": stage.residual_bytes,
+        "residual_arrays": sum(p.kind == "res" for p in stage.functions["F"].outputs),
+        "functions": {},
+    }
+    for op in OPS:
+        function = stage.functions[op]
+        compiled = function.jitted.lower(*function.avals_in).compile(compiler_options=options)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        if args.hlo is not None:
+            args.hlo.mkdir(parents=True, exist_ok=True)
+            (args.hlo / f"{name.replace(' ', '-')}-{op}.txt").write_text(text, encoding="utf-8")
+        moved = Counter(m.kind for m in moves(text, least=size.B * size.T * size.D))
+        found["functions"][op] = {
+            "temp_bytes": memory.temp_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "flops": jaxpr_flops(function.jaxpr),
+            "products": count_products(text),
+            **{kind: moved[kind] for kind in ("copies", "transposing", "fused")},
+            "kernels": dict(Counter(custom_calls(text))),
+        }
+    return found
+
+
+def _older(checkout: Path, given: Sequence[str]) -> dict[str, Any]:
+    """The report of another checkout, by this script in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        options = [*given, "--checkout", str(checkout), "--out", str(out)]
+        options[(at := options.index("--before")) : at + 2] = []
+        subprocess.run([sys.executable, __file__, *options], check=True, stdout=subprocess.DEVNULL)
+        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return report
+
+
+def _provenance(args: argparse.Namespace, size: Size, given: Sequence[str]) -> dict[str, Any]:
+    import jax
+    import jaxlib
+
+    from jaxpipe.planning.targets import find_target
+
+    return {
+        "device": "cpu" if args.tiny else f"{find_target(args.target).description}, compiled for without one",
+        "size": asdict(size),
+        "products": "Triton" if args.triton else "cuBLAS",
+        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        "commit": commit_id() if args.checkout is None else commit_id(args.checkout),
+        "command": shlex.join(["python", "scripts/compile_h100.py", *given]),
+    }
+
+
+def _line(case: Mapping[str, Any]) -> str:
+    parts = ", ".join(
+        f"{op} {f['temp_bytes'] / 1e6:.0f} MB {f['products']} products {f['copies']}+{f['transposing']}+{f['fused']} copies"
+        for op, f in case["functions"].items()
+    )
+    name = f"{case['form']}, {case['model']}, {case['recompute']}"
+    return f"{name}: {case['residual_bytes'] / 1e6:.0f} MB in {case['residual_arrays']} arrays; workspace {parts}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""Some training steps in one of several processes; prints digests of what comes of them. A script:
+
+python tests/divided_run.py PORT PROCESSES PROCESS CASES        # CASES: JSON, a list of keyword arguments of `steps`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.train.devices import request_devices
+
+M, SIZE, STEPS = 4, 2, 3
+
+
+def steps(
+    processes: Processes,
+    *,
+    schedule: str,
+    ranks: int,
+    layers: int = 4,
+    dtype: str = "float32",
+    tied: bool = True,
+    dropout: float = 0.0,
+    dp: int = 1,
+    tp: int = 1,
+    zero1: bool = False,
+    recompute: str = "none",
+    **options: Any,
+) -> dict[str, str]:
+    """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss."""
+    import jax
+    import numpy as np
+    import optax
+
+    from jaxpipe.runtime.offload import OffloadOptions
+    from jaxpipe.runtime.pipeline import Pipeline
+    from jaxpipe.schedule import generate
+    from jaxpipe.stage.model.reference import init_params
+    from jaxpipe.train.step import TrainStep
+    from models.gpt import GPT
+
+    model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    some = processes.ranks(ranks)
+    pipe = Pipeline.build(
+        model,
+        generate(schedule, ranks, M, **options),
+        microbatch_size=SIZE,
+        compute_dtype=dtype,
+        dp=dp,
+        tp=tp,
+        recompute=recompute,
+        offload=OffloadOptions(1.0, None, True),
+        devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * tp]],
+        processes=processes,
+    )
+    step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
+    state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
+    for n in range(STEPS):
+        ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
+        batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": np.ones((M, SIZE, 8), np.float32)}
+        state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
+        assert bool(metrics.stop) == (n == 1), "all hear of it after the same step"
+    assert bool(metrics.finite)
+    params, optimizer = step.by_layer(state)
+    found = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
+    found["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
+    for name, tree in params.items():
+        leaves = jax.tree.leaves((tree, optimizer[name]))
+        found[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+    return found
+
+
+def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
+    devices = max(-(-case["ranks"] // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
+    processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
+    request_devices(devices, "cpu")
+    processes.start_jax()
+    print(json.dumps([steps(processes, **case) for case in cases]))
+    sys.stdout.flush()
+    processes.leave()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))
+    port, number, mine = map(int, sys.argv[1:4])
+    sys.exit(main(port, number, mine, json.loads(sys.argv[4])))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpipe.errors import CheckpointError, DataError
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import Schedule
 from jaxpipe.schedule.passes.backwards import fused_stages
 from jaxpipe.stage.model.layer import Params
@@ -110,12 +111,25 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     if state.step != origin.step:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     batches = _batches(prepared, state)
-    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config))
+    mine = _own_layers(prepared, store.processes)
+    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config), layers=mine)
     for remark in remarks:
         note(remark)
     first = meta.get("first_loss")
     first = first if isinstance(first, float) else None
     return Start(origin.step, batches, loaded.params, loaded.optimizer, first, _fused(meta, prepared.plan.cut))
+
+
+def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
+    """The layers whose parameters are placed in this process: of its ranks' stages, and those that own what is tied there. None
+    for all."""
+    if processes.number == 1:
+        return None
+    placement, cut = prepared.schedule.placement, prepared.plan.cut
+    ranks = processes.ranks(prepared.schedule.num_ranks)[processes.mine]
+    stages = [cut[stage] for rank in ranks for stage in placement.stages_of(rank)]
+    layers = [layer for start, stop in stages for layer in prepared.model.layers[start:stop]]
+    return {layer.name for layer in layers} | {owner for layer in layers for owner, _ in layer.tied.values()}
 
 
 def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Self
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
 from jaxpipe.plot import plot_timelines
-from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -44,8 +44,11 @@ class RunDirectory:
 
     def __init__(self, run: RunConfig, processes: Processes | None = None) -> None:
         self.path = Path(run.out_dir)
-        self._writes = processes is None or processes.mine == 0
-        self.store = CheckpointStore(self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best)
+        processes = processes or Alone()
+        self._writes = processes.mine == 0
+        self.store = CheckpointStore(
+            self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best, processes=processes
+        )
         self._lock = ExitStack()
         self._made: list[Path] = []
 

@@ -62,7 +62,8 @@ def load_state(
     trained = trained_params(model.layers, params)
     leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
     mine = [layer for layer in trained if layers is None or layer in layers]
-    fitted([leaf for leaf in leaves if leaf.layer in (None, *mine)], mine, loaded.optimizer)
+    if mine:
+        fitted([leaf for leaf in leaves if leaf.layer in (None, *mine)], mine, loaded.optimizer)
     return loaded
 
 

@@ -43,7 +43,7 @@ from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare
 from jaxpipe.train.step import StepMetrics, TrainState
-from jaxpipe.train.stop import EndingEarly, Stop
+from jaxpipe.train.stop import STOPPED, EndingEarly, Stop
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.watchdog import Watchdog
 
@@ -78,7 +78,12 @@ def train(
     if processes.mine:
         out = ProgressStream(None)
     with RunDirectory(config.run, processes) as folder:
-        with EndingEarly(folder.__exit__):
+
+        def ended() -> None:
+            folder.__exit__()
+            processes.end("was stopped by a signal", STOPPED)
+
+        with EndingEarly(ended):
             origin = resume.choose(config, folder.store, out.print)
             if origin is not None and origin.step >= config.run.steps:
                 out.print(

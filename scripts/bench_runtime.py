@@ -85,10 +85,8 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     }
     for name in args.schedules:
         _note(f"schedule {name}")
-        chunks = 2 if name.startswith("interleaved") else 1
-        layers = (
-            {} if chunks == 1 else {"num_layers": max(options["num_layers"], 2 * args.ranks)}
-        )  # a layer a stage, at least
+        stages = _scheduled(args, name).num_stages  # a block each, at least
+        layers = {} if stages == args.ranks else {"num_layers": max(options["num_layers"], stages)}
         model = resolve_model(config.model.target, {**options, **layers})
         report["schedules"][name] = _schedule(args, config, model, batch, name) | layers
     report["load_after"] = os.getloadavg()[0]
@@ -97,12 +95,9 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: int) -> Any:
     from jaxpipe.runtime.pipeline import Pipeline
-    from jaxpipe.schedule import FAMILIES, generate
     from jaxpipe.stage.model.plan import analytic_layer_costs, plan_stages
 
-    chunks = 2 if name.startswith("interleaved") else None
-    assert chunks is None or "chunks" in FAMILIES[name].options
-    schedule = generate(name, args.ranks, args.microbatches, chunks=chunks)
+    schedule = _scheduled(args, name)
     plan = plan_stages(model, schedule.num_stages, costs=analytic_layer_costs(model, size))
     pipe = Pipeline.build(
         model,
@@ -111,9 +106,18 @@ def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: i
         boundaries=[(s.start, s.stop) for s in plan.stages],
         recompute=config.pipeline.recompute,
     )
-    pipe = pipe.with_costs(pipe.measure_costs(repeats=3))
+    pipe = pipe.with_costs(pipe.measure_costs(repeats=5))
+    pipe = pipe.with_schedule(_scheduled(args, name, pipe.costs))
     pipe.warm_up()
     return pipe
+
+
+def _scheduled(args: argparse.Namespace, name: str, costs: Any = None) -> Any:
+    from jaxpipe.schedule import FAMILIES, generate
+
+    chunks = 2 if name.startswith("interleaved") else None
+    assert chunks is None or "chunks" in FAMILIES[name].options
+    return generate(name, args.ranks, args.microbatches, chunks=chunks, costs=costs)
 
 
 def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, name: str) -> dict[str, Any]:
@@ -160,6 +164,7 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         **{f"{rival}_s": statistics.median(times) for rival, times in rivals_s.items()},
         **{f"pipelined_over_{rival}": over(times) for rival, times in rivals_s.items()},
         "pipelined_over_strongest": max(over(times) for times in rivals_s.values()),
+        "predicted_over_measured": pipe.predicted_timeline().makespan / statistics.median(pipelined_s),
         "measured_over_replay": statistics.median(ratios),
         "bubble_predicted": pipe.predicted_timeline().bubble_rate,
         "bubble_measured": statistics.median(bubbles),

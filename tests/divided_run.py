@@ -32,9 +32,11 @@ def steps(
     tp: int = 1,
     zero1: bool = False,
     recompute: str = "none",
+    folder: str = "",
     **options: Any,
 ) -> dict[str, str]:
-    """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss."""
+    """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss. ``folder``: of
+    checkpoints, to go on from and to save to."""
     import jax
     import numpy as np
     import optax
@@ -44,6 +46,7 @@ def steps(
     from jaxpipe.schedule import generate
     from jaxpipe.stage.model.reference import init_params
     from jaxpipe.train.step import TrainStep
+    from jaxpipe.train.trainer import Trainer
     from models.gpt import GPT
 
     model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
@@ -65,12 +68,17 @@ def steps(
     )
     step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
     state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
+    if folder:
+        trainer = Trainer.over(step)
+        state = trainer.restore(folder, default=state)
     for n in range(STEPS):
         ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
         batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": np.ones((M, SIZE, 8), np.float32)}
         state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
         assert bool(metrics.stop) == (n == 1), "all hear of it after the same step"
     assert bool(metrics.finite)
+    if folder:
+        trainer.save(state, folder)
     params, optimizer = step.by_layer(state)
     found = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
     found["held out"] = pipe.evaluate(state.compute, batch)[0].hex()

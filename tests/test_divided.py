@@ -63,3 +63,13 @@ SCHEDULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("number", [2, 4])
 def test_schedules_in_several_processes(number: int) -> None:
     assert_same_bits(number, SCHEDULES)
+
+
+@pytest.mark.soak
+def test_any_number_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
+    case = {"schedule": "v-zb", "ranks": 3, "dp": 2, "zero1": True, "dtype": "bfloat16"}
+    one, several = ({**case, "folder": str(tmp_path / name)} for name in ("one", "several"))
+    whole = run(1, [one] * 3)[0][-1]
+    for number in (1, 3, 2):
+        found = run(number, [several])
+    assert {name: digest for (part,) in found for name, digest in part.items()} == whole

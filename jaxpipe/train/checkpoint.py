@@ -279,7 +279,7 @@ class CheckpointStore(Closing):
     ) -> _Content:
         if step < 0:
             raise CheckpointError(f"can't save step {step}; steps count from 0")
-        if newer := shelf.checkpoints(self.directory, after=step):
+        if self.processes.mine == 0 and (newer := shelf.checkpoints(self.directory, after=step)):
             raise CheckpointError(
                 f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"

@@ -23,7 +23,7 @@ from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batches, DataState
 from jaxpipe.train.setup import Prepared, optimizer_of
-from jaxpipe.train.stored import load_state, model_digest, same_program, undamaged
+from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
 
 Note = Callable[[str], None]
 
@@ -121,15 +121,13 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
 
 
 def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
-    """The layers whose parameters are placed in this process: of its ranks' stages, and those that own what is tied there. None
-    for all."""
+    """The layers whose parameters are placed in this process; None for all."""
     if processes.number == 1:
         return None
     placement, cut = prepared.schedule.placement, prepared.plan.cut
     ranks = processes.ranks(prepared.schedule.num_ranks)[processes.mine]
     stages = [cut[stage] for rank in ranks for stage in placement.stages_of(rank)]
-    layers = [layer for start, stop in stages for layer in prepared.model.layers[start:stop]]
-    return {layer.name for layer in layers} | {owner for layer in layers for owner, _ in layer.tied.values()}
+    return placed_layers(layer for start, stop in stages for layer in prepared.model.layers[start:stop])
 
 
 def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:

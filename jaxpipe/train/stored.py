@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.stage.identity import program_digest
-from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import trained_params
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
@@ -41,6 +41,11 @@ def same_program(meta: Mapping[str, Any], now: Mapping[str, str]) -> bool | None
     """Whether the checkpoint with this ``meta`` is of a model of this digest; None where that can't be told."""
     stored = meta.get("program")
     return stored == now if isinstance(stored, dict) and stored.get("jax") == now["jax"] else None
+
+
+def placed_layers(layers: Iterable[Layer]) -> set[str]:
+    """Layers whose parameters are placed where ``layers`` are: they, and the owners of what is tied there."""
+    return {name for layer in layers for name in (layer.name, *(owner for owner, _ in layer.tied.values()))}
 
 
 def load_state(

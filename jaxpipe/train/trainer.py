@@ -43,7 +43,7 @@ from jaxpipe.train.optimizer import ema_of, with_ema
 from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
-from jaxpipe.train.stored import load_state, model_digest, same_program, undamaged
+from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
 from jaxpipe.wording import format_bytes, format_count
 
 
@@ -444,7 +444,10 @@ class Trainer(Closing):
                     f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
                     "that model, another directory, or same_model=False if the difference is meant"
                 )
-            return load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype)
+            mine = None
+            if self.pipeline.ownership.divided:
+                mine = placed_layers(x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s))
+            return load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype, mine)
 
         older = partial(_newest, store) if newest else lambda _: None
         loaded = undamaged(at, read, older, partial(warnings.warn, stacklevel=4))
@@ -469,7 +472,12 @@ class Trainer(Closing):
                 raise CheckpointError("save: give a directory; nothing was restored or saved before")
             return self._store
         inner = Path(path) / "checkpoints"  # of a run
-        store = CheckpointStore(inner if inner.is_dir() else path, keep_last=self.keep_last, keep_best=self.keep_best)
+        store = CheckpointStore(
+            inner if inner.is_dir() else path,
+            keep_last=self.keep_last,
+            keep_best=self.keep_best,
+            processes=self.pipeline.ownership.processes,
+        )
         if self._store is None or self._store.directory != store.directory:
             self.close()
             self._store, self._restored = store, None

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+import train_runs
 from test_processes import free_port
+from train_runs import config, deterministic, final, settings, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("mean loss", "norm", "held out")
@@ -73,3 +80,55 @@ def test_any_number_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> 
     for number in (1, 3, 2):
         found = run(number, [several])
     assert {name: digest for (part,) in found for name, digest in part.items()} == whole
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+def launch(number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "jaxpipe", "launch", "local", "-n", str(number), "--", "train", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    assert deterministic(one) == deterministic(other)
+    (first, *rest), (second, *others) = (jax.tree.flatten(final(folder, step)) for folder in (one, other))
+    assert rest == others
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
+    text = write_text(tmp_path / "text")
+    more = ("pipeline.schedule=zb-1p", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+    train_runs.run(config(text, tmp_path / "whole", *more, "run.steps=4"))
+    child = launch(2, [*settings(text, tmp_path / "parts", *more, "run.steps=2"), "run.platform=cpu"])
+    out, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err
+    assert not err and out.count("step 2  held-out loss") == 1, "process 0 alone tells"
+    train_runs.run(config(text, tmp_path / "parts", *more, "run.steps=4"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_signal_to_any_process_stops_all_after_the_same_step(number: int, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text")
+    more = ("pipeline.ranks=4", "model.options.num_layers=4", "run.log_every=1", "run.eval_every=0", "run.steps=30")
+    train_runs.run(config(text, tmp_path / "whole", *more))
+    arguments = [*settings(text, tmp_path / "parts", *more), "run.platform=cpu"]
+    child = launch(number, arguments)
+    train_runs.read_until(child, "step 3")
+    ours = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ours[-1]), signal.SIGTERM)
+    child.communicate(timeout=300)
+    assert child.returncode == 75
+    again = launch(2, arguments)
+    assert again.communicate(timeout=300) and again.returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 30)

@@ -153,23 +153,6 @@ def _wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.soak
-def test_the_verb_launches_training(tmp_path: Path) -> None:
-    arguments = [*SMALL, f"data.path={ROOT / 'LICENSE'}", f"run.out_dir={tmp_path / 'run'}", "run.platform=cpu"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxpipe", "launch", "local", "-n", "4", "--", "train", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": "", "TMPDIR": str(tmp_path)},
-    )
-    line = (
-        "jaxpipe: the 4 processes agree, but the ranks of a pipeline are not divided between processes yet: start one"
-    )
-    assert (done.returncode, sorted(done.stderr.splitlines())) == (2, [f"[{k}] {line}" for k in range(4)])
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

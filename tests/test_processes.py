@@ -411,14 +411,6 @@ def test_settings_that_differ_are_refused_by_all(said_by_all: Callable[..., str]
     assert said == f"{first} failed: override 'run.stepz=3': unknown key run.stepz: did you mean run.steps?"
 
 
-def test_copies_are_never_trained(said_by_all: Callable[..., str]) -> None:
-    """Two processes with JAX: they agree on everything, and end with the line that says what is missing."""
-    said = said_by_all((), ())
-    assert said == (
-        "the 2 processes agree, but the ranks of a pipeline are not divided between processes yet: start one"
-    )
-
-
 @pytest.mark.soak
 def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
     said = said_by_all((), (f"data.path={ROOT / 'README.md'}",))

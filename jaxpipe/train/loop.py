@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jaxpipe.cost import with_measured_times
-from jaxpipe.errors import AgreedError, CheckpointError, DataError, NotFiniteError, RunError, gist
+from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -103,11 +103,6 @@ def train(
                 out.print(f"reading {config.data.path}")
             prepared = prepare(config, processes)
             agree_on_data(processes, prepared.dataset.fingerprint)
-            if processes.number > 1:
-                raise AgreedError(
-                    f"the {processes.number} processes agree, but the ranks of a pipeline are not divided between processes "
-                    "yet: start one"
-                )
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
             if own_process and devices[0].platform == "cpu":

@@ -248,6 +248,7 @@ ODD: dict[str, Callable[[dict[str, Any]], object] | str] = {
     "a dtype of objects": lambda body: _leaf(body).update(dtype="finfo"),
     "an odd checksum": lambda body: _leaf(body).update(sha256=None),
     "an odd Python type": lambda body: _leaf(body).update(python="Path"),
+    "a part is text": lambda body: _leaf(body).update(part="1"),
 }
 
 

@@ -37,7 +37,7 @@ from jaxpipe.train import checkpoint_tree as tree
 from jaxpipe.train.checkpoint_directory import Intact
 from jaxpipe.train.checkpoint_load import find, load_group, load_params, pick, read_manifest, reading
 from jaxpipe.train.checkpoint_manifest import GROUPS, NEEDED, strict_json
-from jaxpipe.train.checkpoint_together import together
+from jaxpipe.train.checkpoint_together import newest_intact, together
 from jaxpipe.train.checkpoint_tree import Placement, PyTree, Snapshot
 from jaxpipe.wording import format_bytes
 
@@ -113,38 +113,7 @@ class CheckpointStore(Closing):
 
         A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
         """
-        talk = self.processes
-        if talk.number == 1:
-            return shelf.newest_intact(self.directory, before)
-
-        def verify(folder: Path) -> CheckpointError | None:
-            """Each process a share of the files."""
-
-            def mine() -> None:
-                if error := shelf.damage(folder, (talk.mine, talk.number)):
-                    raise error
-
-            try:
-                together(talk, "verified", mine)
-            except CheckpointError as error:
-                return error
-            return None
-
-        def lead() -> tuple[int | None, tuple[str, ...]]:
-            try:
-                found = shelf.newest_intact(
-                    self.directory, before, lambda folder: verify(Path(talk.broadcast("verify", str(folder))))
-                )
-            finally:
-                talk.broadcast("verify", "")
-            return found.step, found.warnings
-
-        def follow() -> None:
-            while folder := talk.broadcast("verify", ""):
-                verify(self.directory / Path(folder).name)
-
-        step, warnings = together(talk, "newest checkpoint", follow if talk.mine else lead, lambda found: found[0])
-        return Intact(step, tuple(warnings))
+        return newest_intact(self.processes, self.directory, before)
 
     def best(self) -> int | None:
         """The step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.runtime.processes import Processes
+from jaxpipe.train import checkpoint_directory as shelf
+from jaxpipe.train.checkpoint_directory import Intact
 from jaxpipe.train.checkpoint_format import (
     DamagedCheckpointError,
     RemovedCheckpointError,
@@ -50,6 +53,40 @@ def together(
         kind = _KINDS.get(answer["kind"], CheckpointError)
         raise kind(answer["text"]) from cause
     return answer["value"]
+
+
+def newest_intact(processes: Processes, directory: Path, before: int | None) -> Intact:
+    """As ``checkpoint_directory.newest_intact``; each process verifies a share of the files of a checkpoint."""
+    if processes.number == 1:
+        return shelf.newest_intact(directory, before)
+
+    def verify(folder: Path) -> CheckpointError | None:
+        def mine() -> None:
+            if error := shelf.damage(folder, (processes.mine, processes.number)):
+                raise error
+
+        try:
+            together(processes, "verified", mine)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def lead() -> tuple[int | None, tuple[str, ...]]:
+        try:
+            found = shelf.newest_intact(
+                directory, before, lambda folder: verify(directory / processes.broadcast("verify", folder.name))
+            )
+        finally:
+            processes.broadcast("verify", "")
+        return found.step, found.warnings
+
+    def follow() -> None:
+        while name := processes.broadcast("verify", ""):
+            verify(directory / name)
+
+    mine = follow if processes.mine else lead
+    step, warnings = together(processes, "newest checkpoint", mine, lambda found: found[0])
+    return Intact(step, tuple(warnings))
 
 
 def _told(error: Exception, who: str = "") -> dict[str, str]:

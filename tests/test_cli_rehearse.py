@@ -75,7 +75,7 @@ def test_verb_says_what_it_did_and_runs_out_of_memory_in_one_line(
     assert "predicted ÷ measured 1.0" in out
     assert re.search(r"\bW +1 +[0-9.]+ ", out)
     code, _, err = _cli(capsys, "rehearse", config, "--rank", 1, "--memory", "35KB")
-    assert (code, err.count("\n")) == (2, 1)
+    assert (code, err.count("\n")) == (5, 1)
     assert err.startswith("jaxpipe: rank 1: out of memory")
     assert "held of 35 KB" in err
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,13 +344,15 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
 
     def compile_and_break(*args: Any, **kwargs: Any) -> Any:
         trainer = compile_setup(*args, **kwargs)
-        combine = trainer.train_step._combine
+        scalars = trainer.train_step._scalars
+        combine = scalars.combine
 
         def broken(*inputs: Any) -> Any:
-            loss, *rest = combine(*inputs)
-            return jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))(loss), *rest
+            made = combine(*inputs)
+            burn = jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))
+            return replace(made, loss=burn(made.loss))
 
-        monkeypatch.setattr(trainer.train_step, "_combine", broken)
+        monkeypatch.setattr(scalars, "combine", broken)
         return trainer
 
     monkeypatch.setattr(loop, "compile_setup", compile_and_break)

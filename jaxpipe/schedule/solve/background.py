@@ -61,7 +61,7 @@ class BackgroundSolve:
         self._pool.submit({"kind": "solve", "task": 0, "options": asdict(options)})
 
     def take(self) -> list[Found | Finished | Failed]:
-        """What has come since the last call, in order."""
+        """What has come since the last call, in order; nothing after the end, whatever becomes of the process."""
         answers: list[Found | Finished | Failed] = []
         try:
             while (message := self._pool.receive(0.0)) is not None:
@@ -73,7 +73,7 @@ class BackgroundSolve:
                     case {"schedule": schedule, "source": source}:
                         answers.append(Found(from_schedule(schedule), source))
                     case {"source": remark}:
-                        answers.append(Finished(float(message.get("bound", 0.0)), remark))
+                        return [*answers, Finished(float(message.get("bound", 0.0)), remark)]
         except Exception as error:  # whatever it wrote
             answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {gist(error)})"))
         return answers

@@ -23,12 +23,14 @@ def table() -> str:
     files = sorted(RESULTS.glob("runtime-*.json"))
     reports = [json.loads(f.read_text(encoding="utf-8")) for f in files]
     lines = [
-        "| ranks | schedule | pipelined ÷ one jitted step | ÷ jitted microbatches | measured ÷ replay "
-        "| host µs per instruction (run, send, recv) | split ÷ fused FLOPs | bubble predicted, measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | schedule | pipelined ÷ strongest unpipelined | predicted ÷ measured | measured ÷ replay "
+        "| host µs to run a function: mean, p90 (arrays) | to send, receive | of a GPU at 5 ms | split ÷ fused FLOPs "
+        "| bubble predicted, measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(report, name, s) for report in reports for name, s in report["schedules"].items()]
     lines += ["", *(_origin(report) for report in reports)]
+    lines += ["", *torch_table(json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8")))]
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
@@ -36,6 +38,46 @@ def table() -> str:
     lines += [line for report in overlaps for line in ("", *overlap_table(report))]
     compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
     return "\n".join([*lines, *(line for report in compiled for line in ("", *compiled_table(report)))])
+
+
+def torch_table(report: dict[str, Any]) -> list[str]:
+    """A step beside PyTorch's pipelining (``bench_torch.py``): a row per order of either side."""
+    size, versions, ratios = report["sizes"], report["versions"], report["ratios"]
+    sides = {side: report[side] for side in ("jaxpipe", "torch")}
+    batch = f"{size['microbatches']} × {size['microbatch_size']} × {size['seq_len']} tokens"
+    lines = [
+        f"A step beside PyTorch's on the same two cores, in turn, medians of {report['rounds']} rounds of {report['steps']} "
+        f"steps: GPT, d {size['d_model']}, {size['num_layers']} layers, {batch}, AdamW, 2 ranks of one core. "
+        f"`XLA_FLAGS={versions['xla_flags']}`; {versions['settings'].split(';')[0]}.",
+        "",
+        "| | seconds (quartiles) | tokens/s | CPU seconds | predicted ÷ measured | bubble |",
+        "|---|---|---|---|---|---|",
+    ]
+    for side, rows in sides.items():
+        for name, s in rows.items():
+            known = side == "jaxpipe"
+            cells = [
+                f"{side} {name}",
+                f"{s['step_s']:.2f} ({s['low_s']:.2f} to {s['high_s']:.2f})",
+                f"{s['tokens_per_s']:,.0f}",
+                f"{s['cpu_s']:.2f}",
+                f"{s['predicted_over_step']:.2f}" if known else "",
+                f"{s['bubble_measured']:.0%}" if known else "",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    foreign = max(s["foreign_cpu"] for rows in sides.values() for s in rows.values())
+    told = {
+        what: f"{ratios[f'tokens_per_s_over_torch_{what}']:.2f} times the tokens per second with "
+        f"{ratios[f'cpu_s_over_torch_{what}']:.2f} times the CPU seconds"
+        for what in ("pipelined", "unpipelined")
+    }
+    return [
+        *lines,
+        "",
+        f"Best ÷ best: {told['pipelined']} of PyTorch's pipelining, {told['unpipelined']} of PyTorch without a pipeline. Other "
+        f"processes used at most {foreign:.0%} of the machine. `{report['command']}`, commit {report['commit']}, "
+        f"{report['date']}, {report['machine']}, torch {versions['torch']}, jax {versions['jax']}.",
+    ]
 
 
 def compiled_table(report: dict[str, Any]) -> list[str]:
@@ -156,10 +198,12 @@ def _row(report: dict[str, Any], name: str, s: dict[str, Any]) -> str:
     cells = [
         str(report["ranks"]),
         name + layers,
-        f"{s['pipelined_over_unpipelined']:.2f}",
-        f"{s['pipelined_over_one_by_one']:.2f}",
+        f"{s['pipelined_over_strongest']:.2f}",
+        f"{s['predicted_over_measured']:.2f}",
         f"{s['measured_over_replay']:.3f}",
-        f"{host['median']:.0f} ({host['run']:.0f}, {host['send']:.0f}, {host['recv']:.0f})",
+        f"{host['run_mean']:.0f}, {host['run_p90']:.0f} ({host['arrays']:.0f})",
+        f"{host['send']:.0f}, {host['recv']:.0f}",
+        f"{host['of_5_ms']:.0%}",
         f"{s['split_over_fused_flops']:.3f}",
         f"{s['bubble_predicted']:.0%}, {s['bubble_measured']:.0%}",
     ]

@@ -38,14 +38,15 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention
+from models.attention import attention, check_attention, places
 from models.loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
     """Options of :func:`GPT`. ``tied``: the head uses the token embedding. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``dtype``: what parameters are created in."""
+    (``models/attention.py``). ``mask``: ``causal``, or ``document``: the batch's ``segments`` say which document a token is of;
+    it sees no other, and positions start again with each. ``dtype``: what parameters are created in."""
 
     vocab_size: int = 256
     d_model: int = 128
@@ -57,6 +58,7 @@ class GPTConfig:
     tied: bool = True
     norm_eps: float = 1e-5
     attention: str = "auto"
+    mask: str = "causal"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -71,9 +73,14 @@ class GPTConfig:
             raise ConfigError(f"GPT: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"GPT: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
-        check_attention("GPT", self.attention, self.dropout)
+        check_attention("GPT", self.attention, self.dropout, self.mask)
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """What each block reads of the batch."""
+        return ("segments",) if self.mask == "document" else ()
 
     @property
     def mlp_width(self) -> int:
@@ -96,6 +103,7 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
     return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len)
@@ -107,8 +115,8 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
     return from_linen(
         name,
         Embed(config),
-        example=(tokens,),
-        reads=("tokens",),
+        example=(tokens,) * (1 + len(config.segments)),
+        reads=("tokens", *config.segments),
         uses_key=config.dropout > 0,
         kind="gpt.embed",
         shards=partial(_embed_shards, config),
@@ -121,7 +129,8 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
     block = from_linen(
         "block",
         Block(config, causal=causal),
-        example=(hidden,),
+        example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
+        reads=config.segments,
         uses_key=config.dropout > 0,
         kind="gpt.block",
         shards=partial(_block_shards, config),
@@ -135,7 +144,7 @@ class Embed(nn.Module):
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """tokens [B, T] int32, T at most seq_len → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
         if tokens.shape[1] > c.seq_len:
@@ -144,7 +153,8 @@ class Embed(nn.Module):
             c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
         positions = self.param("positions", normal(0.02), (c.seq_len, c.d_model), c.dtype)
-        x = words(tokens) + own_time(positions[None, :T], self.tp, axis=1)
+        placed = positions[None, :T] if segments is None else positions[places(segments)]  # [1 or B, T, D]
+        x = words(tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
@@ -156,23 +166,23 @@ class Block(nn.Module):
     causal: bool = True
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
         h = norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+    def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
         K = c.d_model // c.num_heads
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, causal=self.causal, dropout=c.dropout, key=key)  # [B, T, H/t, K]
+        heads = attention(q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key)
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]

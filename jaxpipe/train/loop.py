@@ -100,7 +100,7 @@ def train(
             if config.run.tensorboard:
                 require_tensorboard()
             if out.isatty():
-                out.print(f"reading {config.data.path}")
+                out.print("reading the data")
             prepared = prepare(config, processes)
             agree_on_data(processes, prepared.dataset.fingerprint)
             start = resume.start_of(prepared, origin, folder.store, out.print)

@@ -78,7 +78,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             that this system's file names can't have.
     """
     config = _config({} if path is None else settings.read_mapping(Path(path)), str(path), overrides)
-    for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir"):
+    for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir", "run.init_from"):
         name = attrgetter(key)(config)
         try:
             os.fsencode(name)

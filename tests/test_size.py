@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 756, 16),
-    "cli": (19, 2200, 6),
+    "cli": (20, 2279, 6),
     "cost": (5, 726, 6),
-    "interop": (6, 403, 7),
+    "interop": (6, 402, 7),
     "launch": (3, 258, 2),
     "planning": (8, 985, 11),
     "plot": (8, 801, 5),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5825, 54),
-    "train": (54, 7001, 78),
+    "train": (59, 7781, 85),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

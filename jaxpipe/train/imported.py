@@ -191,7 +191,7 @@ def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
     """
-    path, step = _source(config.run.init_from)
+    path, step = _source(config.run.init_from or "")
     want = stored_params(model)
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}

@@ -196,7 +196,7 @@ class RunConfig:
     eval_every: _Whole = 50
     eval_batches: _Count = 8
     out_dir: _Name = "runs/default"
-    init_from: str = ""
+    init_from: _Name | None = None
     checkpoint_every: _Whole = 50
     keep_last: _Count = 2
     keep_best: _Whole = 1

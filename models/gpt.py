@@ -49,9 +49,9 @@ class GPTConfig:
     """Options of :func:`GPT`. ``max_seq_len``: how many positions there are; None: ``seq_len``. ``gelu``: ``tanh``, as GPT-2
     approximates it, or ``exact``. ``tied``: the head uses the token embedding. ``vocab_multiple``: the vocabulary's rows are
     made a multiple of it, for tensor parallelism; those past ``vocab_size`` are never predicted or learnt. ``attention``:
-    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: the batch's ``segments`` say
-    which document a token is of; it sees no other, and positions start again with each. ``dtype``: what parameters are created
-    in."""
+    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only those that
+    have its number in the batch's ``segments``, and positions start again with each number. ``dtype``: what parameters are
+    created in."""
 
     vocab_size: int = 256
     d_model: int = 128

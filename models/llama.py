@@ -116,11 +116,11 @@ class LlamaConfig:
     ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a number that it divides, counted from 1, has no
     rotary positions; 0: all have. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how many positions
     each one sees, itself the last of them; None: all up to itself. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``mask``: ``causal``, or ``document``: the batch's ``segments`` say which document a token is of,
-    and it sees no other; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
+    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only those that have its number in the batch's
+    ``segments``; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
     embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
-    ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities and
-    to what each branch adds. ``dtype``: what parameters are created in.
+    ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities
+    and to what each branch adds. ``dtype``: what parameters are created in.
     """
 
     vocab_size: int = 256

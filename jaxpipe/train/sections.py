@@ -186,7 +186,9 @@ class RunConfig:
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
     this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
-    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
+    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`). ``transport``:
+    of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl`` (:mod:`jaxpipe.runtime.native`,
+    which nobody has run on GPUs yet).
     """
 
     steps: _Count = 200
@@ -209,6 +211,7 @@ class RunConfig:
     max_skipped: _Whole = 5
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
     compile_cache: _Name = "auto"
+    transport: Literal["tagged", "nccl"] = "tagged"
 
 
 @dataclass(frozen=True, slots=True)

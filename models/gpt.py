@@ -23,7 +23,7 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -127,7 +127,16 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
         shards=partial(_block_shards, config),
     )
     width = max(2, len(str(config.num_layers - 1)))
-    return [replace(block, name=f"{name}_{i:0{width}d}") for i in range(config.num_layers)]
+    return [replace(block, name=f"{name}_{i:0{width}d}", matrices=MATRICES) for i in range(config.num_layers)]
+
+
+MATRICES: Mapping[Path, Matrix] = {
+    ("qkv", "kernel"): Matrix((0,), (2, 3)),  # [D, 3, H, K]: three matrices
+    ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+    ("up", "kernel"): Matrix(),
+    ("down", "kernel"): Matrix(),
+}
+"""Of a block."""
 
 
 class Embed(nn.Module):

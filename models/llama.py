@@ -28,7 +28,7 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -153,7 +153,7 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
         kind="llama.block",
         shards=partial(_block_shards, config),
     )
-    block = replace(block, apply=partial(_with_own_heads, block.apply, config))
+    block = replace(block, apply=partial(_with_own_heads, block.apply, config), matrices=_matrices(config))
     width = max(2, len(str(config.num_layers - 1)))
     return [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
 
@@ -269,6 +269,16 @@ def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
         shards[("qkv", "bias")] = "partial" if shared else 0
     shards |= {("out", "kernel"): 0, ("gate_up", "kernel"): 2, ("down", "kernel"): 0}
     return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"))
+
+
+def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
+    qkv = Matrix((0,), (1, 2, 3), split=(2, (c.num_heads // c.kv_heads, 1, 1)))  # [D, G, R + 2, K]: q, k and v
+    return {
+        ("qkv", "kernel"): qkv,
+        ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+        ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
+        ("down", "kernel"): Matrix(),
+    }
 
 
 def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:

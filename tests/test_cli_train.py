@@ -236,7 +236,6 @@ BAD_SETTINGS = {
     "cut at no layer": ("pipeline.cut=[9]", "9"),
     "cut at an unknown name": ('pipeline.cut=["blok_01"]', "blok_01"),
     "unknown dtype": ("run.dtype=float16", "run.dtype"),
-    "warm-up too long": ("optimizer.warmup_steps=50", "warmup_steps=50 is more than run.steps"),
     "negative rate": ("optimizer.lr=-1", "optimizer.lr"),
     "rate not a number": ("optimizer.lr=nan", "optimizer.lr"),
     "beta of one": ("optimizer.betas=0.9,1.0", "betas[1]"),

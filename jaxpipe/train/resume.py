@@ -112,7 +112,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     batches = _batches(prepared, state)
     mine = _own_layers(prepared, store.processes)
-    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config), layers=mine)
+    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config, prepared.model), layers=mine)
     for remark in remarks:
         note(remark)
     first = meta.get("first_loss")

@@ -71,14 +71,6 @@ def _sequence(config: Sections) -> Iterator[str]:
         )
 
 
-@_about("optimizer.warmup_steps", "run.steps")
-def _warmup(config: Sections) -> Iterator[str]:
-    warmup, steps = config.optimizer.warmup_steps, config.run.steps
-    if warmup > steps:
-        advice = f"use at most {steps} (a tenth, {max(1, steps // 10)}, is usual)"
-        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: {advice}"
-
-
 @_about("data.holdout", "run.eval_every")
 def _holdout(config: Sections) -> Iterator[str]:
     if config.data.holdout == 0 and config.run.eval_every > 0:

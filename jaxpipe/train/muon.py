@@ -132,7 +132,7 @@ def matrices_of(model: Model) -> dict[Place, Matrix]:
             found[layer.name, path] = matrix
     if not found:
         raise ConfigError(
-            f"optimizer.name=muon: no parameter of model {model.name} is a matrix; say which are in Layer.matrices, or use adamw"
+            f"optimizer.name=muon: no parameter of model {model.name} is a matrix; name some in Layer.matrices, or use adamw"
         )
     return found
 

@@ -47,9 +47,7 @@ def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division:
     _check(whole.update, local.update, [*params, *state, *params, *extra], [*params, *state])
 
 
-def divided_like(
-    whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division
-) -> tuple[Place | None, ...]:
+def divided_like(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
     """By leaf of the state, the parameter that it is divided like, or None; arguments as of :func:`check_pieces`."""
     leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
     shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places_of(whole.params), leaves, strict=True)}

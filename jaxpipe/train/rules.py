@@ -215,6 +215,14 @@ def _seq_len(config: Sections) -> Iterator[str]:
         yield f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
 
 
+@_about("run.profile_steps", "run.steps")
+def _profiled(config: Sections) -> Iterator[str]:
+    first, last = config.run.profile_steps or (1, 1)
+    if not first <= last <= config.run.steps:
+        given = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
+        yield f"{given}: give the first and the last step to trace, such as [20, 25]"
+
+
 @_about("replan.enabled", "run.steps", "run.log_every")
 def _recorded(config: Sections) -> Iterator[str]:
     """The solver is given what a recorded step measured; the first step compiles."""

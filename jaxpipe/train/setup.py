@@ -20,7 +20,7 @@ from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.assemble import Progress, assemble, choose, stage_planner
@@ -198,6 +198,15 @@ def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
         learning_rate=_learning_rate(config),
         zero1=config.pipeline.zero1,
     )
+
+
+def step_flops(prepared: Prepared) -> float:
+    """What the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
+    pipe, plan = prepared.config.pipeline, prepared.plan
+    costs = plan.layer_costs
+    if plan.costs_from != "analytic":
+        costs = analytic_layer_costs(prepared.model, microbatch_size(prepared.config) // pipe.dp)
+    return 3 * sum(costs) * pipe.microbatches * pipe.dp
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:

@@ -83,8 +83,8 @@ class Layer:
     ``span``: of a loss, of how many consecutive microbatches it gets the rows at once, one after another: other numbers are
     another loss where rows count for each other. With several dp shards each has groups of its own rows.
 
-    ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are, unless
-    the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
+    ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
+    unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
 
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.

@@ -124,6 +124,6 @@ def test_rates_by_name(name: str, want: tuple[float, ...]) -> None:
 
 def test_a_warm_up_longer_than_the_run_is_clipped_and_told() -> None:
     short = TrainConfig().override(["run.steps=5", "data.path=x"])
-    (line,) = optimizer_remarks(short, tiny_model())
+    (line,) = optimizer_remarks(short, tiny_model("gpt"))
     assert line == "optimizer.warmup_steps=20 is more than run.steps=5: the rate rises over all 5 steps"
-    assert list(optimizer_remarks(TrainConfig(), tiny_model())) == []
+    assert list(optimizer_remarks(TrainConfig(), tiny_model("gpt"))) == []

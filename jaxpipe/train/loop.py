@@ -36,6 +36,7 @@ from jaxpipe.train.agreement import agree_on_data, agree_on_devices, check_setti
 from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
+from jaxpipe.train.imported import completed
 from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
@@ -100,6 +101,7 @@ def train(
                 return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
             if origin is not None:
                 folder.check_metrics()
+            config = completed(config, None if origin is None else origin.meta)
             devices = devices_of(config, processes)
             if remark := use_compile_cache(config.run.compile_cache):
                 out.print(f"warning: {remark}")
@@ -162,7 +164,7 @@ class _Run:
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
-        self.resumed = start.params is not None
+        self.resumed = start.resumed
         self.saving = Saving(
             folder.store,
             lambda step: self._due(run.checkpoint_every, step),

@@ -187,7 +187,9 @@ class OptimizerConfig:
 class RunConfig:
     """``batch``: sequences a step, over all microbatches. ``seed``: initial parameters and dropout. ``dtype``: of the compute;
     master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
-    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``platform`` and
+    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``init_from``: a run, a
+    checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins with; its
+    model and tokenizer are the run's where the config says nothing of them. ``platform`` and
     ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
 
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
@@ -207,6 +209,7 @@ class RunConfig:
     eval_every: _Whole = 50
     eval_batches: _Count = 8
     out_dir: _Name = "runs/default"
+    init_from: _Name | None = None
     checkpoint_every: _Whole = 50
     keep_last: _Count = 2
     keep_best: _Whole = 1

@@ -25,7 +25,7 @@ from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -49,9 +49,9 @@ class GPTConfig:
     """Options of :func:`GPT`. ``max_seq_len``: how many positions there are; None: ``seq_len``. ``gelu``: ``tanh``, as GPT-2
     approximates it, or ``exact``. ``tied``: the head uses the token embedding. ``vocab_multiple``: the vocabulary's rows are
     made a multiple of it, for tensor parallelism; those past ``vocab_size`` are never predicted or learnt. ``attention``:
-    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only those that
-    have its number in the batch's ``segments``, and positions start again with each number. ``dtype``: what parameters are
-    created in."""
+    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what
+    has its number in the batch's ``segments``, and positions start again with each. ``dtype``: what parameters are created
+    in."""
 
     vocab_size: int = 256
     d_model: int = 128
@@ -154,13 +154,22 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
         kind="gpt.block",
         shards=partial(_block_shards, config),
     )
-    return [replace(block, name=each) for each in block_names(config.num_layers, name)]
+    return [replace(block, name=each, matrices=MATRICES) for each in block_names(config.num_layers, name)]
 
 
 def block_names(num_layers: int, name: str = "block") -> list[str]:
     """``block_00``, ``block_01`` …"""
     width = max(2, len(str(num_layers - 1)))
     return [f"{name}_{i:0{width}d}" for i in range(num_layers)]
+
+
+MATRICES: Mapping[Path, Matrix] = {
+    ("qkv", "kernel"): Matrix((0,), (2, 3)),  # [D, 3, H, K]: three matrices
+    ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+    ("up", "kernel"): Matrix(),
+    ("down", "kernel"): Matrix(),
+}
+"""Of a block."""
 
 
 class Embed(nn.Module):

@@ -33,7 +33,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -116,7 +116,7 @@ class LlamaConfig:
     ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a number that it divides, counted from 1, has no
     rotary positions; 0: all have. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how many positions
     each one sees, itself the last of them; None: all up to itself. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only those that have its number in the batch's
+    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what has its number in the batch's
     ``segments``; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
     embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
     ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities
@@ -245,7 +245,7 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
             kind="llama.block",
             shards=partial(_block_shards, config),
         )
-        return replace(made, apply=partial(_with_own_heads, made.apply, config))
+        return replace(made, apply=partial(_with_own_heads, made.apply, config), matrices=_matrices(config))
 
     kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
     every = config.rope_every or config.num_layers + 1
@@ -379,6 +379,16 @@ def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
         shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
     summed = [("out", "bias")] * c.out_bias + [("down", "bias")] * c.mlp_bias
     return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"), *summed)
+
+
+def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
+    qkv = Matrix((0,), (1, 2, 3), split=(2, (c.num_heads // c.kv_heads, 1, 1)))  # [D, G, R + 2, K]: q, k and v
+    return {
+        ("qkv", "kernel"): qkv,
+        ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+        ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
+        ("down", "kernel"): Matrix(),
+    }
 
 
 def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:

@@ -30,16 +30,11 @@ from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.encoding import Reading
 from jaxpipe.train.metrics import format_gain
-<<<<<<< HEAD
 from jaxpipe.train.mixture import MixedDataset
-from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.own_data import OwnDataset
-from jaxpipe.train.sections import DataConfig, PipelineConfig, names_function
-=======
 from jaxpipe.train.muon import Muon, described, matrices_of
 from jaxpipe.train.optimizer import adamw, learning_rate, lion
-from jaxpipe.train.sections import PipelineConfig, names_function
->>>>>>> main
+from jaxpipe.train.own_data import OwnDataset
+from jaxpipe.train.sections import DataConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.trainer import Trainer

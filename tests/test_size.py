@@ -27,7 +27,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
-    "runtime": (17, 2148, 25),
+    "runtime": (17, 2204, 25),
     "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5819, 54),
-    "train": (52, 6708, 75),
+    "train": (52, 6723, 75),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

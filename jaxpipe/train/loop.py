@@ -25,6 +25,8 @@ import numpy as np
 
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
+from jaxpipe.runtime.executor import place_of
+from jaxpipe.runtime.lines import Place
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -49,6 +51,7 @@ from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
+_ENDED = 1 << 30  # behind all actions of a step
 _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop")
 """Of a step's metrics, what its record is made of."""
 
@@ -95,7 +98,7 @@ def train(
             if origin is not None:
                 folder.check_metrics()
             devices = devices_of(config, processes)
-            if remark := use_compile_cache(config.run.compile_cache):
+            if remark := use_compile_cache(config.run.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")
             if config.run.tensorboard:
                 require_tensorboard()
@@ -161,7 +164,9 @@ class _Run:
             start.step if self.resumed else -1,
             self.line.note,
         )
-        self.watchdog = Watchdog(run.watchdog_s, self._stuck, processes.end)
+        self.begun = start.step  # the last step that was
+        processes.tell_place(self._place)
+        self.watchdog = Watchdog(run.watchdog_s, lambda: self._place()[2], processes.end_late)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
@@ -266,7 +271,8 @@ class _Run:
         began = time.perf_counter()
         shown = (state.step + 1) % self.config.run.log_every == 0
         record = shown and self.processes.number == 1
-        with self.watchdog.watch(state.step + 1):
+        self.begun = state.step + 1
+        with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
                 self._settle()
                 jax.block_until_ready((dict(state.master), dict(state.compute)))
@@ -440,15 +446,24 @@ class _Run:
         again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
         return _go_on(step, first) + again
 
-    def _stuck(self, step: int) -> str:
-        """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
-        executor = self.pipe.executor
-        before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
-        steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
+    def _place(self) -> Place:
+        """How far this process has come, and what to do. Called in another thread, while the one that runs steps waits."""
+        executor, left = self.pipe.executor, _go_on(self.folder.store.latest())
         if self.evaluating:
-            return f"its evaluation has not; {_go_on(self.folder.store.latest())}"
-        at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")
-        return f"{at}; {_go_on(self.folder.store.latest())}"
+            return self.step, _ENDED + 1, f"its evaluation has not; {left}"
+        pending = self.pending
+        before = [] if pending is None else [(pending[0], pending[1].outputs.tokens)]
+        for step, tokens in [*before, (self.begun, executor.dispatched)]:
+            if at := executor.unfinished(tokens):
+                events = sorted((e for e in self.predicted.events if e.lane != "send"), key=lambda e: e.start_s)
+                order = [(e.rank, a) for e in events for a in (e.action, *e.action.actions)]
+                return (
+                    step,
+                    order.index(at) if at in order else 0,
+                    f"{place_of(*at)} of step {step} has not run; {left}",
+                )
+        waits = "its update has not run" if before or self.begun > self.step else "the next step has not begun"
+        return self.begun, _ENDED, f"{waits}; {left}"
 
     @contextmanager
     def _less_important(self, what: str) -> Iterator[None]:

@@ -5,11 +5,11 @@ against measurement. Prints one JSON object.
     python scripts/bench_runtime.py --ranks 2 --rounds 3
 
 Everything is compared within one run, alternating A B A B, medians of several: absolute times on a shared machine mean
-little, ratios more. ``host_us``: host time of single instructions over all rounds, in µs: median and 90th percentile of all,
-medians by kind, and what a device waits for: ``run_mean`` and ``run_p90`` of instructions that run a function, on ``arrays``
-arguments and results a call. ``of_5_ms``: the part of a GPU's time that the host thread, which feeds all ranks, would be busy
-if each such instruction took 5 ms. A dispatch that finds 32 computations in flight on its device waits for one to finish,
-which shows in the 90th percentiles. On a CPU the dispatching thread shares the cores with the computations.
+little, ratios more. ``host_us``: CPU time of the dispatching thread for single instructions over all rounds, in µs: median and
+90th percentile of all, medians by kind, and what a device waits for: ``run_mean`` and ``run_p90`` of instructions that run a
+function, on ``arrays`` arguments and results a call. ``of_5_ms``: the part of a GPU's time that the host thread, which feeds
+all ranks, would be busy if each such instruction took 5 ms. (Not counted: that a dispatch which finds 32 computations in flight
+on its device waits for one to finish.)
 
 Unpipelined JAX on one device, which may use all cores: a compiled loop over the microbatches (``unpipelined``), one call a
 microbatch (``one_by_one``), all sequences in one call (``at_once``); ``pipelined_over_strongest``: over the fastest of them.
@@ -25,7 +25,10 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -106,7 +109,7 @@ def _build(args: argparse.Namespace, config: Any, model: Any, name: str, size: i
         boundaries=[(s.start, s.stop) for s in plan.stages],
         recompute=config.pipeline.recompute,
     )
-    pipe = pipe.with_costs(pipe.measure_costs(repeats=5))
+    pipe = pipe.with_costs(pipe.measure_costs(repeats=25))
     pipe = pipe.with_schedule(_scheduled(args, name, pipe.costs))
     pipe.warm_up()
     return pipe
@@ -137,7 +140,8 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
     host: list[tuple[str, float]] = []
     for _ in range(args.rounds):
         start = time.perf_counter()
-        out = pipe.run(placed, acc, batch)
+        with _thread_time():
+            out = pipe.run(placed, acc, batch)
         acc = {at: list(b) for at, b in out.acc.items()}
         jax.block_until_ready((acc, out.losses))
         pipelined_s.append(time.perf_counter() - start)
@@ -172,6 +176,19 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         "split_over_fused_seconds": (seconds["F"] + seconds["B"] + seconds["W"]) / (seconds["F"] + seconds["BW"]),
         "peak_bytes": list(pipe.peak_bytes),
     }
+
+
+@contextmanager
+def _thread_time() -> Iterator[None]:
+    """The executor's stamps are CPU time of the dispatching thread."""
+    from jaxpipe.runtime import executor
+
+    before = executor.time
+    executor.time = SimpleNamespace(perf_counter=time.thread_time)
+    try:
+        yield
+    finally:
+        executor.time = before
 
 
 def _microbatch_step(model: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The README's results tables, from the files in ``scripts/results/``.
+"""The tables of ``scripts/results/README.md``, and the README's sentence about speed, from the files in ``scripts/results/``.
 
-python scripts/results_table.py           # print it
-python scripts/results_table.py --write   # put it into README.md between its markers
+python scripts/results_table.py           # print them
+python scripts/results_table.py --write   # put them between their markers
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- results: scripts/results_table.py --write -->", "<!-- end of results -->"
 PAPERS_BEGIN, PAPERS_END = "<!-- papers: scripts/results_table.py --write -->", "<!-- end of papers -->"
+SPEED_BEGIN, SPEED_END = "<!-- speed: scripts/results_table.py --write -->", "<!-- end of speed -->"
 
 
 def table() -> str:
@@ -23,12 +24,14 @@ def table() -> str:
     files = sorted(RESULTS.glob("runtime-*.json"))
     reports = [json.loads(f.read_text(encoding="utf-8")) for f in files]
     lines = [
-        "| ranks | schedule | pipelined ÷ one jitted step | ÷ jitted microbatches | measured ÷ replay "
-        "| host µs per instruction (run, send, recv) | split ÷ fused FLOPs | bubble predicted, measured |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | schedule | pipelined ÷ strongest unpipelined | predicted ÷ measured | measured ÷ replay "
+        "| host µs to run a function: mean, p90 (arrays) | to send, receive | of a GPU at 5 ms | split ÷ fused FLOPs "
+        "| bubble predicted, measured |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(report, name, s) for report in reports for name, s in report["schedules"].items()]
     lines += ["", *(_origin(report) for report in reports)]
+    lines += ["", *torch_table(json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8")))]
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
@@ -36,6 +39,51 @@ def table() -> str:
     lines += [line for report in overlaps for line in ("", *overlap_table(report))]
     compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
     return "\n".join([*lines, *(line for report in compiled for line in ("", *compiled_table(report)))])
+
+
+def torch_table(report: dict[str, Any]) -> list[str]:
+    """A step beside PyTorch's pipelining (``bench_torch.py``): a row per order of either side."""
+    size, versions = report["sizes"], report["versions"]
+    sides = {side: report[side] for side in ("jaxpipe", "torch")}
+    batch = f"{size['microbatches']} × {size['microbatch_size']} × {size['seq_len']} tokens"
+    lines = [
+        f"A step beside PyTorch's on the same two cores, in turn, medians of {report['rounds']} rounds of {report['steps']} "
+        f"steps: GPT, d {size['d_model']}, {size['num_layers']} layers, {batch}, AdamW, 2 ranks of one core. "
+        f"`XLA_FLAGS={versions['xla_flags']}`; {versions['settings'].split(';')[0]}.",
+        "",
+        "| | seconds (quartiles) | tokens/s | CPU seconds | predicted ÷ measured | bubble |",
+        "|---|---|---|---|---|---|",
+    ]
+    for side, rows in sides.items():
+        for name, s in rows.items():
+            known = side == "jaxpipe"
+            cells = [
+                f"{side} {name}",
+                f"{s['step_s']:.2f} ({s['low_s']:.2f} to {s['high_s']:.2f})",
+                f"{s['tokens_per_s']:,.0f}",
+                f"{s['cpu_s']:.2f}",
+                f"{s['predicted_over_step']:.2f}" if known else "",
+                f"{s['bubble_measured']:.0%}" if known else "",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    foreign = max(s["foreign_cpu"] for rows in sides.values() for s in rows.values())
+    return [
+        *lines,
+        "",
+        f"Other processes used at most {foreign:.0%} of the machine. `{report['command']}`, commit {report['commit']}, "
+        f"{report['date']}, {report['machine']}, torch {versions['torch']}, jax {versions['jax']}.",
+    ]
+
+
+def speed() -> str:
+    """Best of ours ÷ best of PyTorch's."""
+    ratios = json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8"))["ratios"]
+    told = [
+        f"{ratios[f'tokens_per_s_over_torch_{kind}']:.2f} times the tokens per second with "
+        f"{ratios[f'cpu_s_over_torch_{kind}']:.2f} times the CPU seconds {of}"
+        for kind, of in (("pipelined", "of PyTorch's pipelining"), ("unpipelined", "of PyTorch without a pipeline"))
+    ]
+    return f"On two CPU cores, a GPT of 10.6M parameters over two ranks, best of four orders each: {', '.join(told)}."
 
 
 def compiled_table(report: dict[str, Any]) -> list[str]:
@@ -156,10 +204,12 @@ def _row(report: dict[str, Any], name: str, s: dict[str, Any]) -> str:
     cells = [
         str(report["ranks"]),
         name + layers,
-        f"{s['pipelined_over_unpipelined']:.2f}",
-        f"{s['pipelined_over_one_by_one']:.2f}",
+        f"{s['pipelined_over_strongest']:.2f}",
+        f"{s['predicted_over_measured']:.2f}",
         f"{s['measured_over_replay']:.3f}",
-        f"{host['median']:.0f} ({host['run']:.0f}, {host['send']:.0f}, {host['recv']:.0f})",
+        f"{host['run_mean']:.0f}, {host['run_p90']:.0f} ({host['arrays']:.0f})",
+        f"{host['send']:.0f}, {host['recv']:.0f}",
+        f"{host['of_5_ms']:.0%}",
         f"{s['split_over_fused_flops']:.3f}",
         f"{s['bubble_predicted']:.0%}, {s['bubble_measured']:.0%}",
     ]
@@ -350,19 +400,27 @@ def compared() -> str:
     return f"All families beside each other (`{command}`; equal stages, no transfer time):\n\n```\n{text.rstrip()}\n```"
 
 
+def written() -> dict[Path, list[tuple[str, str, str]]]:
+    """By file the markers (begin, end) and what is between them."""
+    return {
+        ROOT / "README.md": [(SPEED_BEGIN, SPEED_END, speed())],
+        RESULTS / "README.md": [(BEGIN, END, table()), (PAPERS_BEGIN, PAPERS_END, papers())],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put them between their markers")
     if not parser.parse_args().write:
-        print(f"{table()}\n\n{papers()}")
+        print(f"{speed()}\n\n{table()}\n\n{papers()}")
         return 0
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for begin, end, content in ((BEGIN, END, table()), (PAPERS_BEGIN, PAPERS_END, papers())):
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{begin}\n{content}\n{end}{tail}"
-    readme.write_text(text, encoding="utf-8")
+    for page, parts in written().items():
+        text = page.read_text(encoding="utf-8")
+        for begin, end, content in parts:
+            head, _, rest = text.partition(begin)
+            _, _, tail = rest.partition(end)
+            text = f"{head}{begin}\n{content}\n{end}{tail}"
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

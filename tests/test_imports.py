@@ -52,7 +52,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 NO_JAX = ("schedule", "plot")
 """Rooms without JAX, anywhere."""
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
-LAZY = ("matplotlib", "ortools", "tokenizers", "tensorboardX")
+LAZY = ("matplotlib", "ortools", "tokenizers", "tensorboardX", "pyarrow", "zstandard", "jinja2")
 """Slow or optional packages: imported inside the function that needs them."""
 
 TOP_LEVEL = {"pyproject.toml", "jaxpipe", "models", "scripts", "tests", "README.md", "LICENSE", "CHANGELOG.md"}

@@ -45,6 +45,7 @@ VERBS: tuple[Verb, ...] = (
         "start the processes of a training run here, or write what starts them on a cluster",
         "jaxpipe.cli.launch_verb",
     ),
+    Verb("data", "tokenise sources into a token store, or check one", "jaxpipe.cli.data_verb"),
     Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
     Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
     Verb("profile", "time every stage function alone and report its bytes", _TRAIN),

@@ -3,6 +3,7 @@ satisfy, :mod:`.rules` what several must together."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
+from jaxpipe.train.documents import SUFFIXES
 from jaxpipe.train.settings import in_float32, not_empty, positive, within
 from jaxpipe.wording import nearest
 
@@ -75,22 +77,27 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``path``: a text file, a directory, a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard
-    library); for models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is
-    called with ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a
-    vocabulary of N, no text). ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is
-    chosen, as ``blocks`` spread over the corpus or whole ``files``. ``suffixes``: files read in a directory. ``seed``: order of
-    the sequences.
+    """``path``: a file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store
+    (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
+    models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with
+    ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N,
+    no text). ``field``: where a record of JSONL or Parquet has its document; ``auto``: ``text``. ``eos``: what ends each
+    document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing after a file of
+    text). ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks``
+    spread over the corpus or whole ``files``, of records whole documents. ``suffixes``: files read in a directory. ``seed``:
+    order of the sequences.
     """
 
     path: _Name = "stdlib"
     tokenizer: _Name = "byte"
+    field: _Name = "auto"
+    eos: _Name = "auto"
     seq_len: _Count = 128
     holdout: Annotated[float, within(0, 0.5)] = 0.05
     split: Literal["blocks", "files"] = "blocks"
-    suffixes: tuple[Annotated[str, _is_suffix], ...] = (".txt", ".md", ".rst", ".py")
+    suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

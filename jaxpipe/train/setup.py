@@ -27,6 +27,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
+from jaxpipe.train.encoding import Reading
 from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.sections import PipelineConfig, names_function
@@ -61,7 +62,7 @@ def load_dataset(config: TrainConfig) -> Dataset:
         return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
     if (arrays := several_arrays(data.path)) is not None:
         return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
-    corpus = load_corpus(data.path, tokenizer, data.suffixes)
+    corpus = load_corpus(data.path, tokenizer, Reading(data.suffixes, data.field, data.eos))
     return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
 
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 747, 16),
-    "cli": (18, 2148, 6),
+    "(top)": (9, 754, 16),
+    "cli": (19, 2227, 6),
     "cost": (5, 726, 6),
     "launch": (3, 258, 2),
     "planning": (8, 985, 11),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5819, 54),
-    "train": (52, 6723, 75),
+    "train": (57, 7506, 82),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -76,14 +76,14 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "v-zb", "layers": 6, **ZERO1},
     {"schedule": "v-half", "layers": 6, "tied": False},
     {"schedule": "interleaved-1f1b", "chunks": 2, "layers": 6, "dropout": 0.1},
-    {"schedule": "gis", "tied": False, "dtype": "bfloat16"},
-    {"schedule": "po-f", "tied": False},
+    {"schedule": "gis", "layers": 6, "tied": False, "dtype": "bfloat16"},
+    {"schedule": "po-f", "layers": 6, "tied": False},
     {"schedule": "stp", "tp": 2, "layers": 6},
 ]
 
 
 def solved() -> str:
-    """The text of a schedule that only the solver makes."""
+    """The text of what the solver answers."""
     task = SolveTask(one_to_one(4), 4, CostProfile.uniform(4, f=3, b=4, w=2), 3.0)
     return str(solve(task, Options(time_limit_s=2, reproducible=True)).schedule)
 

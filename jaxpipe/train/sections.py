@@ -161,10 +161,17 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW. ``lr`` is reached after ``warmup_steps`` and falls by a cosine to ``min_lr_ratio`` of it at the last step.
-    ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
+    """``lr`` is reached after ``warmup_steps`` (at most all steps) and then falls to ``min_lr_ratio`` of it at the last step:
+    along a ``cosine`` or a line (``linear``), not at all (``constant``), or along a line over the last ``decay_fraction`` of
+    the steps (``wsd``).
+
+    ``name``: ``adamw``; ``lion``, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; ``muon``
+    (:mod:`jaxpipe.train.muon`) for matrices, with ``momentum``, and AdamW for the rest. ``betas``: of AdamW and Lion; ``eps``:
+    of AdamW. ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
     """
 
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     lr: Annotated[float, positive, in_float32] = 1e-3
     warmup_steps: _Whole = 20
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
@@ -172,19 +179,27 @@ class OptimizerConfig:
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: Annotated[float, positive, in_float32] = 1e-8
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
+    decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
+    momentum: _Beta = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """``batch``: sequences a step, over all microbatches. ``seed``: initial parameters and dropout. ``dtype``: of the compute;
     master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
-    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``platform`` and
+    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``init_from``: a run, a
+    checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins with; its
+    model and tokenizer are the run's where the config says nothing of them. ``platform`` and
     ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
 
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
     this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
     for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
+
+    ``trackers``: what is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one
+    that a package adds (:mod:`jaxpipe.train.trackers`); ``tensorboard=true`` adds that one. ``profile_steps``: the first and
+    the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in ``out_dir``.
     """
 
     steps: _Count = 200
@@ -194,6 +209,7 @@ class RunConfig:
     eval_every: _Whole = 50
     eval_batches: _Count = 8
     out_dir: _Name = "runs/default"
+    init_from: _Name | None = None
     checkpoint_every: _Whole = 50
     keep_last: _Count = 2
     keep_best: _Whole = 1
@@ -206,6 +222,8 @@ class RunConfig:
     max_skipped: _Whole = 5
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
     compile_cache: _Name = "auto"
+    trackers: tuple[_Name, ...] = ("jsonl",)
+    profile_steps: tuple[_Count, _Count] | None = None
 
 
 @dataclass(frozen=True, slots=True)

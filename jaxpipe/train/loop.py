@@ -26,12 +26,9 @@ import numpy as np
 
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
-<<<<<<< HEAD
+from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.executor import place_of
 from jaxpipe.runtime.lines import Place
-=======
-from jaxpipe.plot import plot_timelines
->>>>>>> main
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -292,18 +289,11 @@ class _Run:
 
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
-<<<<<<< HEAD
-        began = time.perf_counter()
-        shown = (state.step + 1) % self.config.run.log_every == 0
-        record = shown and self.processes.number == 1
-        self.begun = state.step + 1
-        with self.watchdog.watch(self.begun):
-=======
         began, run = time.perf_counter(), self.config.run
         shown, traced = (state.step + 1) % run.log_every == 0, state.step + 1 == self.window.last
         record = (shown or traced) and self.processes.number == 1
-        with self.watchdog.watch(state.step + 1):
->>>>>>> main
+        self.begun = state.step + 1
+        with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
                 self._settle()
                 with self.pace.waiting():

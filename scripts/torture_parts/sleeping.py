@@ -35,6 +35,9 @@ def sleepy(*, layer: int, mark: str, **options: Any) -> Model:
 
 def _wait(mark: str, _: Any) -> Any:
     while Path(mark).exists():
-        Path(f"{mark}.pid").write_text(str(os.getpid()), encoding="utf-8")
+        if not (said := Path(f"{mark}.pid")).exists():
+            whole = Path(f"{mark}.new")
+            whole.write_text(str(os.getpid()), encoding="utf-8")
+            whole.rename(said)
         time.sleep(0.1)
     return np.float32(0)

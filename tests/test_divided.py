@@ -79,6 +79,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gis", "layers": 6, "tied": False, "dtype": "bfloat16"},
     {"schedule": "po-f", "layers": 6, "tied": False},
     {"schedule": "stp", "tp": 2, "layers": 6},
+    {"schedule": "chimera", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1},
 ]
 
 
@@ -92,6 +93,12 @@ def solved() -> str:
 def test_schedules_in_several_processes() -> None:
     cases = [*SCHEDULES, {"schedule": solved(), "tied": False}]
     assert_same_bits([{"ranks": 4, **case} for case in cases], 2, 4)
+
+
+@pytest.mark.soak
+def test_device_put_between_two_processes() -> None:
+    """``run.transport = "nccl"``, over TCP: both sides' calls are matched by their order."""
+    assert_same_bits([{"ranks": 4, **case, "transport": "nccl"} for case in SCHEDULES], 2)
 
 
 @pytest.mark.soak

@@ -25,7 +25,7 @@ from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
+from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -144,13 +144,22 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
         kind="gpt.block",
         shards=partial(_block_shards, config),
     )
-    return [replace(block, name=each) for each in block_names(config.num_layers, name)]
+    return [replace(block, name=each, matrices=MATRICES) for each in block_names(config.num_layers, name)]
 
 
 def block_names(num_layers: int, name: str = "block") -> list[str]:
     """``block_00``, ``block_01`` …"""
     width = max(2, len(str(num_layers - 1)))
     return [f"{name}_{i:0{width}d}" for i in range(num_layers)]
+
+
+MATRICES: Mapping[Path, Matrix] = {
+    ("qkv", "kernel"): Matrix((0,), (2, 3)),  # [D, 3, H, K]: three matrices
+    ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+    ("up", "kernel"): Matrix(),
+    ("down", "kernel"): Matrix(),
+}
+"""Of a block."""
 
 
 class Embed(nn.Module):

@@ -33,7 +33,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
@@ -235,7 +235,7 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
             kind="llama.block",
             shards=partial(_block_shards, config),
         )
-        return replace(made, apply=partial(_with_own_heads, made.apply, config))
+        return replace(made, apply=partial(_with_own_heads, made.apply, config), matrices=_matrices(config))
 
     kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
     every = config.rope_every or config.num_layers + 1
@@ -369,6 +369,16 @@ def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
         shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
     summed = [("out", "bias")] * c.out_bias + [("down", "bias")] * c.mlp_bias
     return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"), *summed)
+
+
+def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
+    qkv = Matrix((0,), (1, 2, 3), split=(2, (c.num_heads // c.kv_heads, 1, 1)))  # [D, G, R + 2, K]: q, k and v
+    return {
+        ("qkv", "kernel"): qkv,
+        ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+        ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
+        ("down", "kernel"): Matrix(),
+    }
 
 
 def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:

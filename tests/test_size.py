@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 756, 16),
-    "cli": (20, 2279, 6),
+    "cli": (20, 2286, 6),
     "cost": (5, 726, 6),
     "interop": (6, 402, 7),
     "launch": (3, 258, 2),
-    "planning": (8, 985, 11),
+    "planning": (8, 989, 11),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
@@ -36,8 +36,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
-    "stage": (46, 5825, 54),
-    "train": (59, 7781, 85),
+    "stage": (46, 5838, 55),
+    "train": (62, 8141, 88),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

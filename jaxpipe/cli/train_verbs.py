@@ -95,12 +95,19 @@ def _train(args: argparse.Namespace) -> int:
                 devices = len(mine) * config.pipeline.dp * config.pipeline.tp
             request_devices(devices, config.run.platform)
             processes.start_jax()
+            from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.progress import ProgressStream
             from jaxpipe.train.report import result_json, result_text
 
         out = ProgressStream(sys.stdout)
-        result = train(config, sys.stderr if args.json else out, own_process=True, processes=processes)
+        result = train(
+            config,
+            sys.stderr if args.json else out,
+            own_process=True,
+            processes=processes,
+            peak_flops_per_s=peak_of,
+        )
     if processes.mine == 0:
         out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0

@@ -33,7 +33,7 @@ _WHERE = ("pipeline.", "offload.", "replan.", "data.")
 _HOW_OFTEN = (
     "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
     "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
-    "run.max_skipped", "run.watchdog_s", "run.compile_cache",
+    "run.max_skipped", "run.watchdog_s", "run.compile_cache", "run.trackers", "run.profile_steps",
 )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     batches = _batches(prepared, state)
     mine = _own_layers(prepared, store.processes)
-    optimizer = None if imported else optimizer_of(prepared.config)
+    optimizer = None if imported else optimizer_of(prepared.config, prepared.model)
     loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
     for remark in remarks:
         note(remark)

@@ -71,14 +71,6 @@ def _sequence(config: Sections) -> Iterator[str]:
         )
 
 
-@_about("optimizer.warmup_steps", "run.steps")
-def _warmup(config: Sections) -> Iterator[str]:
-    warmup, steps = config.optimizer.warmup_steps, config.run.steps
-    if warmup > steps:
-        advice = f"use at most {steps} (a tenth, {max(1, steps // 10)}, is usual)"
-        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: {advice}"
-
-
 @_about("data.holdout", "run.eval_every")
 def _holdout(config: Sections) -> Iterator[str]:
     if config.data.holdout == 0 and config.run.eval_every > 0:
@@ -221,6 +213,14 @@ def _seq_len(config: Sections) -> Iterator[str]:
     given, wanted = config.model.options.get("seq_len"), config.data.seq_len
     if given not in (None, wanted):
         yield f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
+
+
+@_about("run.profile_steps", "run.steps")
+def _profiled(config: Sections) -> Iterator[str]:
+    first, last = config.run.profile_steps or (1, 1)
+    if not first <= last <= config.run.steps:
+        given = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
+        yield f"{given}: give the first and the last step to trace, such as [20, 25]"
 
 
 @_about("replan.enabled", "run.steps", "run.log_every")

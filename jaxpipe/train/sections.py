@@ -161,10 +161,17 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW. ``lr`` is reached after ``warmup_steps`` and falls by a cosine to ``min_lr_ratio`` of it at the last step.
-    ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
+    """``lr`` is reached after ``warmup_steps`` (at most all steps) and then falls to ``min_lr_ratio`` of it at the last step:
+    along a ``cosine`` or a line (``linear``), not at all (``constant``), or along a line over the last ``decay_fraction`` of
+    the steps (``wsd``).
+
+    ``name``: ``adamw``; ``lion``, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; ``muon``
+    (:mod:`jaxpipe.train.muon`) for matrices, with ``momentum``, and AdamW for the rest. ``betas``: of AdamW and Lion; ``eps``:
+    of AdamW. ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
     """
 
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     lr: Annotated[float, positive, in_float32] = 1e-3
     warmup_steps: _Whole = 20
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
@@ -172,6 +179,8 @@ class OptimizerConfig:
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: Annotated[float, positive, in_float32] = 1e-8
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
+    decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
+    momentum: _Beta = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +196,10 @@ class RunConfig:
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
     this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
     for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
+
+    ``trackers``: what is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one
+    that a package adds (:mod:`jaxpipe.train.trackers`); ``tensorboard=true`` adds that one. ``profile_steps``: the first and
+    the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in ``out_dir``.
     """
 
     steps: _Count = 200
@@ -209,6 +222,8 @@ class RunConfig:
     max_skipped: _Whole = 5
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
     compile_cache: _Name = "auto"
+    trackers: tuple[_Name, ...] = ("jsonl",)
+    profile_steps: tuple[_Count, _Count] | None = None
 
 
 @dataclass(frozen=True, slots=True)

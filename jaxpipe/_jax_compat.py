@@ -27,6 +27,8 @@ initialized``
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
+``supports_cross_host_         of a device's ``client``: whether ``jax.device_put`` goes between processes; undocumented.
+transfers``
 ``partial_eval.dce_jaxpr``     (``jax.interpreters``) drops what given results do not depend on, inside calls and loops too.
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
 ``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
@@ -84,6 +86,7 @@ __all__ = [
     "only_results",
     "plain_collective",
     "pruned",
+    "puts_between_processes",
     "scan_parts",
     "shape_of",
     "source_functions",
@@ -339,6 +342,11 @@ def aval_bytes(aval: Any) -> int:
 def backends_initialized() -> bool:
     """Whether JAX has looked for devices already; afterwards it does not read the environment again."""
     return bool(_xla_bridge.backends_are_initialized())
+
+
+def puts_between_processes(device: jax.Device) -> bool:
+    """Whether ``jax.device_put`` takes arrays from and to devices of other processes, as by NCCL on GPUs."""
+    return bool(getattr(device.client, "supports_cross_host_transfers", False))
 
 
 @contextmanager

@@ -63,6 +63,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "interleaved-1f1b", "ranks": 4, "chunks": 2, "layers": 6},
     {"schedule": "stp", "ranks": 4, "tp": 2, "layers": 6},
     {"schedule": "1f1b", "ranks": 4, "dp": 2, "dropout": 0.1, "recompute": "full"},
+    {"schedule": "chimera", "ranks": 4, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1},
 ]
 
 
@@ -70,6 +71,13 @@ SCHEDULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("number", [2, 4])
 def test_schedules_in_several_processes(number: int) -> None:
     assert_same_bits(number, SCHEDULES)
+
+
+@pytest.mark.soak
+def test_device_put_between_two_processes() -> None:
+    """``run.transport = "nccl"``, over TCP: both sides' calls are matched by their order."""
+    more = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
+    assert_same_bits(2, [{**case, "transport": "nccl"} for case in (*SCHEDULES, more)])
 
 
 @pytest.mark.soak

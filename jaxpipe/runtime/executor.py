@@ -455,7 +455,7 @@ def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership
     homes = message_homes(programs, meshes, numbers)
     inside = {number for (src, dst, _), number in numbers.items() if src in owned.ranks and dst in owned.ranks}
     local = InProcess({number: where for number, where in homes.items() if number in inside})
-    if owned.mail is None:
+    if not owned.divided:
         return local
     away = {}
     for program in programs:
@@ -464,8 +464,8 @@ def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership
                 number = numbers[(program.rank, i.dst, i.action)]
                 there = zip(i.avals, homes[number], strict=True)
                 avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
-                away[number] = Parcel(owned.process_of[program.rank], avals)
-    return Routed(local, owned.mail.channel(), away, len(numbers))
+                away[number] = Parcel(program.rank, avals)
+    return Routed(local, owned.carrier(), away, len(numbers))
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:

@@ -34,6 +34,7 @@ _HOW_OFTEN = (
     "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
     "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
     "run.max_skipped", "run.watchdog_s", "run.compile_cache", "run.trackers", "run.profile_steps",
+    "run.transport",
 )  # fmt: skip
 
 

@@ -195,7 +195,9 @@ class RunConfig:
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
     this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
-    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
+    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`). ``transport``:
+    of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl`` (:mod:`jaxpipe.runtime.native`,
+    which nobody has run on GPUs yet).
 
     ``trackers``: what is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one
     that a package adds (:mod:`jaxpipe.train.trackers`); ``tensorboard=true`` adds that one. ``profile_steps``: the first and
@@ -224,6 +226,7 @@ class RunConfig:
     compile_cache: _Name = "auto"
     trackers: tuple[_Name, ...] = ("jsonl",)
     profile_steps: tuple[_Count, _Count] | None = None
+    transport: Literal["tagged", "nccl"] = "tagged"
 
 
 @dataclass(frozen=True, slots=True)

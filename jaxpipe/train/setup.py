@@ -187,6 +187,7 @@ def compile_pipeline(
             progress=progress,
             split=config.replan.enabled and config.replan.split,
             processes=processes,
+            transport=config.run.transport,
         )
 
 

@@ -32,7 +32,9 @@ def main() -> None:
         with torch.no_grad():
             logits = model.eval()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
         shown = [[float(f"{x:.9g}") for x in logits[row, t, ::9]] for row, t in ((0, 0), (0, 11), (1, 23))]
-        golden["logits"][kind] = {"largest": float(abs(logits).max()), "shown": shown}
+        wide = torch.from_numpy(logits[:, :-1]).double().log_softmax(-1)
+        loss = -wide.gather(-1, torch.from_numpy(TOKENS[:, 1:, None]).long()).mean()
+        golden["logits"][kind] = {"largest": float(abs(logits).max()), "shown": shown, "loss": float(loss)}
         print(kind, golden["logits"][kind]["largest"])
     TO.write_text(json.dumps(golden, indent=1) + "\n")
 

@@ -45,7 +45,7 @@ def steps(
 
     from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
-    from jaxpipe.schedule import generate
+    from jaxpipe.schedule import generate, parse_schedule
     from jaxpipe.stage.model.reference import init_params
     from jaxpipe.train.step import TrainStep
     from jaxpipe.train.trainer import Trainer
@@ -58,7 +58,7 @@ def steps(
     some = processes.ranks(ranks)
     pipe = Pipeline.build(
         model,
-        generate(schedule, ranks, M, **options),
+        parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
         microbatch_size=SIZE,
         compute_dtype=dtype,
         dp=dp,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,32 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if key not in found or found[key].file.name != name:
             raise ConfigError(f"{folder / INDEX} says that {key} is in {name}, which has it not; download it again")
     return found
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that is given its name at the end of the block; where that fails, nothing is left behind.
+
+    Raises:
+        ConfigError: ``out`` holds something, or can't be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists; give -o a folder that does not")
+    temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")
+    missing = [folder for folder in temporary.parents if not folder.exists()]
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror or error}; choose another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # not empty, mostly
+            for folder in missing:
+                folder.rmdir()
 
 
 @contextmanager

@@ -73,13 +73,16 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
         ConfigError: they are of a function outside of the package models, which must be named by ``path``.
         DataError: they can't be read, or they are and ``other`` does not allow it.
     """
-    stored = trained.config.data.path
+    data = trained.config.data
+    stored = data.target or data.path
     if path is None and names_function(stored) and not _is_ours(stored):
         raise ConfigError(
             f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
             f"--data {stored}"
         )
-    config = replace(trained.config, data=replace(trained.config.data, path=path or stored))
+    if path is not None and path != data.target:
+        data = replace(data, path=path, sources={}, target=None)
+    config = replace(trained.config, data=data)
     dataset = read_by(trained.model, load_dataset(config), config)
     differ = dataset.fingerprint != trained.fingerprint
     if differ and not other:

@@ -5,16 +5,15 @@ One layer of the checkpoint is read at a time, and one tensor written at a time;
 
 from __future__ import annotations
 
-import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import CONFIG, Planned, read_json, write_json, write_tensors
+from jaxpipe.interop.folder import CONFIG, Planned, new_folder, read_json, write_json, write_tensors
 from jaxpipe.interop.table import Tensor, hugging_face_of, rows_by_leaf
 from jaxpipe.interop.tokenizer import FILES, TOKENIZER, write_byte_tokenizer, write_tokenizer_config
 from jaxpipe.stage.model.layer import Params
@@ -26,7 +25,6 @@ from jaxpipe.train.checkpoint_tree import build, differences
 from jaxpipe.train.evaluate import Described, described
 from jaxpipe.train.stored import stored_params
 
-_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -57,26 +55,14 @@ def export_hub(
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
         ConfigError: ``out`` exists, or transformers has no such model; nothing is left behind.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists; give -o a folder that does not")
-    temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")
+    with new_folder(out) as made:
 
-    def write(folder: Path) -> Exported:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a try before
-        found = described(folder, model)
-        temporary.mkdir(parents=True)
-        return _write(folder, found, temporary, out, dtype, shard_bytes)
+        def write(folder: Path) -> Exported:
+            shutil.rmtree(made)  # of a try before
+            made.mkdir()
+            return _write(folder, described(folder, model), made, out, dtype, shard_bytes)
 
-    try:
-        made = reading(partial(find, run, step), write)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; choose another folder") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return made
+        return reading(partial(find, run, step), write)
 
 
 def _write(folder: Path, found: Described, to: Path, out: Path, dtype: str, shard_bytes: int) -> Exported:
@@ -122,38 +108,29 @@ class _Layers:
         return params
 
 
-def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, int | None]:
-    """The files that the model came with, or else what its ``data.tokenizer`` is; and the ids of its special tokens."""
-    came_with = _came_with(folder)
-    if came_with is not None:
-        for name in FILES:
-            if (came_with / name).is_file():
-                shutil.copyfile(came_with / name, to / name)
-    imported = found.manifest.meta.get("imported")
-    ids = dict.fromkeys(_IDS) | ({name: imported.get(name) for name in _IDS} if isinstance(imported, dict) else {})
+def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, Any]:
+    """The files that the model came with, or those of its ``data.tokenizer``; and the ids of its special tokens."""
+    tokenizer, spec, length = found.tokenizer, found.config.data.tokenizer, found.config.data.seq_len
+    ids: dict[str, Any] = dict.fromkeys(_IDS)
+    if spec == "byte":
+        write_byte_tokenizer(to, length)
+        return ids | {"bos_token_id": 0, "eos_token_id": 0}
+    if not spec.endswith(".json"):
+        return ids
+    kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
+    came_with = kept if (kept / "tokenizer.json").is_file() else Path(spec).parent
+    for name in FILES if (came_with / "tokenizer_config.json").is_file() else ():
+        if (came_with / name).is_file():
+            shutil.copyfile(came_with / name, to / name)
+    if not (to / "tokenizer_config.json").is_file():
+        shutil.copyfile(spec, to / "tokenizer.json")
+        write_tokenizer_config(to, length, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
+    said = read_json(to / "tokenizer_config.json")
+    for name in _IDS:
+        token = said.get(name.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        ids[name] = tokenizer.id_of(token) if isinstance(token, str) else None
     if (to / "generation_config.json").is_file():
         said = read_json(to / "generation_config.json")
-        ids |= {name: said[name] for name in _IDS if ids[name] is None and said.get(name) is not None}
-    length = found.config.data.seq_len
-    spec = found.config.data.tokenizer
-    if came_with is None and spec == "byte":
-        write_byte_tokenizer(to, length)
-        ids |= {"bos_token_id": 0, "eos_token_id": 0}
-    elif came_with is None and spec.endswith(".json"):
-        shutil.copyfile(spec, to / "tokenizer.json")
-        end, number = _end_of(read_json(to / "tokenizer.json"))
-        write_tokenizer_config(to, length, end)
-        ids |= {"bos_token_id": number, "eos_token_id": number}
+        ids |= {name: said[name] for name in _IDS if said.get(name) is not None}
     return ids
-
-
-def _came_with(folder: Path) -> Path | None:
-    """The folder of tokenizer files in the run that a checkpoint is in."""
-    places: Sequence[Path] = (folder / TOKENIZER, folder.parent.parent / TOKENIZER)
-    return next((place for place in places if (place / "tokenizer.json").is_file()), None)
-
-
-def _end_of(tokenizer: Mapping[str, Any]) -> tuple[str | None, int | None]:
-    """The token that ends a text, and its id, by its usual names."""
-    added = {token.get("content"): token.get("id") for token in tokenizer.get("added_tokens") or ()}
-    return next(((name, added[name]) for name in _END_TOKENS if name in added), (None, None))

@@ -8,7 +8,6 @@ layers of its own ranks.
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.interop.folder import new_folder
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.tokenizer import FILES, TOKENIZER
 from jaxpipe.stage.model.layer import Model, Params
@@ -55,37 +55,26 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
     Raises:
         ConfigError: the folder is not whole or fits no model, or ``out`` exists; nothing is left behind.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists; give -o a folder that does not")
     hub = open_hub(folder, target)
     config = _config_of(hub, out, seq_len)
     tokenizer = load_tokenizer(_tokenizer_of(hub))
     model = build_model(config, tokenizer.vocab_size)
     options = {"seq_len": config.data.seq_len, **config.model.options}
     weights = weights_of(hub, options, stored_params(model))
-    temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(out) as made:
         for name in FILES:
             if (hub.folder / name).is_file():
-                (temporary / TOKENIZER).mkdir(exist_ok=True)
-                shutil.copyfile(hub.folder / name, temporary / TOKENIZER / name)
+                (made / TOKENIZER).mkdir(exist_ok=True)
+                shutil.copyfile(hub.folder / name, made / TOKENIZER / name)
         meta = {
             "jaxpipe": __version__,
             "program": model_digest(model),
             "config": config.to_dict(),
-            "imported": {"from": str(folder.absolute()), **_token_ids(hub)},
+            "imported": str(folder.absolute()),
         }
-        _write(shelf.folder_of(temporary / "checkpoints", 0), weights, meta)
+        _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {folder.absolute()}\n{config.to_toml()}"
-        (temporary / "config.toml").write_text(text, encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; choose another folder") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (made / "config.toml").write_text(text, encoding="utf-8")
     return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()))
 
 
@@ -107,10 +96,6 @@ def _tokenizer_of(hub: Hub) -> str:
     """As ``data.tokenizer`` names it; ids alone where the folder has no ``tokenizer.json``."""
     file = hub.folder / "tokenizer.json"
     return str(file) if file.is_file() else f"ids:{hub.options['vocab_size']}"
-
-
-def _token_ids(hub: Hub) -> dict[str, Any]:
-    return {name: hub.config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ import numpy as np
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
 from jaxpipe.plot import plot_timelines
+from jaxpipe.runtime.executor import place_of
+from jaxpipe.runtime.lines import Place
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -54,6 +56,7 @@ from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
+_ENDED = 1 << 30  # behind all actions of a step
 _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop")
 """Of a step's metrics, what its record is made of."""
 
@@ -103,11 +106,11 @@ def train(
                 folder.check_metrics()
             config = completed(config, None if origin is None else origin.meta)
             devices = devices_of(config, processes)
-            if remark := use_compile_cache(config.run.compile_cache):
+            if remark := use_compile_cache(config.run.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")
             trackers = find_trackers([*config.run.trackers, *(["tensorboard"] if config.run.tensorboard else [])])
             if out.isatty():
-                out.print(f"reading {config.data.path}")
+                out.print("reading the data")
             prepared = prepare(config, processes)
             agree_on_data(processes, prepared.dataset.fingerprint)
             start = resume.start_of(prepared, origin, folder.store, out.print)
@@ -171,7 +174,9 @@ class _Run:
             start.step if self.resumed else -1,
             self.line.note,
         )
-        self.watchdog = Watchdog(run.watchdog_s, self._stuck, processes.end)
+        self.begun = start.step  # the last step that was
+        processes.tell_place(self._place)
+        self.watchdog = Watchdog(run.watchdog_s, lambda: self._place()[2], processes.end_late)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
@@ -287,7 +292,8 @@ class _Run:
         began, run = time.perf_counter(), self.config.run
         shown, traced = (state.step + 1) % run.log_every == 0, state.step + 1 == self.window.last
         record = (shown or traced) and self.processes.number == 1
-        with self.watchdog.watch(state.step + 1):
+        self.begun = state.step + 1
+        with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
                 self._settle()
                 with self.pace.waiting():
@@ -490,15 +496,24 @@ class _Run:
         again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
         return _go_on(step, first) + again
 
-    def _stuck(self, step: int) -> str:
-        """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
-        executor = self.pipe.executor
-        before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
-        steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
+    def _place(self) -> Place:
+        """How far this process has come, and what to do. Called in another thread, while the one that runs steps waits."""
+        executor, left = self.pipe.executor, _go_on(self.folder.store.latest())
         if self.evaluating:
-            return f"its evaluation has not; {_go_on(self.folder.store.latest())}"
-        at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")
-        return f"{at}; {_go_on(self.folder.store.latest())}"
+            return self.step, _ENDED + 1, f"its evaluation has not; {left}"
+        pending = self.pending
+        before = [] if pending is None else [(pending[0], pending[1].outputs.tokens)]
+        for step, tokens in [*before, (self.begun, executor.dispatched)]:
+            if at := executor.unfinished(tokens):
+                events = sorted((e for e in self.predicted.events if e.lane != "send"), key=lambda e: e.start_s)
+                order = [(e.rank, a) for e in events for a in (e.action, *e.action.actions)]
+                return (
+                    step,
+                    order.index(at) if at in order else 0,
+                    f"{place_of(*at)} of step {step} has not run; {left}",
+                )
+        waits = "its update has not run" if before or self.begun > self.step else "the next step has not begun"
+        return self.begun, _ENDED, f"{waits}; {left}"
 
     @contextmanager
     def _less_important(self, what: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 769, 16),
-    "cli": (20, 2290, 6),
+    "cli": (20, 2291, 6),
     "cost": (5, 726, 6),
     "interop": (6, 423, 7),
     "launch": (3, 258, 2),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5838, 55),
-    "train": (64, 8404, 95),
+    "train": (64, 8402, 95),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

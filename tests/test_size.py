@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 769, 16),
-    "cli": (20, 2291, 6),
+    "cli": (20, 2296, 6),
     "cost": (5, 726, 6),
     "interop": (6, 423, 7),
     "launch": (3, 258, 2),

@@ -1,8 +1,8 @@
 """Making a token store: documents tokenised once, by any number of processes, to the same bytes.
 
 Sources are cut into pieces that depend on the files alone; processes tokenise pieces, each into a file of its own, and this one
-appends these in the pieces' order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up by the
-same command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
+appends them in their order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up
+by the same command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def refuse_metrics(self: MetricsLog, line: bytes) -> None:
-        self._complain("metrics", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        self._complain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     monkeypatch.setattr(run_directory, "write_atomically", full)
     monkeypatch.setattr(run_directory, "PICTURES", ("timeline.svg",))

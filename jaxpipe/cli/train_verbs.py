@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpipe import dump
 from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED, explained
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount, whole_number
@@ -83,6 +84,7 @@ def _train(args: argparse.Namespace) -> int:
             follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = Joined(peers, args.join_wait)
+                dump.own_folder(peers.mine)
             stack.enter_context(ending_together(processes))
             config = config_of(args)
             from jaxpipe.train.agreement import agree_on_settings

@@ -142,7 +142,8 @@ class Pipeline(Assembly):
             crossing = Crossing(owned.process_of, _simulated(schedule, costs), owned.lanes, _EARLY)
         programs = lower(schedule, assembly.stages, braids, crossing)
         owned.agree_on_programs(programs)
-        check_host_memory(programs, assembly.offload, str(assembly.submeshes[0].devices.flat[0].platform))
+        platform, own = str(assembly.submeshes[0].devices.flat[0].platform), [programs[rank] for rank in owned.ranks]
+        check_host_memory(own, assembly.offload, platform, owned.processes.on_this_host)
         if _offloads(programs):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
@@ -151,7 +152,7 @@ class Pipeline(Assembly):
             **stages,
             schedule=schedule,
             programs=programs,
-            own=tuple(programs[rank] for rank in owned.ranks),
+            own=tuple(own),
             costs=costs,
             braids=braids,
             epilogues=epilogues,

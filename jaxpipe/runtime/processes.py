@@ -33,6 +33,8 @@ class Processes(ABC):
 
     number: int
     mine: int
+    on_this_host = 1
+    """How many of them."""
 
     @abstractmethod
     def who(self, process: int) -> str:
@@ -186,6 +188,7 @@ class Joined(Processes):
         self.number, self.mine = peers.number, peers.mine
         self._peers, self._jax = peers, False
         self._lines: Lines = meet(peers, wait_s)
+        self.on_this_host = self._lines.hosts.count(self._lines.hosts[self.mine])
 
     def who(self, process: int) -> str:
         return self._lines.who(process)

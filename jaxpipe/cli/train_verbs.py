@@ -263,6 +263,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
+    from jaxpipe.train.imported import completed
     from jaxpipe.train.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
@@ -270,6 +271,7 @@ def _profile(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+    config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):

@@ -92,7 +92,8 @@ class RunDirectory:
 
     def write_schedule(self, schedule: Schedule) -> None:
         """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""
-        write_schedule(schedule, self.path / "schedule.sched")
+        if self._writes:
+            write_schedule(schedule, self.path / "schedule.sched")
 
     def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Keep its ``tokenizer.json``, and what came with it, where it has one: the run may go to another machine."""

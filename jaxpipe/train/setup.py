@@ -53,15 +53,15 @@ class Prepared:
     plan: StagePlan
 
 
-def load_dataset(config: TrainConfig) -> Dataset:
-    """The data of ``config``, tokenised and split.
+def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
 
     Raises:
         ConfigError: it is of a function that does not exist, or fails.
         DataError: it can't be read or is too small.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(data.tokenizer)
     if data.target is not None:
         return OwnDataset(data.target, data.options, tokenizer)
     if data.sources:
@@ -125,7 +125,7 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
     dataset = read_by(model, dataset, config)
-    planner = stage_planner(config.pipeline, model, microbatch_size(config))
+    planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
     if processes is not None and processes.mine:
         given = from_schedule(json.loads(processes.broadcast("schedule", "")))

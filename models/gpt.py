@@ -40,8 +40,9 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention
-from models.loss import loss_layer
+
+from .attention import attention, check_attention, places
+from .loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class GPTConfig:
     """Options of :func:`GPT`. ``max_seq_len``: how many positions there are; None: ``seq_len``. ``gelu``: ``tanh``, as GPT-2
     approximates it, or ``exact``. ``tied``: the head uses the token embedding. ``vocab_multiple``: the vocabulary's rows are
     made a multiple of it, for tensor parallelism; those past ``vocab_size`` are never predicted or learnt. ``attention``:
-    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``dtype``: what parameters are created in."""
+    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what
+    has its number in the batch's ``segments``, and positions start again with each. ``dtype``: what parameters are created
+    in."""
 
     vocab_size: int = 256
     d_model: int = 128
@@ -64,6 +67,7 @@ class GPTConfig:
     vocab_multiple: int = 1
     norm_eps: float = 1e-5
     attention: str = "auto"
+    mask: str = "causal"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -81,9 +85,14 @@ class GPTConfig:
             raise ConfigError(f"GPT: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
         if self.gelu not in ("tanh", "exact"):
             raise ConfigError(f"GPT: gelu is {self.gelu!r}; use tanh or exact")
-        check_attention("GPT", self.attention, self.dropout)
+        check_attention("GPT", self.attention, self.dropout, self.mask)
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """What each block reads of the batch."""
+        return ("segments",) if self.mask == "document" else ()
 
     @property
     def mlp_width(self) -> int:
@@ -114,6 +123,7 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
     return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len)
@@ -125,8 +135,8 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
     return from_linen(
         name,
         Embed(config),
-        example=(tokens,),
-        reads=("tokens",),
+        example=(tokens,) * (1 + len(config.segments)),
+        reads=("tokens", *config.segments),
         uses_key=config.dropout > 0,
         kind="gpt.embed",
         shards=partial(_embed_shards, config),
@@ -139,7 +149,8 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
     block = from_linen(
         "block",
         Block(config, causal=causal),
-        example=(hidden,),
+        example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
+        reads=config.segments,
         uses_key=config.dropout > 0,
         kind="gpt.block",
         shards=partial(_block_shards, config),
@@ -167,7 +178,7 @@ class Embed(nn.Module):
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """tokens [B, T] int32, T at most c.positions → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
         if c.positions < T:
@@ -176,7 +187,8 @@ class Embed(nn.Module):
             c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
         positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)
-        x = words(tokens) + own_time(positions[None, :T], self.tp, axis=1)
+        placed = positions[None, :T] if segments is None else positions[places(segments)]  # [1 or B, T, D]
+        x = words(tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
@@ -188,23 +200,23 @@ class Block(nn.Module):
     causal: bool = True
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
         h = norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+    def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
         K = c.d_model // c.num_heads
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, causal=self.causal, dropout=c.dropout, key=key)  # [B, T, H/t, K]
+        heads = attention(q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key)
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]

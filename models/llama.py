@@ -48,9 +48,10 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention
-from models.gpt import block_names
-from models.loss import loss_layer
+
+from .attention import attention, check_attention
+from .gpt import block_names
+from .loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,11 @@ class LlamaConfig:
     ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a number that it divides, counted from 1, has no
     rotary positions; 0: all have. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how many positions
     each one sees, itself the last of them; None: all up to itself. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``tied``: the head uses the token embedding. ``vocab_multiple``: the vocabulary's rows are made a
-    multiple of it, for tensor parallelism; those past ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama
-    trains without) applies to attention probabilities and to what each branch adds. ``dtype``: what parameters are created in.
+    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what has its number in the batch's
+    ``segments``; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
+    embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
+    ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities
+    and to what each branch adds. ``dtype``: what parameters are created in.
     """
 
     vocab_size: int = 256
@@ -139,6 +142,7 @@ class LlamaConfig:
     qk_norm: bool = False
     window: int | None = None
     attention: str = "auto"
+    mask: str = "causal"
     norm_eps: float = 1e-5
     dropout: float = 0.0
     tied: bool = False
@@ -174,11 +178,16 @@ class LlamaConfig:
             raise ConfigError(f"Llama: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"Llama: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
-        check_attention("Llama", self.attention, self.dropout)
+        check_attention("Llama", self.attention, self.dropout, self.mask)
         if not 1 < self.rope_theta < float("inf"):
             raise ConfigError(f"Llama: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"Llama: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """What each block reads of the batch."""
+        return ("segments",) if self.mask == "document" else ()
 
     @property
     def head_size(self) -> int:
@@ -217,6 +226,7 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
     return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len)
@@ -230,7 +240,8 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
         made = from_linen(
             "block",
             Block(config, rotary),
-            example=(hidden,),
+            example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
+            reads=config.segments,
             uses_key=config.dropout > 0,
             kind="llama.block",
             shards=partial(_block_shards, config),
@@ -288,16 +299,16 @@ class Block(nn.Module):
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
         h = _norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = _norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+    def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
         B, K = x.shape[0], c.head_size
         H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
@@ -314,7 +325,7 @@ class Block(nn.Module):
         if self.rotary:
             q, k = rotate(q, c.rope_theta, c.rope_scaling), rotate(k, c.rope_theta, c.rope_scaling)
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, window=c.window, dropout=c.dropout, key=key)
+        heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key)
         dense = _dense(c, _residual_std(c), bias=c.out_bias)
         out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **dense)
         return out(heads)  # [B, T, H, K] → [B, T, D]

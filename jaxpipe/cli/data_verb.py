@@ -33,6 +33,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="STORE", help="build: the folder to make")
     for flag, metavar, default, text in (
         ("--tokenizer", "NAME", "byte", "as data.tokenizer"),
+        ("--chat-template", "FILE", "auto", "as data.chat_template"),
         ("--field", "NAME", "auto", "as data.field"),
         ("--eos", "TOKEN", "auto", "as data.eos, but that byte by byte files end with 0 too"),
         ("--suffixes", "LIST", None, "as data.suffixes, joined by commas"),
@@ -43,6 +44,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_value(
         parser, "--workers", "N", whole_number("processes", 1024), "processes that tokenise; by default one a core"
     )
+    parser.add_argument("--chat", action="store_true", help="as data.format=chat: records are chats")
     add_json_flag(parser)
 
 
@@ -85,16 +87,17 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs side by side
+    from jaxpipe.train.documents import SUFFIXES
     from jaxpipe.train.encoding import Reading
     from jaxpipe.train.store_build import build_store
     from jaxpipe.train.tokenizers import load_tokenizer
 
-    given = {"field": arguments.field, "eos": arguments.eos}
-    if arguments.suffixes is not None:
-        given["suffixes"] = tuple(arguments.suffixes.split(","))
+    suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
+    form = "chat" if arguments.chat else "text"
+    reading = Reading(suffixes, arguments.field, arguments.eos, form, arguments.chat_template)
     workers = arguments.workers or len(os.sched_getaffinity(0))
     tokenizer = load_tokenizer(arguments.tokenizer)
-    return build_store(sources, Path(arguments.output), tokenizer, Reading(**given), workers=workers, note=notice)
+    return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)
 
 
 COMMANDS = {"data": Command(configure_data, run_data)}

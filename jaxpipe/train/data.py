@@ -143,12 +143,7 @@ class Batches:
     def indices_at(self, step: int) -> npt.NDArray[np.int64]:
         """Numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
         positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
-        epochs, within = np.divmod(positions, len(self.rows))
-        indices = np.empty_like(within)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            indices[chosen] = _epoch_order(len(self.rows), self.seed, epoch)(within[chosen])
-        return indices
+        return in_epochs(len(self.rows), self.seed, positions)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of ``step``, arrays ``[batch, …]``.
@@ -182,6 +177,16 @@ class Batches:
         return replace(self, origin=(state.step, state.position))
 
 
+class Stream(Protocol):
+    """Batches in a fixed order, as :class:`Batches` are."""
+
+    def batch_at(self, step: int) -> Batch:
+        """See :meth:`Batches.batch_at`."""
+
+    def state_at(self, step: int) -> DataState:
+        """See :meth:`Batches.state_at`."""
+
+
 class Dataset(Protocol):
     """``source`` names it in messages; ``fingerprint`` changes when its content or its division does. ``tokenizer``: of its
     tokens."""
@@ -208,7 +213,7 @@ class Dataset(Protocol):
             DataError: it lacks an array, or has one of another shape or kind of numbers.
         """
 
-    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
+    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Stream:
         """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
 
         With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
@@ -226,7 +231,17 @@ class Dataset(Protocol):
         """
 
 
-@lru_cache(maxsize=4)
+def in_epochs(n: int, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which of ``n`` sequences stand at these positions, where each epoch visits all of them in an order of its own."""
+    epochs, within = np.divmod(positions, n)
+    indices = np.empty_like(within)
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        indices[chosen] = _epoch_order(n, seed, epoch)(within[chosen])
+    return indices
+
+
+@lru_cache(maxsize=64)
 def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, mix(seed, epoch))
 

@@ -21,7 +21,7 @@ from jaxpipe.stage.model.plan import Cut
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
-from jaxpipe.train.data import Batches, DataState
+from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
 from jaxpipe.train.setup import Prepared, optimizer_of
 from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
@@ -45,7 +45,7 @@ class Start:
     that was chosen before for the same stages."""
 
     step: int
-    batches: Batches
+    batches: Stream
     params: Mapping[str, Params] | None = None
     optimizer: Mapping[str, Any] | None = None
     first_loss: float | None = None
@@ -158,7 +158,7 @@ def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
             return None
 
 
-def _batches(prepared: Prepared, state: DataState | None) -> Batches:
+def _batches(prepared: Prepared, state: DataState | None) -> Stream:
     config = prepared.config
     return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
 
@@ -168,6 +168,9 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     changed otherwise, a line for each kind."""
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
+    kept = origin.meta.get("tokenizer")
+    if isinstance(kept, dict) and kept.get("fingerprint") == prepared.dataset.tokenizer.fingerprint:
+        changes.pop("data.tokenizer", None)  # the same one under another path
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
     known = same_program(origin.meta, model_digest(prepared.model))
     same = not model if known is None else known

@@ -13,7 +13,7 @@ from dataclasses import fields
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.own_schedules import rules_of, towers_of
-from jaxpipe.train.sections import PipelineConfig, Sections, TraverseConfig, names_function
+from jaxpipe.train.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]
@@ -198,13 +198,22 @@ def _ids(config: Sections) -> Iterator[str]:
         yield f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
 
 
-@_about("data.options", "data.path")
+@_about("data.options", "data.path", "data.target")
 def _made_data(config: Sections) -> Iterator[str]:
     """Only a function takes options."""
     data = config.data
-    if data.options and not names_function(data.path):
-        needs = "data.options are for a function, data.path=module:function"
+    if data.options and not names_function(data.path) and data.target is None:
+        needs = "data.options are for a function, data.target=module:function or data.path=module:function"
         yield f"{needs}, and data.path is {data.path!r}: leave them out"
+
+
+@_about("data.sources", "data.path", "data.target")
+def _one_origin(config: Sections) -> Iterator[str]:
+    """Data come from one place."""
+    data = config.data
+    given = [key for key in ("path", "sources", "target") if getattr(data, key) != getattr(DataConfig(), key)]
+    if len(given) > 1:
+        yield f"{' and '.join(f'data.{key}' for key in given)} are given: data come from one of them; leave the others out"
 
 
 @_about("model.options", "data.seq_len")

@@ -76,28 +76,48 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceConfig:
+    """One of several sources. ``path``: as ``data.path``. ``weight``: its share of the sequences, against the rest."""
+
+    path: _Name
+    weight: _Positive = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     """``path``: a file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store
     (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
     models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with
     ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N,
-    no text). ``field``: where a record of JSONL or Parquet has its document; ``auto``: ``text``. ``eos``: what ends each
-    document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing after a file of
-    text). ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks``
-    spread over the corpus or whole ``files``, of records whole documents. ``suffixes``: files read in a directory. ``seed``:
-    order of the sequences.
+    no text). ``format``: what records of JSONL and Parquet hold: ``text``, or ``chat``, messages with a ``role`` and a
+    ``content``, which ``chat_template`` (a path; ``auto``: the one beside the tokenizer) makes text of, and of which only
+    answers count (:mod:`jaxpipe.train.chat`). ``field``: where a record has it; ``auto``: ``text``, or ``messages``. ``eos``:
+    what ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
+    after a file of text; chats end as their template says). ``mask``: ``causal``: a token sees what stands before it in its
+    sequence; ``document``: what of that is of its own document, and positions start again with each. ``seq_len``: tokens a
+    sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks`` spread over the corpus or
+    whole ``files``, of records whole documents. ``suffixes``: files read in a directory. ``seed``: order of the sequences.
+
+    In place of ``path``: ``sources``, tables by name of a ``path`` and a ``weight`` each, which are mixed
+    (:mod:`jaxpipe.train.mixture`); or ``target``, ``module:function``, which is called with ``options`` and makes batches
+    (:mod:`jaxpipe.train.own_data`).
     """
 
     path: _Name = "stdlib"
     tokenizer: _Name = "byte"
+    format: Literal["text", "chat"] = "text"
+    chat_template: _Name = "auto"
     field: _Name = "auto"
     eos: _Name = "auto"
+    mask: Literal["causal", "document"] = "causal"
     seq_len: _Count = 128
     holdout: Annotated[float, within(0, 0.5)] = 0.05
     split: Literal["blocks", "files"] = "blocks"
     suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    target: Annotated[str, _is_target] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,13 @@ from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.encoding import Reading
 from jaxpipe.train.metrics import format_gain
+from jaxpipe.train.mixture import MixedDataset
 from jaxpipe.train.muon import Muon, described, matrices_of
 from jaxpipe.train.optimizer import adamw, learning_rate, lion
-from jaxpipe.train.sections import PipelineConfig, names_function
+from jaxpipe.train.own_data import OwnDataset
+from jaxpipe.train.sections import DataConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.tokenizers import load_tokenizer
+from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes
 
@@ -51,31 +53,42 @@ class Prepared:
     plan: StagePlan
 
 
-def load_dataset(config: TrainConfig) -> Dataset:
-    """The data of ``config``, tokenised and split.
+def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
 
     Raises:
         ConfigError: it is of a function that does not exist, or fails.
         DataError: it can't be read or is too small.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(data.tokenizer)
+    if data.target is not None:
+        return OwnDataset(data.target, data.options, tokenizer)
+    if data.sources:
+        parts = {name: _tokens_at(data, source.path, tokenizer) for name, source in data.sources.items()}
+        return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
     if names_function(data.path):
         return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
     if (arrays := several_arrays(data.path)) is not None:
         return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
-    corpus = load_corpus(data.path, tokenizer, Reading(data.suffixes, data.field, data.eos))
-    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
+    return _tokens_at(data, data.path, tokenizer)
+
+
+def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
+    reading = Reading(data.suffixes, data.field, data.eos, data.format, data.chat_template)
+    corpus = load_corpus(path, tokenizer, reading)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split, data.mask)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
     """The model of ``config``. Its function gets ``seq_len`` and ``vocab_size`` of the data, unless the options set a larger
-    vocabulary.
+    vocabulary, and ``mask`` where that is not causal.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
     """
-    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **config.model.options}
+    mask = {} if config.data.mask == "causal" else {"mask": config.data.mask}
+    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **mask, **config.model.options}
     model = resolve_model(config.model.target, options)
     if model.vocab_size < vocab_size:
         raise ConfigError(
@@ -112,7 +125,7 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
     dataset = read_by(model, dataset, config)
-    planner = stage_planner(config.pipeline, model, microbatch_size(config))
+    planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
     if processes is not None and processes.mine:
         given = from_schedule(json.loads(processes.broadcast("schedule", "")))

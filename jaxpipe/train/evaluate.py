@@ -40,9 +40,9 @@ from jaxpipe.train.tokenizers import Tokenizer, kept_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained model, its layers on ``devices`` in turn. ``config``: its model and data are those of the run, other sections are
-    defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known. ``ignored``:
-    settings of the run that this version does not know. ``began_in``: the working directory of the run, if it is known."""
+    """A trained model, its layers on ``devices`` in turn. ``config``: its model and data are those of the run, other sections
+    are defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known.
+    ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if known."""
 
     config: TrainConfig
     model: Model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -246,7 +246,7 @@ def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
     pipe = pipeline_for("gpt", schedule, dropout=0.1)
     params, batch = pipe.place(parameters("gpt")), random_batch(2)
     got, want = (p.loss_and_grads(params, batch, jax.random.key(1)) for p in (pipe, separate(pipe)))
-    assert_same_arrays(got, want)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15), got, want)  # XLA may fuse more of a braid
 
 
 @pytest.mark.parametrize(

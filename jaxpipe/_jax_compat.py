@@ -24,9 +24,12 @@ frames``                       transformation an equation belongs to.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_bridge.backends_are_     (``jax._src``) whether devices were looked for: emulated ones must be asked for before.
 initialized``
+``compiler._cache_write``      (``jax._src``) keeps what was compiled, but in process 0 alone: :func:`keep_compiled`.
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
 sharding``
+``supports_cross_host_         of a device's ``client``: whether ``jax.device_put`` goes between processes; undocumented.
+transfers``
 ``partial_eval.dce_jaxpr``     (``jax.interpreters``) drops what given results do not depend on, inside calls and loops too.
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
 ``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
@@ -43,11 +46,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
@@ -80,10 +85,12 @@ __all__ = [
     "has_ordered_effects",
     "is_checkpoint",
     "is_key_dtype",
+    "keep_compiled",
     "map_bodies",
     "only_results",
     "plain_collective",
     "pruned",
+    "puts_between_processes",
     "scan_parts",
     "shape_of",
     "source_functions",
@@ -336,9 +343,22 @@ def aval_bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
 
 
+def keep_compiled() -> None:
+    """Have this process, which is not the first of several, write what it compiles into JAX's compilation cache, too. JAX
+    spares file systems the writes of many processes to one folder; give each its own."""
+    first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+    if (write := getattr(_compiler, "_cache_write", None)) is not None:
+        _compiler._cache_write = FunctionType(write.__code__, {**write.__globals__, "distributed": first})
+
+
 def backends_initialized() -> bool:
     """Whether JAX has looked for devices already; afterwards it does not read the environment again."""
     return bool(_xla_bridge.backends_are_initialized())
+
+
+def puts_between_processes(device: jax.Device) -> bool:
+    """Whether ``jax.device_put`` takes arrays from and to devices of other processes, as by NCCL on GPUs."""
+    return bool(getattr(device.client, "supports_cross_host_transfers", False))
 
 
 @contextmanager

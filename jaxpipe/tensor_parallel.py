@@ -15,8 +15,8 @@ with the same equations. The linear layers are Flax's own ``DenseGeneral`` with 
 initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
 
 Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
-the recompute policy ``gather`` says otherwise. Not modelled: vocabularies padded to a multiple of t, context parallelism,
-pieces of one product overlapped with pieces of its own collective (a collective is hidden under another microbatch's work).
+the recompute policy ``gather`` says otherwise. Not modelled: context parallelism, pieces of one product overlapped with pieces
+of its own collective (a collective is hidden under another microbatch's work).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ __all__ = [
     "vocab_parallel_logits",
     "whole_time",
 ]
+
+_NEVER = -1e30  # a logit
 
 
 def check_shards(
@@ -272,9 +274,21 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
         return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
 
 
-def vocab_parallel_logits(x: jax.Array, kernel: jax.Array, tp: TensorParallel) -> jax.Array:
-    """Logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never gathered."""
-    return jnp.einsum("btd,vd->btv", whole_time(x, tp), kernel)
+def vocab_parallel_logits(
+    x: jax.Array, kernel: jax.Array, tp: TensorParallel, *, words: int | None = None
+) -> jax.Array:
+    """Logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never gathered.
+
+    ``words``: how many there are, where V is more so that t divides it; by default V. Logits of the rows past them are so low
+    that a softmax gives them nothing, in its gradient too: the rows are never learnt.
+    """
+    logits = jnp.einsum("btd,vd->btv", whole_time(x, tp), kernel)
+    rows = kernel.shape[0]
+    if words is None or words == rows * tp.size:
+        return logits
+    row = jnp.arange(rows) + (0 if tp.size == 1 else lax.axis_index(TP) * rows)
+    never = jnp.where(row < words, 0, _NEVER).astype(logits.dtype)
+    return logits + never[None, None]  # adding needs no residual
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -1,4 +1,4 @@
-"""Softmax attention behind one door: causal or full, sliding windows, padding, by XLA or by cuDNN's fused kernel.
+"""Softmax attention behind one door: causal or full, sliding windows, padding, documents, by XLA or by cuDNN's fused kernel.
 
     B batch   T time   H query heads   G key/value heads   R = H / G query heads a key/value head   K size of a head
 
@@ -12,8 +12,8 @@ from q, k and the dropout key, which the backward reads anyway. A policy that dr
 that grows with T². The softmax is computed in float32 (float64 for float64 inputs); its backward reads the probabilities in the
 compute dtype, so in bfloat16 nothing T×T is held in float32. Masks are added, not selected: adding needs no residual.
 
-Not modelled: masks of other shapes, several texts in a row, windows that see ahead, caches for generation, dropout by cuDNN
-(``jax.nn`` does not offer it).
+Not modelled: masks of other shapes, windows that see ahead, caches for generation, dropout and documents by cuDNN (``jax.nn``
+does not offer them).
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ SCORES = "attn_scores"
 """Name of every T×T value that the backward may read."""
 
 KERNELS = ("auto", "xla", "cudnn")
+MASKS = ("causal", "document")
+"""What a position of a language model sees: what stands before it, or of that only its own document."""
 
 _MASKED = -1e30
 
 
-def check_attention(what: str, kernel: str, dropout: float = 0.0) -> None:
-    """Raise ConfigError where the model ``what`` can't have the option ``attention``."""
+def check_attention(what: str, kernel: str, dropout: float = 0.0, mask: str = "causal") -> None:
+    """Raise ConfigError where the model ``what`` can't have the options ``attention`` and ``mask``."""
+    if mask not in MASKS:
+        raise ConfigError(f"{what}: mask is {mask!r}; use {' or '.join(MASKS)}")
+    if kernel == "cudnn" and mask == "document":
+        raise ConfigError(f"{what}: attention is 'cudnn', which can't tell documents apart; use attention=auto or xla")
     if kernel not in KERNELS:
         raise ConfigError(f"{what}: attention is {kernel!r}; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     if kernel == "cudnn" and dropout > 0:
@@ -55,6 +61,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     lengths: jax.Array | None = None,
+    segments: jax.Array | None = None,
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
@@ -62,10 +69,11 @@ def attention(
 
     Query head h reads key/value head h // R. Position t sees 0..t with ``causal``, of them the last ``window``, itself
     included; all without. ``lengths`` [B] int32, at least 1: what comes after is padding, which nobody sees and for which the
-    result means nothing. ``dropout`` applies to the probabilities, and only when ``key`` is given. ``kernel``: one of
-    :data:`KERNELS`; ``auto`` is cuDNN's on an NVIDIA GPU where it takes these shapes and dtypes and ``dropout`` is 0. Where no
-    stage is traced for a rank's devices ``cudnn`` is as ``auto``: layers are weighed in float32 before they are cut, and what
-    was trained on GPUs may be evaluated without.
+    result means nothing. ``segments`` [B, T] int32: a position sees those only that have its number. ``dropout`` applies to the
+    probabilities, and only when ``key`` is given. ``kernel``: one of :data:`KERNELS`; ``auto`` is cuDNN's on an NVIDIA GPU
+    where it takes these shapes and dtypes, without dropout and segments. Where no stage is traced for a rank's devices
+    ``cudnn`` is as ``auto``: layers are weighed in float32 before they are cut, and what was trained on GPUs may be evaluated
+    without.
 
     Raises:
         StageError: cuDNN was asked for and can't.
@@ -73,13 +81,22 @@ def attention(
     assert causal or window is None, "a window without causal=True"
     if kernel != "xla":
         try:
+            if segments is not None:
+                raise NotImplementedError("it can't tell documents apart")
             return _by_cudnn(q, k, v, causal, window, lengths, dropout)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if kernel == "cudnn" and jax.sharding.get_abstract_mesh().abstract_device is not None:
                 raise StageError(
                     f"attention=cudnn can't do this: {' '.join(str(error).split()).rstrip('.')}; use attention=auto or xla"
                 ) from error
-    return _by_xla(q, k, v, causal, window, lengths, dropout, key)
+    return _by_xla(q, k, v, causal, window, lengths, segments, dropout, key)
+
+
+def places(segments: jax.Array) -> jax.Array:
+    """Positions [B, T] int32 that start from 0 again where a segment of ``segments`` [B, T] starts."""
+    position = jnp.arange(segments.shape[1], dtype=jnp.int32)[None, :]
+    before = jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1)
+    return position - jax.lax.cummax(jnp.where(segments == before, 0, position), axis=1)
 
 
 def _by_cudnn(
@@ -121,6 +138,7 @@ def _by_xla(
     causal: bool,
     window: int | None,
     lengths: jax.Array | None,
+    segments: jax.Array | None,
     dropout: float,
     key: jax.Array | None,
 ) -> jax.Array:
@@ -129,7 +147,7 @@ def _by_xla(
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
-    probs = _softmax(scores, lengths, causal, window)
+    probs = _softmax(scores, lengths, segments, causal, window)
     if key is not None and dropout > 0:
         keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
@@ -150,8 +168,10 @@ def _rows(q: jax.Array, G: int) -> jax.Array:
     return q.reshape(B, T, G, H // G, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * H // G, K)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _softmax(scores: jax.Array, lengths: jax.Array | None, causal: bool, window: int | None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _softmax(
+    scores: jax.Array, lengths: jax.Array | None, segments: jax.Array | None, causal: bool, window: int | None
+) -> jax.Array:
     """Softmax over the last axis of ``scores`` [B, G, T·R, T], same dtype out. Row m is of position t = m // R."""
     wide = jnp.promote_types(scores.dtype, jnp.float32)
     rows, T = scores.shape[-2:]
@@ -164,20 +184,25 @@ def _softmax(scores: jax.Array, lengths: jax.Array | None, causal: bool, window:
     if lengths is not None:
         padding = jnp.arange(T)[None, :] >= lengths[:, None]
         masked += jnp.where(padding, _MASKED, 0.0).astype(wide)[:, None, None]
+    if segments is not None:
+        others = jnp.repeat(segments, rows // T, axis=1)[:, :, None] != segments[:, None, :]
+        masked += jnp.where(others, _MASKED, 0.0).astype(wide)[:, None]
     return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
 
 
 def _softmax_forward(
-    scores: jax.Array, lengths: jax.Array | None, causal: bool, window: int | None
+    scores: jax.Array, lengths: jax.Array | None, segments: jax.Array | None, causal: bool, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    probs = checkpoint_name(_softmax(scores, lengths, causal, window), SCORES)
+    probs = checkpoint_name(_softmax(scores, lengths, segments, causal, window), SCORES)
     return probs, probs
 
 
-def _softmax_backward(causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array) -> tuple[Any, None]:
+def _softmax_backward(
+    causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array
+) -> tuple[Any, None, None]:
     wide = jnp.promote_types(probs.dtype, jnp.float32)
     p, g = probs.astype(wide), cotangent.astype(wide)
-    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None
+    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None, None
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -22,9 +22,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.interop.config import Keys, refused
+from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes, divisors
+from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
+from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -38,30 +40,39 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention
+from models.attention import attention, check_attention, places
 from models.loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Options of :func:`GPT`. ``tied``: the head uses the token embedding. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``dtype``: what parameters are created in."""
+    """Options of :func:`GPT`. ``max_seq_len``: how many positions there are; None: ``seq_len``. ``gelu``: ``tanh``, as GPT-2
+    approximates it, or ``exact``. ``tied``: the head uses the token embedding. ``vocab_multiple``: the vocabulary's rows are
+    made a multiple of it, for tensor parallelism; those past ``vocab_size`` are never predicted or learnt. ``attention``:
+    ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what
+    has its number in the batch's ``segments``, and positions start again with each. ``dtype``: what parameters are created
+    in."""
 
     vocab_size: int = 256
     d_model: int = 128
     num_layers: int = 4
     num_heads: int = 4
     seq_len: int = 128
+    max_seq_len: int | None = None
     mlp_ratio: int = 4
+    gelu: str = "tanh"
     dropout: float = 0.0
     tied: bool = True
+    vocab_multiple: int = 1
     norm_eps: float = 1e-5
     attention: str = "auto"
+    mask: str = "causal"
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len", "mlp_ratio")
-        check_sizes("GPT", **{name: getattr(self, name) for name in names})
+        names = "vocab_size d_model num_layers num_heads seq_len max_seq_len mlp_ratio vocab_multiple"
+        check_sizes("GPT", **{name: getattr(self, name) for name in names.split()})
+        check_positions("GPT", self.seq_len, self.max_seq_len)
         if self.d_model % self.num_heads:
             raise ConfigError(
                 f"GPT: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; "
@@ -71,13 +82,28 @@ class GPTConfig:
             raise ConfigError(f"GPT: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"GPT: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
-        check_attention("GPT", self.attention, self.dropout)
+        if self.gelu not in ("tanh", "exact"):
+            raise ConfigError(f"GPT: gelu is {self.gelu!r}; use tanh or exact")
+        check_attention("GPT", self.attention, self.dropout, self.mask)
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"GPT: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
 
     @property
+    def segments(self) -> tuple[str, ...]:
+        """What each block reads of the batch."""
+        return ("segments",) if self.mask == "document" else ()
+
+    @property
     def mlp_width(self) -> int:
         return self.mlp_ratio * self.d_model
+
+    @property
+    def positions(self) -> int:
+        return self.seq_len if self.max_seq_len is None else self.max_seq_len
+
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
@@ -96,6 +122,7 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
     return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len)
@@ -107,8 +134,8 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
     return from_linen(
         name,
         Embed(config),
-        example=(tokens,),
-        reads=("tokens",),
+        example=(tokens,) * (1 + len(config.segments)),
+        reads=("tokens", *config.segments),
         uses_key=config.dropout > 0,
         kind="gpt.embed",
         shards=partial(_embed_shards, config),
@@ -121,13 +148,28 @@ def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True)
     block = from_linen(
         "block",
         Block(config, causal=causal),
-        example=(hidden,),
+        example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
+        reads=config.segments,
         uses_key=config.dropout > 0,
         kind="gpt.block",
         shards=partial(_block_shards, config),
     )
-    width = max(2, len(str(config.num_layers - 1)))
-    return [replace(block, name=f"{name}_{i:0{width}d}") for i in range(config.num_layers)]
+    return [replace(block, name=each, matrices=MATRICES) for each in block_names(config.num_layers, name)]
+
+
+def block_names(num_layers: int, name: str = "block") -> list[str]:
+    """``block_00``, ``block_01`` …"""
+    width = max(2, len(str(num_layers - 1)))
+    return [f"{name}_{i:0{width}d}" for i in range(num_layers)]
+
+
+MATRICES: Mapping[Path, Matrix] = {
+    ("qkv", "kernel"): Matrix((0,), (2, 3)),  # [D, 3, H, K]: three matrices
+    ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+    ("up", "kernel"): Matrix(),
+    ("down", "kernel"): Matrix(),
+}
+"""Of a block."""
 
 
 class Embed(nn.Module):
@@ -135,16 +177,17 @@ class Embed(nn.Module):
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
-        """tokens [B, T] int32, T at most seq_len → [B, T, D], or [B, T/t, D] with sequence parallelism"""
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
+        """tokens [B, T] int32, T at most c.positions → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
-        if tokens.shape[1] > c.seq_len:
-            raise StageError(f"GPT has {c.seq_len} positions, got {T} tokens; give {c.seq_len} or fewer")
+        if c.positions < T:
+            raise StageError(f"GPT has {c.positions} positions, got {T} tokens; give {c.positions} or fewer")
         words = VocabParallelEmbed(
-            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
+            c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
-        positions = self.param("positions", normal(0.02), (c.seq_len, c.d_model), c.dtype)
-        x = words(tokens) + own_time(positions[None, :T], self.tp, axis=1)
+        positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)
+        placed = positions[None, :T] if segments is None else positions[places(segments)]  # [1 or B, T, D]
+        x = words(tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
@@ -156,23 +199,23 @@ class Block(nn.Module):
     causal: bool = True
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
         h = norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+    def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
         K = c.d_model // c.num_heads
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **_dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, causal=self.causal, dropout=c.dropout, key=key)  # [B, T, H/t, K]
+        heads = attention(q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key)
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]
@@ -180,7 +223,8 @@ class Block(nn.Module):
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
-        wide = nn.gelu(column_parallel(c.mlp_width, tp, name="up", **_dense(c))(x), approximate=True)  # [B, T, F/t]
+        wide = column_parallel(c.mlp_width, tp, name="up", **_dense(c))(x)  # [B, T, F/t]
+        wide = nn.gelu(wide, approximate=c.gelu == "tanh")
         return row_parallel(c.d_model, tp, residual=residual, name="down", **_dense(c, _residual_std(c)))(wide)
 
 
@@ -192,8 +236,8 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
-        return vocab_parallel_logits(norm(c, "norm")(x), kernel, self.tp)
+        kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
+        return vocab_parallel_logits(norm(c, "norm")(x), kernel, self.tp, words=c.vocab_size)
 
 
 def _embed_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
@@ -220,7 +264,7 @@ def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
 
 
 def _check(c: GPTConfig, tp: TensorParallel) -> None:
-    sizes = {"num_heads": c.num_heads, "mlp_ratio · d_model": c.mlp_width, "vocab_size": c.vocab_size}
+    sizes = {"num_heads": c.num_heads, "mlp_ratio · d_model": c.mlp_width, "vocab_size": c.vocab_rows}
     heads = [h for h in range(1, c.d_model + 1) if c.d_model % h == 0]
     check_shards("GPT", tp, sizes, seq_len=c.seq_len, allowed={"num_heads": heads})
 
@@ -239,3 +283,86 @@ def norm(c: GPTConfig, name: str) -> nn.LayerNorm:
 
 def _dense(c: GPTConfig, std: float = 0.02) -> dict[str, Any]:
     return {"param_dtype": c.dtype, "kernel_init": normal(std)}
+
+
+# --- folders of the Hugging Face hub --------------------------------------------------------------------------------------
+
+
+def hugging_face() -> HuggingFace:
+    """GPT-2 in folders of the hub. Its linear layers are stored as [in, out], so nothing is transposed."""
+    return HuggingFace(_options_of, _tensors, _config_of, r"\.attn\.(bias|masked_bias)$", "transformer.")
+
+
+_GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+
+
+def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = Keys(config)
+    keys.only("model_type", "gpt2")
+    keys.only("activation_function", *_GELUS)
+    keys.only("scale_attn_weights", True)
+    for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
+        keys.only(name, False)
+    width = keys.whole("n_embd")
+    ratio, rest = divmod(keys.whole("n_inner", 4 * width), width)
+    if rest:
+        raise refused("n_inner", config["n_inner"], f"multiples of n_embd, {width}")
+    return {
+        "vocab_size": keys.whole("vocab_size"),
+        "d_model": width,
+        "num_layers": keys.whole("n_layer"),
+        "num_heads": keys.whole("n_head"),
+        "max_seq_len": keys.whole("n_positions"),
+        "mlp_ratio": ratio,
+        "gelu": _GELUS[keys.text("activation_function", "gelu_new")],
+        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
+        "tied": keys.flag("tie_word_embeddings", True),
+    }
+
+
+def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
+    c = build_options(GPTConfig, options, "models.gpt:GPT")
+    words = {"part": (0, 0, c.vocab_size), "padded": True} if c.vocab_rows > c.vocab_size else {}
+    rows = [
+        Tensor("transformer.wte.weight", "embed", ("tokens", "embedding"), "v d -> v d", **words),
+        Tensor("transformer.wpe.weight", "embed", ("positions",), "t d -> t d"),
+    ]
+    for i, layer in enumerate(block_names(c.num_layers)):
+        for name, path, pattern in (
+            ("ln_1.weight", "norm_attn/scale", "d -> d"),
+            ("ln_1.bias", "norm_attn/bias", "d -> d"),
+            ("attn.c_attn.weight", "qkv/kernel", "d (n h k) -> d n h k"),
+            ("attn.c_attn.bias", "qkv/bias", "(n h k) -> n h k"),
+            ("attn.c_proj.weight", "out/kernel", "(h k) d -> h k d"),
+            ("attn.c_proj.bias", "out/bias", "d -> d"),
+            ("ln_2.weight", "norm_mlp/scale", "d -> d"),
+            ("ln_2.bias", "norm_mlp/bias", "d -> d"),
+            ("mlp.c_fc.weight", "up/kernel", "d f -> d f"),
+            ("mlp.c_fc.bias", "up/bias", "f -> f"),
+            ("mlp.c_proj.weight", "down/kernel", "f d -> f d"),
+            ("mlp.c_proj.bias", "down/bias", "d -> d"),
+        ):
+            rows.append(Tensor(f"transformer.h.{i}.{name}", layer, tuple(path.split("/")), pattern))
+    rows.append(Tensor("transformer.ln_f.weight", "head", ("norm", "scale"), "d -> d"))
+    rows.append(Tensor("transformer.ln_f.bias", "head", ("norm", "bias"), "d -> d"))
+    if not c.tied:
+        rows.append(Tensor("lm_head.weight", "head", ("kernel",), "v d -> v d", **words))
+    return rows
+
+
+def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    c = build_options(GPTConfig, options, "models.gpt:GPT")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": c.vocab_size,
+        "n_embd": c.d_model,
+        "n_layer": c.num_layers,
+        "n_head": c.num_heads,
+        "n_positions": c.positions,
+        "n_inner": c.mlp_width,
+        "activation_function": {"tanh": "gelu_new", "exact": "gelu"}[c.gelu],
+        "layer_norm_epsilon": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout),
+    }

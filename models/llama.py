@@ -1,15 +1,16 @@
 """Llama: RMSNorm before each branch, rotary positions, SwiGLU MLP, grouped-query attention, no biases.
 
-    B batch   T time   D d_model   H query heads   G key/value heads   R = H / G   K = D / H   F mlp_size   V vocabulary
+    B batch   T time   D d_model   H query heads   G key/value heads   R = H / G   K head_dim   F mlp_size   V vocabulary
     t tensor-parallel shards
 
 After Touvron et al., "LLaMA" (2023) and "Llama 2" (2023); with ``qkv_bias=True`` the block is that of Qwen2 (2024), with
-``window`` that of Mistral 7B (2023). Rotary positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2.
+``qk_norm`` that of Qwen3 (2025), with ``window`` that of Mistral 7B (2023), with ``rope_every=4`` those of SmolLM3 (2025).
+Rotary positions after Su et al., "RoFormer" (2021), pairing dimension i with i + K/2; their frequencies are float64 numbers.
 Initialisation is GPT-2's: N(0, 0.02), and 0.02 / √(2L) for the projections that write to the residual stream of L blocks.
 
 q, k and v are one projection [D, G, R + 2, K]: for each key/value head its R query heads, then its key, then its value. Gate
 and up are one projection [D, 2, F]. Compute follows the dtype of the parameters it is given. RMSNorm, rotation, softmax and
-loss run in float32 (float64 if given float64). Not modelled: rope scaling for longer contexts.
+loss run in float32 (float64 if given float64).
 
 On t shards each has H/t query heads, G/t key/value heads, F/t of the MLP and V/t words. Where t is larger than G, t/G shards
 compute the same key and value head and divide its query heads: qkv then lies whole on each shard, which takes its own part.
@@ -17,6 +18,7 @@ compute the same key and value head and divide its query heads: qkv then lies wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +26,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.interop.config import Keys, refused
+from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes, divisors
+from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
+from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -44,18 +49,78 @@ from jaxpipe.tensor_parallel import (
     vocab_parallel_logits,
 )
 from models.attention import attention, check_attention
+from models.gpt import block_names
 from models.loss import loss_layer
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are made lower, for more positions than the ``original_seq_len`` of the first training: ``linear``
+    (Chen et al., 2023), ``llama3`` (Llama 3.1, 2024) or ``yarn`` (Peng et al., 2023), as ``transformers`` computes them.
+
+    ``factor``: of all frequencies; with ``llama3`` of those that turn less than ``low_freq_factor`` times in
+    ``original_seq_len``, while those above ``high_freq_factor`` stay; with ``yarn`` the same of ``beta_slow`` and
+    ``beta_fast``. ``attention_factor``: of yarn, on cos and sin; None: 0.1 · ln(factor) + 1.
+    """
+
+    kind: str = "llama3"
+    factor: float = 8.0
+    original_seq_len: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        what = "Llama: rope_scaling"
+        check_sizes(what, original_seq_len=self.original_seq_len)
+        if self.kind not in ("linear", "llama3", "yarn"):
+            raise ConfigError(f"{what}: kind is {self.kind!r}; use linear, llama3 or yarn")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{what}: {name} is {value}; want a number above 0")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ConfigError(
+                    f"{what}: {low} is {getattr(self, low)}; want less than {high}, {getattr(self, high)}"
+                )
+
+    def scaled(self, frequency: np.ndarray) -> tuple[np.ndarray, float]:
+        """Frequencies [K/2] made lower, and what cos and sin are multiplied by."""
+        low = frequency / self.factor
+        turns = self.original_seq_len * frequency / (2 * math.pi)  # in the original length
+        match self.kind:
+            case "linear":
+                return low, 1.0
+            case "llama3":
+                span = self.high_freq_factor - self.low_freq_factor
+                keep = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+                return low + (frequency - low) * keep, 1.0
+        count = len(frequency)
+        spacing = -math.log(frequency[-1]) / (count - 1) if count > 1 else 1.0  # between neighbours
+        first = max(math.floor(math.log(turns[0] / self.beta_fast) / spacing), 0)
+        last = min(math.ceil(math.log(turns[0] / self.beta_slow) / spacing), 2 * count - 1)
+        keep = 1 - np.clip((np.arange(count) - first) / max(last - first, 0.001), 0, 1)
+        default = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        return low + (frequency - low) * keep, default if self.attention_factor is None else self.attention_factor
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
     """Options of :func:`Llama`.
 
-    ``num_kv_heads``: None means as many as ``num_heads`` (multi-head attention). ``mlp_size``: None means 8/3 of ``d_model``
-    rounded up to a multiple of 32. ``window``: how many positions each one sees, itself the last of them; None: all up to
-    itself. ``attention``: ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``). ``tied``: the head uses the token
-    embedding. ``dropout`` (which Llama trains without) applies to attention probabilities and to what each branch adds.
-    ``dtype``: what parameters are created in.
+    ``num_kv_heads``: None means as many as ``num_heads`` (multi-head attention). ``head_dim``: None means ``d_model /
+    num_heads``. ``max_seq_len``: how many positions the model may be given; None: ``seq_len``. ``mlp_size``: None means 8/3 of
+    ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a number that it divides, counted from 1, has no
+    rotary positions; 0: all have. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how many positions
+    each one sees, itself the last of them; None: all up to itself. ``attention``: ``auto``, ``xla`` or ``cudnn``
+    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what has its number in the batch's
+    ``segments``; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
+    embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
+    ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities
+    and to what each branch adds. ``dtype``: what parameters are created in.
     """
 
     vocab_size: int = 256
@@ -63,24 +128,38 @@ class LlamaConfig:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     seq_len: int = 128
+    max_seq_len: int | None = None
     mlp_size: int | None = None
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_every: int = 0
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     window: int | None = None
     attention: str = "auto"
+    mask: str = "causal"
     norm_eps: float = 1e-5
     dropout: float = 0.0
     tied: bool = False
+    vocab_multiple: int = 1
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "seq_len", "mlp_size", "window")
-        check_sizes("Llama", **{name: getattr(self, name) for name in names})
+        names = "vocab_size d_model num_layers num_heads num_kv_heads head_dim seq_len max_seq_len mlp_size window"
+        check_sizes("Llama", **{name: getattr(self, name) for name in (*names.split(), "vocab_multiple")})
+        check_positions("Llama", self.seq_len, self.max_seq_len)
         even = divisors(self.d_model // 2)
-        if self.d_model % 2:
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ConfigError(f"Llama: head_dim is {self.head_dim}; rotary positions need an even number")
+        if not 0 <= self.rope_every <= self.num_layers:
+            raise ConfigError(f"Llama: rope_every is {self.rope_every}; want 0 to num_layers, {self.num_layers}")
+        if self.head_dim is None and self.d_model % 2:
             raise ConfigError(f"Llama: d_model is {self.d_model}; rotary positions need an even number")
-        if self.d_model % self.num_heads:
+        if self.head_dim is None and self.d_model % self.num_heads:
             raise ConfigError(
                 f"Llama: num_heads is {self.num_heads}, which does not divide d_model {self.d_model}; use one of {even}"
             )
@@ -98,15 +177,24 @@ class LlamaConfig:
             raise ConfigError(f"Llama: dropout is {self.dropout}; want 0 or more and less than 1")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"Llama: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
-        check_attention("Llama", self.attention, self.dropout)
+        check_attention("Llama", self.attention, self.dropout, self.mask)
         if not 1 < self.rope_theta < float("inf"):
             raise ConfigError(f"Llama: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ConfigError(f"Llama: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
 
     @property
+    def segments(self) -> tuple[str, ...]:
+        """What each block reads of the batch."""
+        return ("segments",) if self.mask == "document" else ()
+
+    @property
     def head_size(self) -> int:
-        return self.d_model // self.num_heads
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def vocab_rows(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def kv_heads(self) -> int:
@@ -137,6 +225,7 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
             "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
             "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
     return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len)
@@ -145,17 +234,22 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
 def block_layers(config: LlamaConfig) -> list[Layer]:
     """The layers ``block_00`` …"""
     hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
-    block = from_linen(
-        "block",
-        Block(config),
-        example=(hidden,),
-        uses_key=config.dropout > 0,
-        kind="llama.block",
-        shards=partial(_block_shards, config),
-    )
-    block = replace(block, apply=partial(_with_own_heads, block.apply, config))
-    width = max(2, len(str(config.num_layers - 1)))
-    return [replace(block, name=f"block_{i:0{width}d}") for i in range(config.num_layers)]
+
+    def block(rotary: bool) -> Layer:
+        made = from_linen(
+            "block",
+            Block(config, rotary),
+            example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
+            reads=config.segments,
+            uses_key=config.dropout > 0,
+            kind="llama.block",
+            shards=partial(_block_shards, config),
+        )
+        return replace(made, apply=partial(_with_own_heads, made.apply, config), matrices=_matrices(config))
+
+    kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
+    every = config.rope_every or config.num_layers + 1
+    return [replace(kinds[i % every != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
 
 
 def head_layer(config: LlamaConfig) -> Layer:
@@ -167,13 +261,18 @@ def head_layer(config: LlamaConfig) -> Layer:
     )
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K)."""
+def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+    """Rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K), or by t times
+    what ``scaling`` makes of that."""
     T, K = x.shape[1], x.shape[3]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequency = theta ** (-2.0 * jnp.arange(K // 2, dtype=wide) / K)
-    angle = jnp.arange(T, dtype=wide)[:, None] * frequency[None, :]  # [T, K/2]
+    frequency, factor = theta ** (-2.0 * np.arange(K // 2) / K), 1.0
+    if scaling is not None:
+        frequency, factor = scaling.scaled(frequency)
+    angle = jnp.arange(T, dtype=wide)[:, None] * jnp.asarray(frequency, wide)[None, :]  # [T, K/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x.astype(wide), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -188,26 +287,27 @@ class Embed(nn.Module):
         """tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c = self.config
         words = VocabParallelEmbed(
-            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
+            c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
         return words(tokens)
 
 
 class Block(nn.Module):
     config: LlamaConfig
+    rotary: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
         h = _norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, train), Dropout(c.dropout, tp=self.tp), train=train)
+        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = _norm(c, "norm_mlp")(x)
         return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
-    def attention(self, x: jax.Array, train: bool, residual: jax.Array | None) -> jax.Array:
+    def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
         B, K = x.shape[0], c.head_size
         H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
@@ -219,19 +319,24 @@ class Block(nn.Module):
         q = qkv[:, :, :, :R].reshape(B, T, H, K)  # [B, T, G, R, K] → [B, T, H, K]
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
-        q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        if c.qk_norm:
+            q, k = _norm(c, "norm_q")(q), _norm(c, "norm_k")(k)
+        if self.rotary:
+            q, k = rotate(q, c.rope_theta, c.rope_scaling), rotate(k, c.rope_theta, c.rope_scaling)
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, window=c.window, dropout=c.dropout, key=key)
-        return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
-            heads
-        )  # [B, T, H, K] → [B, T, D]
+        heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key)
+        dense = _dense(c, _residual_std(c), bias=c.out_bias)
+        out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **dense)
+        return out(heads)  # [B, T, H, K] → [B, T, D]
 
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
-        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **_dense(c))(x)  # [B, T, 2, F/t]
+        dense = _dense(c, bias=c.mlp_bias)
+        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **dense)(x)  # [B, T, 2, F/t]
         wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
-        return row_parallel(c.d_model, tp, residual=residual, name="down", **_dense(c, _residual_std(c)))(wide)
+        dense = _dense(c, _residual_std(c), bias=c.mlp_bias)
+        return row_parallel(c.d_model, tp, residual=residual, name="down", **dense)(wide)
 
 
 class Head(nn.Module):
@@ -242,8 +347,8 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        kernel = self.param("kernel", normal(0.02), (c.vocab_size // self.tp.size, c.d_model), c.dtype)
-        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp)
+        kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
+        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp, words=c.vocab_size)
 
 
 def _with_own_heads(
@@ -268,7 +373,22 @@ def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     if c.qkv_bias:
         shards[("qkv", "bias")] = "partial" if shared else 0
     shards |= {("out", "kernel"): 0, ("gate_up", "kernel"): 2, ("down", "kernel"): 0}
-    return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"))
+    if c.mlp_bias:
+        shards[("gate_up", "bias")] = 1
+    if c.qk_norm:
+        shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
+    summed = [("out", "bias")] * c.out_bias + [("down", "bias")] * c.mlp_bias
+    return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"), *summed)
+
+
+def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
+    qkv = Matrix((0,), (1, 2, 3), split=(2, (c.num_heads // c.kv_heads, 1, 1)))  # [D, G, R + 2, K]: q, k and v
+    return {
+        ("qkv", "kernel"): qkv,
+        ("out", "kernel"): Matrix((0, 1), (2,)),  # [H, K, D]
+        ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
+        ("down", "kernel"): Matrix(),
+    }
 
 
 def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
@@ -282,8 +402,9 @@ def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
 
 
 def _check(c: LlamaConfig, tp: TensorParallel) -> None:
-    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width, "vocab_size": c.vocab_size}
-    heads = [h for h in range(1, c.d_model + 1) if c.d_model % (2 * h) == 0 and h % c.kv_heads == 0]
+    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width, "vocab_size": c.vocab_rows}
+    fixed = c.head_dim is None  # the width of all heads together
+    heads = [h for h in range(1, c.d_model + 1) if not (fixed and c.d_model % (2 * h)) and h % c.kv_heads == 0]
     check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len, allowed={"num_heads": heads})
 
 
@@ -301,3 +422,186 @@ def _norm(c: LlamaConfig, name: str) -> nn.RMSNorm:
 
 def _dense(c: LlamaConfig, std: float = 0.02, bias: bool = False) -> dict[str, Any]:
     return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
+
+
+# --- folders of the Hugging Face hub --------------------------------------------------------------------------------------
+
+
+def hugging_face() -> HuggingFace:
+    """Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2 and 3 in folders of the hub. Linear layers are stored as [out, in]."""
+    return HuggingFace(_options_of, _tensors, _config_of)
+
+
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""By kind of rope scaling, the numbers in ``config.json`` that it has, under the names that they have here too."""
+
+
+def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = Keys(config)
+    keys.only("model_type", *_ARCHITECTURES)
+    keys.only("hidden_act", "silu")
+    keys.only("partial_rotary_factor", 1)
+    kind = keys.text("model_type")
+    bias = kind != "mistral" and keys.flag("attention_bias", False)
+    return {
+        "vocab_size": keys.whole("vocab_size"),
+        "d_model": keys.whole("hidden_size"),
+        "num_layers": keys.whole("num_hidden_layers"),
+        "num_heads": keys.whole("num_attention_heads"),
+        "num_kv_heads": keys.whole("num_key_value_heads", keys.whole("num_attention_heads")),
+        "max_seq_len": keys.whole("max_position_embeddings"),
+        "mlp_size": keys.whole("intermediate_size"),
+        "qkv_bias": bias or kind == "qwen2",
+        "out_bias": bias and kind != "qwen2",
+        "mlp_bias": kind in ("llama", "smollm3") and keys.flag("mlp_bias", False),
+        "qk_norm": kind == "qwen3",
+        "norm_eps": keys.number("rms_norm_eps"),
+        "tied": keys.flag("tie_word_embeddings", kind == "smollm3"),
+        **({"head_dim": keys.whole("head_dim")} if config.get("head_dim") is not None else {}),
+        **_rope_of(keys, kind),
+        **_window_of(keys, kind),
+    }
+
+
+def _rope_of(keys: Keys, kind: str) -> dict[str, Any]:
+    theta, scaling = keys.rope(2e6 if kind == "smollm3" else 1e4)
+    options: dict[str, Any] = {"rope_theta": theta}
+    scaled = scaling.text("rope_type", scaling.text("type", "default"))
+    if scaled not in ("default", *_SCALINGS):
+        raise refused("rope_type", scaled, ", ".join(("default", *_SCALINGS)))
+    if scaled != "default":
+        length = scaling.whole("original_max_position_embeddings", keys.whole("max_position_embeddings"))
+        numbers = {name: scaling.number(name) for name in _SCALINGS[scaled] if scaling.config.get(name) is not None}
+        scaling.only("truncate", True)
+        for name in ("mscale", "mscale_all_dim"):
+            scaling.only(name)
+        options["rope_scaling"] = {
+            "kind": scaled,
+            "original_seq_len": length,
+            "factor": scaling.number("factor"),
+            **numbers,
+        }
+    if kind == "smollm3":
+        count = keys.whole("num_hidden_layers")
+        every = keys.whole("no_rope_layer_interval", 4)
+        given = keys.config.get("no_rope_layers")
+        if given == [1] * count:
+            every = 0
+        elif given is not None and given != [int(i % every != 0) for i in range(1, count + 1)]:
+            raise refused("no_rope_layers", given, f"a 0 for each layer that no_rope_layer_interval={every} divides")
+        options["rope_every"] = every if every <= count else 0
+    return options
+
+
+def _window_of(keys: Keys, kind: str) -> dict[str, Any]:
+    count, types = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
+    if not (kind == "mistral" or (kind != "llama" and keys.flag("use_sliding_window", False))):
+        return {}
+    if types is not None and types not in (["full_attention"] * count, ["sliding_attention"] * count):
+        raise refused("layer_types", types, "layers that are all full_attention or all sliding_attention")
+    if types is None and kind != "mistral":
+        without = keys.whole("max_window_layers", 28, least=0)
+        if 0 < without < count:
+            raise refused("max_window_layers", without, f"0, or num_hidden_layers, {count}")
+        types = ["full_attention" if without else "sliding_attention"]
+    full = keys.config.get("sliding_window") is None or (types is not None and types[0] == "full_attention")
+    return {} if full else {"window": keys.whole("sliding_window")}
+
+
+def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
+    c = build_options(LlamaConfig, options, "models.llama:Llama")
+    R = c.num_heads // c.kv_heads
+    words = {"part": (0, 0, c.vocab_size), "padded": True} if c.vocab_rows > c.vocab_size else {}
+    rows = [Tensor("model.embed_tokens.weight", "embed", ("tokens", "embedding"), "v d -> v d", **words)]
+    for i, layer in enumerate(block_names(c.num_layers)):
+
+        def add(
+            name: str, path: str, pattern: str, part: tuple[int, int, int] | None = None, i: int = i, layer: str = layer
+        ) -> None:
+            rows.append(Tensor(f"model.layers.{i}.{name}", layer, tuple(path.split("/")), pattern, part))
+
+        for name, first, last in (("q", 0, R), ("k", R, R + 1), ("v", R + 1, R + 2)):
+            add(f"self_attn.{name}_proj.weight", "qkv/kernel", "(g r k) d -> d g r k", (2, first, last))
+            if c.qkv_bias:
+                add(f"self_attn.{name}_proj.bias", "qkv/bias", "(g r k) -> g r k", (1, first, last))
+        add("self_attn.o_proj.weight", "out/kernel", "d (h k) -> h k d")
+        for n, name in enumerate(("gate", "up")):
+            add(f"mlp.{name}_proj.weight", "gate_up/kernel", "(n f) d -> d n f", (1, n, n + 1))
+            if c.mlp_bias:
+                add(f"mlp.{name}_proj.bias", "gate_up/bias", "(n f) -> n f", (0, n, n + 1))
+        add("mlp.down_proj.weight", "down/kernel", "d f -> f d")
+        if c.out_bias:
+            add("self_attn.o_proj.bias", "out/bias", "d -> d")
+        if c.mlp_bias:
+            add("mlp.down_proj.bias", "down/bias", "d -> d")
+        if c.qk_norm:
+            add("self_attn.q_norm.weight", "norm_q/scale", "k -> k")
+            add("self_attn.k_norm.weight", "norm_k/scale", "k -> k")
+        add("input_layernorm.weight", "norm_attn/scale", "d -> d")
+        add("post_attention_layernorm.weight", "norm_mlp/scale", "d -> d")
+    rows.append(Tensor("model.norm.weight", "head", ("norm", "scale"), "d -> d"))
+    if not c.tied:
+        rows.append(Tensor("lm_head.weight", "head", ("kernel",), "v d -> v d", **words))
+    return rows
+
+
+def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    c = build_options(LlamaConfig, options, "models.llama:Llama")
+    same = c.qkv_bias == c.out_bias
+    fits = {
+        "llama": same and not (c.qk_norm or c.rope_every or c.window),
+        "mistral": not (c.qkv_bias or c.out_bias or c.mlp_bias or c.qk_norm or c.rope_every),
+        "qwen2": c.qkv_bias and not (c.out_bias or c.mlp_bias or c.qk_norm or c.rope_every),
+        "qwen3": c.qk_norm and same and not (c.mlp_bias or c.rope_every),
+        "smollm3": same and not (c.qk_norm or c.window),
+    }
+    kind = next((name for name, fit in fits.items() if fit), None)
+    if kind is None:
+        given = [
+            name for name in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "rope_every", "window") if getattr(c, name)
+        ]
+        raise ConfigError(
+            f"transformers has no Llama with {' and '.join(given)}; a model without one of them can be exported"
+        )
+    config: dict[str, Any] = {
+        "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.mlp_width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_size,
+        "max_position_embeddings": c.seq_len if c.max_seq_len is None else c.max_seq_len,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "hidden_act": "silu",
+        "tie_word_embeddings": c.tied,
+        "attention_dropout": c.dropout,
+    }
+    if kind in ("llama", "qwen3", "smollm3"):
+        config["attention_bias"] = c.qkv_bias
+    if kind in ("llama", "smollm3"):
+        config["mlp_bias"] = c.mlp_bias
+    if kind in ("mistral", "qwen2", "qwen3"):
+        config["sliding_window"] = c.window
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        config["use_sliding_window"] = c.window is not None
+        config["max_window_layers"] = 0 if c.window else c.num_layers
+        config["layer_types"] = [f"{'sliding' if c.window else 'full'}_attention"] * c.num_layers
+    if kind == "smollm3":
+        config["no_rope_layer_interval"] = c.rope_every
+        config["no_rope_layers"] = [int(i % c.rope_every != 0) for i in range(1, c.num_layers + 1)]
+    if c.rope_scaling is not None:
+        s = c.rope_scaling
+        numbers = {name: getattr(s, name) for name in _SCALINGS[s.kind] if getattr(s, name) is not None}
+        config["rope_scaling"] = {"rope_type": s.kind, **numbers}
+        if s.kind != "linear":
+            config["rope_scaling"]["original_max_position_embeddings"] = s.original_seq_len
+    return config

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from commit_id import commit_id  # noqa: E402
-from torture_parts import checkpoints, fuzz, hostile_data, runs, schedules  # noqa: E402
+from torture_parts import checkpoints, fuzz, hostile_data, runs, schedules, several  # noqa: E402
 from torture_parts.trial import Bench, Case, FailedError, SkippedError, Trial  # noqa: E402
 
 _MOST_SHOWN = 5  # failures of a part that are told in full
@@ -58,6 +59,9 @@ PARTS: dict[str, Part] = {
     "R11": Part("bad disks cost no checkpoint", runs.disks, processes=True),
     "R13": Part("runs go on over other ranks and schedules", runs.topologies, processes=True),
     "R14": Part("checkpoints of other versions", checkpoints.versions),
+    "R15": Part("processes that are killed take the others along, and the run goes on to the same end", several.kills),
+    "R16": Part("signals to one process or the launcher stop all after the same step", several.stops),
+    "R17": Part("processes that stand still are named", several.stuck),
 }
 
 
@@ -110,6 +114,7 @@ def _run(name: str, bench: Bench, seed: int, only: int | None, most: int | None)
     if most is not None and len(cases) > most:
         cases = [cases[k * len(cases) // most] for k in range(most)]
     tried: Counter[str] = Counter()
+    measured: dict[str, list[float]] = {}
     failures: list[dict[str, Any]] = []
     skipped: list[str] = []
 
@@ -130,6 +135,8 @@ def _run(name: str, bench: Bench, seed: int, only: int | None, most: int | None)
                 what = ""
         with bench.lock:
             tried.update(trial.tried or Counter([case.kind]))
+            for key, values in trial.measured.items():
+                measured.setdefault(key, []).extend(values)
             if what:
                 again = (
                     f"python scripts/torture.py --only {name} --case {number} --seed {seed}" + " --quick" * bench.quick
@@ -146,11 +153,17 @@ def _run(name: str, bench: Bench, seed: int, only: int | None, most: int | None)
     return {
         "what": part.what,
         "tried": dict(tried),
+        **({"measured": {name: _spread(values) for name, values in measured.items()}} if measured else {}),
         "failed": len(failures),
         "failures": sorted(failures, key=lambda f: f["case"])[:_MOST_SHOWN],
         "skipped": sorted(set(skipped)),
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    median = statistics.median(values)
+    return {"count": len(values), "median": round(median, 2), "most": round(max(values), 2)}
 
 
 def _row(name: str, part: dict[str, Any]) -> str:

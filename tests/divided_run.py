@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def steps(
     zero1: bool = False,
     recompute: str = "none",
     folder: str = "",
+    transport: str = "tagged",
     **options: Any,
 ) -> dict[str, str]:
     """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss. ``folder``: of
@@ -43,7 +45,7 @@ def steps(
 
     from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
-    from jaxpipe.schedule import generate
+    from jaxpipe.schedule import generate, parse_schedule
     from jaxpipe.stage.model.reference import init_params
     from jaxpipe.train.step import TrainStep
     from jaxpipe.train.trainer import Trainer
@@ -56,7 +58,7 @@ def steps(
     some = processes.ranks(ranks)
     pipe = Pipeline.build(
         model,
-        generate(schedule, ranks, M, **options),
+        parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
         microbatch_size=SIZE,
         compute_dtype=dtype,
         dp=dp,
@@ -65,6 +67,7 @@ def steps(
         offload=OffloadOptions(1.0, None, True),
         devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * tp]],
         processes=processes,
+        transport=transport,
     )
     step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
     state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
@@ -88,10 +91,27 @@ def steps(
     return found
 
 
+def put_between_cpus() -> None:
+    """As on GPUs, ``jax.device_put`` goes between the CPUs of two processes, their calls matched by order: over TCP, by JAX's
+    transfers between data centres. In more processes each would have to make every call."""
+    import jax
+
+    from jaxpipe.runtime import ownership
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    jax.config.update("jax_cross_host_transfer_socket_address", address)
+    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
+    jax.config.update("jax_cross_host_transfer_transfer_size", 1 << 20)
+    vars(ownership)["puts_between_processes"] = lambda device: True
+
+
 def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
     devices = max(-(-case["ranks"] // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
     processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
     request_devices(devices, "cpu")
+    if number > 1 and any(case.get("transport") == "nccl" for case in cases):
+        put_between_cpus()
     processes.start_jax()
     print(json.dumps([steps(processes, **case) for case in cases]))
     sys.stdout.flush()

@@ -63,10 +63,11 @@ def saved(stage: StageFunctions) -> list[tuple[tuple[int, ...], str]]:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("causal", "window", "lengths"), [(True, None, None), (True, 3, None), (False, None, [6, 2]), (True, 2, [3, 6])]
+    ("causal", "window", "lengths", "segments"),
+    [(True, None, None, None), (True, 3, None, None), (False, None, [6, 2], None), (True, 2, [3, 6], "001122 000011")],
 )
 def test_masks_and_gradients_are_those_of_plain_softmax(
-    causal: bool, window: int | None, lengths: list[int] | None
+    causal: bool, window: int | None, lengths: list[int] | None, segments: str | None
 ) -> None:
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(2, 6, 4, 4)), rng.normal(size=(2, 6, 2, 4)), rng.normal(size=(2, 6, 2, 4))
@@ -74,12 +75,14 @@ def test_masks_and_gradients_are_those_of_plain_softmax(
     row, column = np.arange(6)[:, None], np.arange(6)[None, :]
     seen = (column <= row) & (column > row - (window or 6)) if causal else np.full((6, 6), True)
     there = np.arange(6) < np.asarray(lengths or [6, 6])[:, None]
+    documents = np.array([[int(c) for c in row] for row in (segments or "000000 000000").split()], np.int32)
+    same = documents[:, :, None] == documents[:, None, :]
     cotangent = rng.normal(size=q.shape) * there[:, :, None, None]
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         scores = jnp.einsum("bthk,bshk->bhts", q, k) / 2.0
-        mask = jnp.asarray(seen[None, None] & there[:, None, None, :])
+        mask = jnp.asarray(seen[None, None] & there[:, None, None, :] & same[:, None])
         return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v)
 
     @partial(jax.jit, static_argnums=0)
@@ -87,7 +90,8 @@ def test_masks_and_gradients_are_those_of_plain_softmax(
         out, pullback = jax.vjp(attend, *operands)
         return out[there], pullback(jnp.asarray(cotangent))
 
-    ours = both_passes(partial(attention, causal=causal, window=window, lengths=n), q, k, v)
+    options = {"segments": jnp.asarray(documents)} if segments else {}
+    ours = both_passes(partial(attention, causal=causal, window=window, lengths=n, **options), q, k, v)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), ours, both_passes(plain, q, k, v))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.schedule import circular
@@ -103,3 +104,17 @@ def test_equal_stages_are_one_program_on_every_rank() -> None:
         texts = [f.jitted.lower(*f.avals_in).as_text() for f in (a[op], b[op])]
         assert texts[0] == texts[1]
         assert f"{op}_stage1" in texts[0]
+
+
+def test_processes_keep_what_they_compile_in_folders_of_their_own(unset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX itself writes in the first process only: the others compiled all of it again in every run."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    monkeypatch.setattr("jax._src.distributed.global_state.process_id", 2)
+    monkeypatch.setattr("jax._src.compiler._cache_write", compiler._cache_write)  # put back afterwards
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    assert use_compile_cache(str(unset / "mine"), 2) == ""
+    compilation_cache.reset_cache()
+    jax.jit(lambda x: x * 3.5 + 1)(1.0)
+    compilation_cache.reset_cache()
+    assert list((unset / "mine" / "process-2").glob("jit__lambda*"))

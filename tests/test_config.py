@@ -185,7 +185,7 @@ MISTAKES = {
     ),
     "key of another section": ("run.seq_len=3", "did you mean data.seq_len?"),
     "key without its section": ("steps=3", "did you mean run.steps?"),
-    "unknown key, near none": ("optimizer.qqq=3", "there are lr, warmup_steps"),
+    "unknown key, near none": ("optimizer.qqq=3", "there are name, schedule, lr, warmup_steps"),
     "unknown section, near one known": ("optimiser=3", "did you mean optimizer?"),
     "unknown section, near none": ("zzz.x=3", "there are model, data, pipeline, optimizer, run"),
     "key below a leaf": ("run.steps.x=3", "unknown key run.steps.x"),
@@ -225,11 +225,8 @@ MISTAKES = {
     "decreasing cut": ("pipeline.cut=4,2,6", "increasing layers above 0"),
     "batch that does not divide": ("run.batch=10", "use run.batch=8 or 16, or pipeline.microbatches=5 or 10"),
     "batch below the microbatches": ("run.batch=3", "use run.batch=8, or pipeline.microbatches=1 or 3"),
-    "warm-up longer than the run": (
-        "run.steps=10",
-        "optimizer.warmup_steps=20 is more than run.steps=10: use at most 10",
-    ),
-    "warm-up one step too long": ("optimizer.warmup_steps=201", "use at most 200 (a tenth, 20, is usual)"),
+    "unknown optimizer": ("optimizer.name=mun", "(did you mean 'muon'?)"),
+    "unknown schedule of the rate": ("optimizer.schedule=step", "one of 'cosine', 'wsd', 'linear', 'constant'"),
     "evaluation of nothing": ("data.holdout=0", "set data.holdout=0.05 or run.eval_every=0"),
     "cut for other sizes": ("pipeline.cut=1,2", "pipeline.ranks=4 times pipeline.chunks=1 make 4 stages, which need 3"),
     "chunks where there is one": (

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import pytest
 import train_runs
 from test_processes import free_port
 from train_runs import config, deterministic, final, settings, write_text
+
+from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule.placement import one_to_one
+from jaxpipe.schedule.solve import Options, SolveTask, solve
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("mean loss", "norm", "held out")
@@ -36,14 +41,18 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
         )
         for mine in range(number)
     ]
-    said = [child.communicate(timeout=600) for child in children]
+    try:
+        said = [child.communicate(timeout=1800) for child in children]
+    finally:
+        for child in children:
+            child.kill()
     assert [child.returncode for child in children] == [0] * number, said
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
-def assert_same_bits(number: int, cases: list[dict[str, Any]]) -> None:
-    (whole,), parts = run(1, cases), run(number, cases)
-    for k, case in enumerate(cases):
+def assert_same_bits(cases: list[dict[str, Any]], *numbers: int) -> None:
+    (whole,), several = run(1, cases), [run(number, cases) for number in numbers]
+    for (k, case), parts in product(enumerate(cases), several):
         layers: dict[str, str] = {}
         for found in (part[k] for part in parts):
             assert {name: found.pop(name) for name in SHARED} == {name: whole[k][name] for name in SHARED}, case
@@ -55,29 +64,49 @@ def assert_same_bits(number: int, cases: list[dict[str, Any]]) -> None:
 def test_two_processes_train_what_one_does() -> None:
     """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping."""
     case = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
-    assert_same_bits(2, [case])
+    assert_same_bits([case], 2)
 
 
+ZERO1 = {"dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
 SCHEDULES: list[dict[str, Any]] = [
-    *({"schedule": name, "ranks": 4, "tied": False} for name in ("1f1b", "zb-2p", "gis", "v-half", "po-f", "zb-1p")),
-    {"schedule": "interleaved-1f1b", "ranks": 4, "chunks": 2, "layers": 6},
-    {"schedule": "stp", "ranks": 4, "tp": 2, "layers": 6},
-    {"schedule": "1f1b", "ranks": 4, "dp": 2, "dropout": 0.1, "recompute": "full"},
+    {"schedule": "1f1b", "dp": 2, "dropout": 0.1, "recompute": "full"},
+    {"schedule": "1f1b", "tied": False, **ZERO1},
+    {"schedule": "zb-1p", "dtype": "bfloat16"},
+    {"schedule": "zb-2p", "tied": False, "dropout": 0.1},
+    {"schedule": "v-zb", "layers": 6, **ZERO1},
+    {"schedule": "v-half", "layers": 6, "tied": False},
+    {"schedule": "interleaved-1f1b", "chunks": 2, "layers": 6, "dropout": 0.1},
+    {"schedule": "gis", "layers": 6, "tied": False, "dtype": "bfloat16"},
+    {"schedule": "po-f", "layers": 6, "tied": False},
+    {"schedule": "stp", "tp": 2, "layers": 6},
+    {"schedule": "chimera", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1},
 ]
 
 
+def solved() -> str:
+    """The text of what the solver answers."""
+    task = SolveTask(one_to_one(4), 4, CostProfile.uniform(4, f=3, b=4, w=2), 3.0)
+    return str(solve(task, Options(time_limit_s=2, reproducible=True)).schedule)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("number", [2, 4])
-def test_schedules_in_several_processes(number: int) -> None:
-    assert_same_bits(number, SCHEDULES)
+def test_schedules_in_several_processes() -> None:
+    cases = [*SCHEDULES, {"schedule": solved(), "tied": False}]
+    assert_same_bits([{"ranks": 4, **case} for case in cases], 2, 4)
+
+
+@pytest.mark.soak
+def test_device_put_between_two_processes() -> None:
+    """``run.transport = "nccl"``, over TCP: both sides' calls are matched by their order."""
+    assert_same_bits([{"ranks": 4, **case, "transport": "nccl"} for case in SCHEDULES], 2)
 
 
 @pytest.mark.soak
 def test_any_number_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
-    case = {"schedule": "v-zb", "ranks": 3, "dp": 2, "zero1": True, "dtype": "bfloat16"}
+    case = {"schedule": "v-zb", "ranks": 4, "layers": 6, **ZERO1}
     one, several = ({**case, "folder": str(tmp_path / name)} for name in ("one", "several"))
     whole = run(1, [one] * 3)[0][-1]
-    for number in (1, 3, 2):
+    for number in (1, 4, 2):
         found = run(number, [several])
     assert {name: digest for (part,) in found for name, digest in part.items()} == whole
 

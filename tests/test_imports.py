@@ -33,11 +33,12 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "mesh": frozenset({"errors"}),
     "tensor_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "wording", "dump"}),
+    "interop": frozenset({"stage", "errors", "wording", "files"}),
     "cost": frozenset({"stage", "schedule", "program", "mesh", "wording"}),
     "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),
-    "train": EVERYTHING - {"train"},
+    "train": EVERYTHING - {"train"} | {"interop"},
     "planning": EVERYTHING,
     "rehearsal": EVERYTHING,
     "launch": frozenset({"errors", "runtime", "train"}),
@@ -46,13 +47,14 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
     "models": frozenset(
         {"tensor_parallel", "errors", "stage.model.layer", "stage.model.adapters", "stage.model.options"}
-    ),
+    )
+    | {"interop.table", "interop.config"},  # of tensors on the hub
 }
 
 NO_JAX = ("schedule", "plot")
 """Rooms without JAX, anywhere."""
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
-LAZY = ("matplotlib", "ortools", "tokenizers", "tensorboardX")
+LAZY = ("matplotlib", "ortools", "tokenizers", "tensorboardX", "pyarrow", "zstandard", "jinja2")
 """Slow or optional packages: imported inside the function that needs them."""
 
 TOP_LEVEL = {"pyproject.toml", "jaxpipe", "models", "scripts", "tests", "README.md", "LICENSE", "CHANGELOG.md"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import io
 import json
@@ -13,6 +12,9 @@ import signal
 import sys
 import tracemalloc
 import types
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
+from jaxpipe.train import trackers
 from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.progress import LiveLine, ProgressStream
+from jaxpipe.train.trackers import find_trackers
 from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 
@@ -174,42 +178,105 @@ def test_what_is_read_is_json_without_extensions(tmp_path: Path) -> None:
     assert "line 1 is not a record" in refusal(DataError, list, read_metrics(tmp_path / "m.jsonl"))
 
 
-# TensorBoard
+# Trackers
 
 
-def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_without_its_package_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = "tensorboardX" if name == "tensorboard" else name
+    monkeypatch.setitem(sys.modules, package, None)
+    message = refusal(ConfigError, find_trackers, [name])
+    assert f"names {name}, which needs the package {package}: pip install {package}, or leave it out" in message
 
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "tensorboardX":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    message = refusal(ConfigError, MetricsLog, tmp_path / "m.jsonl", warn=pytest.fail, tensorboard_dir=tmp_path / "tb")
-    assert "pip install tensorboardX, or set run.tensorboard=false" in message
-    assert not (tmp_path / "m.jsonl").exists()
+def test_an_unknown_tracker_is_refused() -> None:
+    message = refusal(ConfigError, find_trackers, ["jsonl", "mlflow"])
+    assert "names 'mlflow'; there are jsonl, tensorboard, wandb, trackio" in message
+
+
+class Library(types.ModuleType):
+    """Stands for tensorboardX, wandb and trackio; ``calls``: of what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("library")
+        self.calls: list[Any] = []
+
+    def SummaryWriter(self, logdir: str, purge_step: int | None = None) -> Library:  # noqa: N802 - as tensorboardX calls it
+        self.calls.append(("open", logdir, purge_step))
+        return self
+
+    def add_scalar(self, tag: str, value: float, global_step: int) -> None:
+        self.calls.append((tag, value, global_step))
+
+    def init(self, **given: Any) -> Library:
+        self.calls.append(given)
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((values, step))
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+    finish = close
+
+
+def tracked(name: str, folder: Path, resume_step: int | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a tracker's library is told of one record."""
+    library = Library()
+    monkeypatch.setitem(sys.modules, "tensorboardX" if name == "tensorboard" else name, library)
+    trackers = {k: partial(make, folder, {"run": {}}, resume_step) for k, make in find_trackers([name]).items()}
+    with MetricsLog(folder / "m.jsonl", warn=pytest.fail, resume_step=resume_step, trackers=trackers) as log:
+        log.write(5, {"loss": 0.5, "kind": "train", "bad": math.nan})
+    return library.calls
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
+    calls = tracked("tensorboard", tmp_path, 4, monkeypatch)
+    assert calls == [("open", str(tmp_path / "tensorboard"), 5), ("loss", 0.5, 5), "closed"]
 
-    class Writer:
-        def __init__(self, logdir: str, purge_step: int | None = None) -> None:
-            calls.append(("open", logdir, purge_step))
 
-        def add_scalar(self, tag: str, value: float, global_step: int) -> None:
-            calls.append((tag, value, global_step))
+def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    first, again, anew = (tracked("wandb", tmp_path, step, monkeypatch) for step in (None, 4, None))
+    assert first[1:] == [({"loss": 0.5}, 5), "closed"]
+    assert (first[0]["project"], first[0]["name"], first[0]["config"]) == ("mine", tmp_path.name, {"run": {}})
+    assert first[0]["id"] == again[0]["id"] != anew[0]["id"]
+
+
+def test_trackio_goes_on_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [tracked("trackio", tmp_path, step, monkeypatch)[0]["resume"] for step in (None, 4)]
+    assert given == ["never", "allow"]
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "close"])
+def test_a_tracker_that_fails_costs_a_line(fails: str, tmp_path: Path) -> None:
+    class Mine:
+        def __init__(self) -> None:
+            self.maybe("init")
+
+        def maybe(self, at: str) -> None:
+            if at == fails:
+                raise RuntimeError("no net\nto be had")
+
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            self.maybe("log")
 
         def close(self) -> None:
-            calls.append(("close",))
+            self.maybe("close")
 
-    module = types.ModuleType("tensorboardX")
-    module.SummaryWriter = Writer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    with MetricsLog(tmp_path / "m.jsonl", warn=pytest.fail, resume_step=4, tensorboard_dir=tmp_path / "tb") as log:
-        log.write(5, {"loss": 0.5, "kind": "train", "bad": math.nan})
-    assert calls == [("open", str(tmp_path / "tb"), 5), ("loss", 0.5, 5), ("close",)]
+    said: list[str] = []
+    with MetricsLog(tmp_path / "m.jsonl", warn=said.append, trackers={"mine": Mine}) as log:
+        for step in (1, 2):
+            log.write(step, {"loss": 1.0})
+    assert len(said) == 1 and said[0].startswith("warning: tracker mine failed: no net")
+    assert len(list(read_metrics(tmp_path / "m.jsonl"))) == 2
+
+
+def test_a_package_brings_its_own_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "builtins:dict", trackers.GROUP)
+    monkeypatch.setattr(trackers, "entry_points", lambda group: [point] if group == trackers.GROUP else [])
+    assert find_trackers(["mine"]) == {"mine": dict}
 
 
 # The live line
@@ -242,14 +309,23 @@ def run_line(stream: io.StringIO, steps: int = 20, seconds: float = 2.0, **kwarg
 
 def test_without_a_terminal_a_plain_line_every_n_steps() -> None:
     stream = io.StringIO()
-    run_line(stream, bubble_predicted=0.3043, bubble_measured=0.31, peak_bytes=3 * 2**20, extra="eval 2.1")
+    run_line(stream, bubble_predicted=0.3043, bubble_measured=0.31, peak_predicted=3 * 2**20, extra="x")
     assert stream.getvalue().splitlines() == [
-        "step 5/20  loss 2.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  30 s left",
+        "step 5/20  loss 2.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB predicted  x  30 s left",
         "saved",
-        "step 10/20  loss 2.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  20 s left",
-        "step 15/20  loss 1.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1  10 s left",
-        "step 20/20  loss 1.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB  eval 2.1",
+        "step 10/20  loss 2.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB predicted  x  20 s left",
+        "step 15/20  loss 1.5000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB predicted  x  10 s left",
+        "step 20/20  loss 1.0000  2.05k tok/s  bubble 30.4% predicted → 31.0% measured  peak 3 MiB predicted  x",
     ]
+
+
+def test_what_is_known_of_rates_and_memory_is_shown() -> None:
+    stream = io.StringIO()
+    known = {"learning_rate": 1e-3, "grad_norm": 0.51234, "mfu_per_rate": 1e-4}
+    run_line(stream, steps=1, **known, peak_predicted=3 * 2**20, peak_measured=2.5 * 2**20)
+    assert stream.getvalue() == (
+        "step 1/1  loss 2.9000  lr 0.001  grad norm 0.512  66.1 tok/s  MFU 0.7%  peak 3 MiB predicted → 2.5 MiB measured\n"
+    )
 
 
 def _screen(text: str) -> list[str]:
@@ -267,7 +343,7 @@ def test_on_a_terminal_one_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     stream = Terminal()
-    run_line(stream, bubble_predicted=0.3, peak_bytes=5e9)
+    run_line(stream, bubble_predicted=0.3, peak_predicted=5e9)
     shown = _screen(stream.getvalue())
     assert shown[0] == "saved"
     assert shown[1].startswith("step 20/20  loss 1.0000")

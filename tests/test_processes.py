@@ -351,6 +351,31 @@ def test_a_cause_is_waited_for() -> None:
     assert ends(children)[0] == (LOST, f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word\n")
 
 
+LATE = """
+lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
+processes.tell_place(lambda: (7, 3 - mine % 2, f"words of {mine}"))
+HOW
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("late", "stopped"), [((2,), None), ((0, 1, 2), None), ((0,), 1), ((1, 2), 0)])
+def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> None:
+    """The one that has come least far, or one that stands still."""
+    port = free_port()
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    how = dict.fromkeys(late, "time.sleep(0.5); processes.end_late('step 7')") | {stopped: stop}
+    children = [start(LATE.replace("HOW", how.get(k, "")), port, 3, k) for k in range(3)]
+    others = ends([child for k, child in enumerate(children) if k != stopped])
+    for child in children:
+        child.kill()
+        child.communicate()
+    said = (5, f"jaxpipe: process 1 (host {HOST}) failed: step 7: words of 1\n")
+    if stopped is not None:
+        said = (LOST, f"jaxpipe: process {stopped} (host {HOST}) was lost: step 7, and it does not answer\n")
+    assert others == [said] * len(others)
+
+
 # -- before training ------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 GUIDE = ROOT / "jaxpipe" / "train" / "GUIDE.md"
+PAGES = sorted([*(ROOT / "jaxpipe").rglob("*.md"), *(ROOT / "models").rglob("*.md"), *(ROOT / "scripts").rglob("*.md")])
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
@@ -39,23 +41,69 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert {"loss", "accuracy", "spread"} <= scope["tuned"].evaluate(scope["state"], scope["batch"](2)).keys()
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE], ids=lambda page: page.name)
+def test_it_is_two_pages_at_most() -> None:
+    assert len(TEXT.splitlines()) <= 200
+    assert len(TEXT.encode()) <= 9000
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: "/".join(page.parts[-2:]))
 def test_relative_links_exist(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert links and not missing
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
 def test_results_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import results_table
 
-    shown = TEXT.partition(results_table.BEGIN)[2].partition(results_table.END)[0]
-    assert shown.strip() == results_table.table()
+    for page, parts in results_table.written().items():
+        text = page.read_text(encoding="utf-8")
+        for begin, end, content in parts:
+            assert text.partition(begin)[2].partition(end)[0].strip() == content
 
 
 def test_verbs_shown_exist() -> None:
     from jaxpipe.cli.registry import VERBS
 
-    shown = set(re.findall(r"^jaxpipe (\w+)", TEXT, re.MULTILINE))
-    assert shown == {verb.name for verb in VERBS}
+    guide = (ROOT / "jaxpipe" / "cli" / "GUIDE.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^jaxpipe (\w+)", guide, re.MULTILINE)) == {verb.name for verb in VERBS}
+
+
+TINY = (
+    "model.options={ d_model = 16, num_layers = 4, num_heads = 2 } data.path=text.txt data.seq_len=8 run.batch=8 run.steps=2 "
+    "run.eval_every=0 run.checkpoint_every=0 optimizer.warmup_steps=0"
+)
+
+
+@pytest.mark.parametrize(
+    "verbs", [{"compare", "launch"}, pytest.param(None, marks=pytest.mark.soak)], ids=["some", "all"]
+)
+def test_commands_run(
+    verbs: set[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, in one folder; training at a toy's size, and processes by test_divided."""
+    from jaxpipe.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "text.txt").write_bytes(b"class A: pass\n" * 400)
+    tiny = shlex.split(TINY.replace("={", "='{").replace("} ", "}' "))
+    config = "".join(
+        f"[{section}]\n{keys}\n"
+        for section, keys in (
+            ("model", 'target = "models.gpt:GPT"\noptions = { d_model = 16, num_layers = 8, num_heads = 4 }'),
+            ("data", 'path = "text.txt"'),
+            ("pipeline", "ranks = 4\nmicrobatches = 4"),
+            ("run", "batch = 8"),
+        )
+    )
+    (tmp_path / "run.toml").write_text(config, encoding="utf-8")
+    commands = re.findall(r"^jaxpipe ([^#\n]+)", TEXT, re.MULTILINE)
+    assert len(commands) == 9
+    for command in commands:
+        verb, *arguments = shlex.split(command)
+        if verb == "train":
+            arguments = [x for x in arguments if not x.startswith("run.steps")] + tiny
+        if arguments[0] != "local" and (verbs is None or verb in verbs):
+            assert main([verb, *arguments]) == 0, capsys.readouterr().err
+    assert {"pareto.svg", "job.sbatch", "jobset.yaml"} <= {path.name for path in tmp_path.iterdir()}

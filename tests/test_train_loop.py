@@ -391,6 +391,28 @@ def test_tensorboard_is_asked_for_before_anything_is_compiled(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_window_of_steps_is_traced(text: Path, tmp_path: Path, no_pictures: None) -> None:
+    quiet = ("run.eval_every=0", "run.checkpoint_every=0")
+    _, said = run(config(text, tmp_path / "run", "run.steps=3", "run.profile_steps=2,3", *quiet))
+    folder = tmp_path / "run" / "profile"
+    assert f"the trace of run.profile_steps is in {folder}" in said
+    assert len(list(folder.glob("plugins/profile/*/*.xplane.pb"))) == 1
+    assert json.loads((folder / "timeline.trace.json").read_text())
+
+
+def test_the_pace_counts_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, dispatched in no time, of which the second is waited for: it takes as long as that."""
+    clock = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    pace = loop._Pace(100)
+    for seconds in (30.0, 2.0):
+        with pace.step():
+            pass
+        with pace.waiting():
+            clock[0] += seconds
+    assert pace.lap() == pace.tokens_per_s == 50
+
+
 # -- what a run leaves ----------------------------------------------------------------------------------------------------
 
 

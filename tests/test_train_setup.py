@@ -18,8 +18,10 @@ from jaxpipe.runtime import pipeline
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate, one_f_one_b, write_schedule
 from jaxpipe.train import assemble, loop, trainer
+from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.setup import compile_setup, prepare
+from jaxpipe.train.optimizer import learning_rate
+from jaxpipe.train.setup import compile_setup, optimizer_remarks, prepare
 from jaxpipe.train.trainer import Trainer
 
 
@@ -103,3 +105,25 @@ def test_a_trainer_and_a_pipeline_make_everything_once(made: Counter[str]) -> No
     params = pipe.place(parameters("gpt"))
     assert pipe.with_costs(pipe.flop_costs).loss_and_grads(params, batch)[0] > 0
     assert made == {"simulate": 1, "lower": 1, "Executor": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("constant", (0.25, 1, 1, 1, 1)),
+        ("linear", (0.25, 1, 0.775, 0.325, 0.1)),
+        ("wsd", (0.25, 1, 1, 0.82, 0.1)),
+        ("cosine", (0.25, 1, 0.8682, 0.2318, 0.1)),
+    ],
+)
+def test_rates_by_name(name: str, want: tuple[float, ...]) -> None:
+    """Warm-up over 4 of 20 steps, the last 5 of them falling with ``wsd``."""
+    rate = learning_rate(1.0, 4, 20, 0.1, name, 0.25)
+    assert [float(rate(step)) for step in (0, 4, 8, 16, 20)] == pytest.approx(want, abs=1e-4)
+
+
+def test_a_warm_up_longer_than_the_run_is_clipped_and_told() -> None:
+    short = TrainConfig().override(["run.steps=5", "data.path=x"])
+    (line,) = optimizer_remarks(short, tiny_model("gpt"))
+    assert line == "optimizer.warmup_steps=20 is more than run.steps=5: the rate rises over all 5 steps"
+    assert list(optimizer_remarks(TrainConfig(), tiny_model("gpt"))) == []

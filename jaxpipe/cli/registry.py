@@ -38,6 +38,7 @@ class Command:
 _SCHEDULE = "jaxpipe.cli.schedule_verbs"
 _CHOOSE = "jaxpipe.cli.compare_verbs"
 _TRAIN = "jaxpipe.cli.train_verbs"
+_HUB = "jaxpipe.cli.hub_verbs"
 VERBS: tuple[Verb, ...] = (
     Verb("train", "train a model through a pipeline", _TRAIN),
     Verb(
@@ -45,8 +46,11 @@ VERBS: tuple[Verb, ...] = (
         "start the processes of a training run here, or write what starts them on a cluster",
         "jaxpipe.cli.launch_verb",
     ),
+    Verb("data", "tokenise sources into a token store, or check one", "jaxpipe.cli.data_verb"),
     Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
     Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
+    Verb("import", "make a run of a folder of the Hugging Face hub", _HUB),
+    Verb("export", "write a checkpoint's model as a folder of the Hugging Face hub", _HUB),
     Verb("profile", "time every stage function alone and report its bytes", _TRAIN),
     Verb(
         "rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "jaxpipe.cli.rehearse_verb"

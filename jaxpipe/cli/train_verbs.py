@@ -95,12 +95,19 @@ def _train(args: argparse.Namespace) -> int:
                 devices = len(mine) * config.pipeline.dp * config.pipeline.tp
             request_devices(devices, config.run.platform)
             processes.start_jax()
+            from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.progress import ProgressStream
             from jaxpipe.train.report import result_json, result_text
 
         out = ProgressStream(sys.stdout)
-        result = train(config, sys.stderr if args.json else out, own_process=True, processes=processes)
+        result = train(
+            config,
+            sys.stderr if args.json else out,
+            own_process=True,
+            processes=processes,
+            peak_flops_per_s=peak_of,
+        )
     if processes.mine == 0:
         out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
@@ -124,7 +131,8 @@ def ending_together(processes: Processes) -> Iterator[None]:
     processes.leave()
 
 
-def _configure_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint, and what makes its model."""
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
     add_value(parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default")
     parser.add_argument(
@@ -154,7 +162,7 @@ def _step(text: str) -> int | str:
 
 
 def _configure_eval(parser: argparse.ArgumentParser) -> None:
-    _configure_checkpoint(parser)
+    add_checkpoint_flags(parser)
     add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
     add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
     parser.add_argument(
@@ -196,7 +204,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _configure_generate(parser: argparse.ArgumentParser) -> None:
-    _configure_checkpoint(parser)
+    add_checkpoint_flags(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
     add_value(parser, "--tokens", "N", whole_number("tokens", 10**6), "tokens to add", 200)
     add_value(parser, "--temperature", "T", amount("temperature", most=100), "0 takes the likeliest token", 0.8)

@@ -261,13 +261,14 @@ def workbench(
     """
     pipe, given = config.pipeline, config.model.options.get("vocab_size")
     vocab = given if isinstance(given, int) else load_tokenizer(config.data.tokenizer).vocab_size
+    model = build_model(config, vocab)
     return Workbench(
-        build_model(config, vocab),
+        model,
         jnp.dtype(config.run.dtype),
         target,
         efficiency,
         TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
-        optimizer_of(config),
+        optimizer_of(config, model),
         progress=progress,
         **others,
     )

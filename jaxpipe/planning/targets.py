@@ -85,6 +85,12 @@ class Target:
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
+def peak_of(device_kind: str, dtype: str) -> float | None:
+    """The dense peak, in FLOP/s, of the GPU that JAX calls ``device_kind``; None if there is no target for it."""
+    known = (t.peak_flops_per_s(dtype) for t in TARGETS.values() if t.chip and t.description == device_kind)
+    return next(known, None)
+
+
 def _gpu(
     name: str,
     description: str,

@@ -85,6 +85,7 @@ class AssemblyOptions(TypedDict, total=False):
     tp: TensorParallel | int
     braid: bool
     processes: Processes | None
+    transport: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,6 +128,7 @@ class Assembly:
         tp: TensorParallel | int = ONE_SHARD,
         braid: bool = True,
         processes: Processes | None = None,
+        transport: str = "tagged",
     ) -> Assembly:
         """Trace and split the stages; each function is compiled when it first runs.
 
@@ -144,6 +146,7 @@ class Assembly:
             tp: tensor-parallel shards of each rank, and how they divide the layers' work (an int: without options).
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
             processes: of the run, between which the ranks are divided; by default there is this one.
+            transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.ownership.Ownership`).
 
         Raises:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
@@ -152,6 +155,7 @@ class Assembly:
         boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
+        ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
         compute = jnp.dtype(compute_dtype)
@@ -186,7 +190,7 @@ class Assembly:
             tp,
             braid,
             cache,
-            Ownership(placement.num_ranks, processes),
+            ownership,
         )
 
     # -- stages -------------------------------------------------------------------------------------------------------
@@ -335,7 +339,10 @@ class Assembly:
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
                 n, avals = self.layout(s).num_trained, self.functions[(other, s)].param_avals
-                new = self.ownership.move(buffers.get((ranks[0], s), [])[:n], ranks[0], other, avals[:n])
+                given = buffers.get((ranks[0], s), [])[:n]
+                if self.ownership.apart(ranks[0], other):  # the next step donates them, whether they have gone or not
+                    given = [jnp.copy(a) for a in given]
+                new = self.ownership.move(given, ranks[0], other, avals[:n])
                 if (other, s) in buffers:
                     buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
 

@@ -181,15 +181,15 @@ class Executor:
         """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``epilogue`` of each of them, in order of dispatch."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
-    def unfinished(self, tokens: Sequence[Token]) -> str:
-        """The first action of a step that has not run, as ``rank 1, action F1.2 (stage 1, microbatch 2)``; empty if all have.
+    def unfinished(self, tokens: Sequence[Token]) -> tuple[int, Slot] | None:
+        """Rank and slot of the first action of a step that has not run; None if all have.
 
         ``tokens``: of that step, as far as it has been dispatched. Waits for nothing, and may be called from any thread.
         """
         actions = [(i.rank, i.action) for i in self._code if i.kind == _RUN]
         known = list(tokens)
         done = next((n for n, (_, _, token) in enumerate(known) if not token.is_ready()), len(known))  # type: ignore[attr-defined]
-        return "" if done == len(actions) else _place(*actions[done])
+        return None if done == len(actions) else actions[done]
 
     def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
@@ -303,10 +303,11 @@ class Executor:
 
 
 def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) -> RunError:
-    return RunError(f"{_place(rank, slot, 'epilogue after ' * epilogue)} failed: {gist(error)}", str(slot))
+    return RunError(f"{place_of(rank, slot, 'epilogue after ' * epilogue)} failed: {gist(error)}", str(slot))
 
 
-def _place(rank: int, slot: Slot, kind: str = "") -> str:
+def place_of(rank: int, slot: Slot, kind: str = "") -> str:
+    """What messages call an action of a rank."""
     if isinstance(slot, Action):
         return f"rank {rank}, {kind}action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
     places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
@@ -455,7 +456,7 @@ def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership
     homes = message_homes(programs, meshes, numbers)
     inside = {number for (src, dst, _), number in numbers.items() if src in owned.ranks and dst in owned.ranks}
     local = InProcess({number: where for number, where in homes.items() if number in inside})
-    if owned.mail is None:
+    if not owned.divided:
         return local
     away = {}
     for program in programs:
@@ -464,8 +465,8 @@ def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership
                 number = numbers[(program.rank, i.dst, i.action)]
                 there = zip(i.avals, homes[number], strict=True)
                 avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
-                away[number] = Parcel(owned.process_of[program.rank], avals)
-    return Routed(local, owned.mail.channel(), away, len(numbers))
+                away[number] = Parcel(program.rank, avals)
+    return Routed(local, owned.carrier(), away, len(numbers))
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
@@ -32,10 +32,14 @@ LOST = 6
 _BEAT_S = 2.0
 _SILENT_BEATS = 15
 _LAST_WORDS_S = 2.0
+_ANSWER_S = 2.0
 _LEAVING_S = 10.0
 _HELLO_S = 5.0
 _LONGEST_HELLO = 4096
 _STDERR = 2
+
+Place = tuple[int, int, str]
+"""How far a process has come: step, position in it (of all ranks' actions in order), and what it waits for, in words."""
 
 
 class _Line:
@@ -107,6 +111,9 @@ class Lines:
         self.hosts = tuple(hosts)
         self._mine, self._lines = peers.mine, lines
         self._ending, self._leaving = threading.Lock(), threading.Event()
+        self._asking = threading.Lock()
+        self._where: Callable[[], Place] = lambda: (-1, 0, "it has not come to its steps yet")
+        self._places: dict[int, Place] = {}
         self._readers = [threading.Thread(target=self._read, args=(k,), daemon=True) for k in lines]
         for thread in (*self._readers, threading.Thread(target=self._beat, daemon=True)):
             thread.start()
@@ -146,6 +153,46 @@ class Lines:
                 thread.join(max(until - time.monotonic(), 0))  # until the other has heard
         os._exit(code)
 
+    def tell_place(self, where: Callable[[], Place]) -> None:
+        """``where``: how far this process has come; called in another thread, when one of them has waited for too long."""
+        self._where = where
+
+    def end_late(self, late: str) -> NoReturn:
+        """End all processes. The line names the one that has come least far, with what it waits for, or one that does not
+        answer; ``late``: what took too long."""
+        if self._mine == 0:
+            self._find_last(late)
+        with suppress(OSError):
+            self._lines[0].put("late", late)
+        time.sleep(1.5 * _ANSWER_S)
+        self._lost(0, f"{late}, and it does not answer")
+
+    def _find_last(self, late: str) -> NoReturn:
+        """In process 0."""
+        if not self._asking.acquire(blocking=False):
+            time.sleep(10 * _ANSWER_S)  # another thread ends it
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.put("where")
+        places = {0: self._place()}
+        until = time.monotonic() + _ANSWER_S
+        while len(self._places) < len(self._lines) and time.monotonic() < until:
+            time.sleep(0.01)
+        places |= self._places
+        if silent := sorted(self._lines.keys() - places.keys()):
+            self._lost(silent[0], f"{late}, and it does not answer")
+        last = min(places, key=lambda k: places[k][:2])
+        self.end(f"{self.who(last)} failed: {late}: {places[last][2]}", RunError.exit_code)
+
+    def _place(self) -> Place:
+        try:
+            return self._where()
+        except Exception as error:  # it is to say something
+            return sys.maxsize, 0, f"what it waits for is not known ({type(error).__name__})"
+
+    def _lost(self, process: int, how: str) -> NoReturn:
+        self.end(f"{self.who(process)} was lost: {how}", LOST)
+
     def leave(self) -> None:
         """Take the connections down, when all processes do; process 0 returns last."""
         self._leaving.set()
@@ -164,12 +211,19 @@ class Lines:
             line.silent = 0
             if message[0] == "text":
                 line.inbox(message[1]).put((message[1], message[2]))
+            elif message[0] == "where":
+                with suppress(OSError):
+                    line.put("here", *self._place())
+            elif message[0] == "here":
+                self._places[process] = (message[1], message[2], message[3])
+            elif message[0] == "late":
+                threading.Thread(target=self._find_last, args=message[1:], daemon=True).start()
             elif message[0] == "end" and not self._ending.locked():
                 self.end(message[1], message[2])
             elif message[0] in ("bye", "end"):
                 return
         if not (self._ending.locked() or self._leaving.is_set()):
-            self.end(f"{self.who(process)} was lost: it ended without a word", LOST)
+            self._lost(process, "it ended without a word")
 
     def _beat(self) -> None:
         while not self._leaving.wait(_BEAT_S):
@@ -177,7 +231,7 @@ class Lines:
                 line.silent += 1
                 if line.silent > _SILENT_BEATS and not self._ending.locked():
                     silence = f"nothing was heard of it for {_SILENT_BEATS * _BEAT_S:.0f} s"
-                    self.end(f"{self.who(process)} was lost: {silence}", LOST)
+                    self._lost(process, silence)
                 line.beat()
 
 

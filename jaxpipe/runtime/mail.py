@@ -24,9 +24,10 @@ _SOCKETS = 2
 
 
 class Mail:
-    """The server of this process, and connections to those of the others. All processes make it together."""
+    """The server of this process, and connections to those of the others. All processes make it together. ``process_of``: by
+    rank."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, process_of: Sequence[int]) -> None:
         from jax.experimental import transfer
 
         own = f"{processes.interface()}:0"
@@ -34,6 +35,7 @@ class Mail:
         self._server = transfer.start_transfer_server(client, own, [own] * _SOCKETS)
         texts = processes.gather("transfer servers", self._server.address())
         self._addresses: Sequence[str] = json.loads(processes.broadcast("transfer servers", json.dumps(list(texts))))
+        self._process_of = process_of
         self._connections: dict[int, Any] = {}
         self._channels = 0
 
@@ -46,7 +48,8 @@ class Mail:
     def put(self, number: int, arrays: Sequence[jax.Array]) -> None:
         self._server.await_pull(number, list(arrays))
 
-    def get(self, number: int, process: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        process = self._process_of[src]
         if process not in self._connections:
             self._connections[process] = self._server.connect(self._addresses[process])
         arrays: list[jax.Array] = self._connections[process].pull(number, list(avals))
@@ -54,15 +57,13 @@ class Mail:
 
 
 class Channel:
-    """Numbers of one's own."""
+    """Numbers of one's own: a :class:`~jaxpipe.runtime.transfer.Carrier`."""
 
     def __init__(self, mail: Mail, channel: int) -> None:
         self._mail, self._channel = mail, channel
 
-    def put(self, number: int, arrays: Sequence[jax.Array]) -> None:
-        """Lay out ``arrays``, at least one, for who asks for ``number``, which is not used again."""
+    def put(self, number: int, arrays: Sequence[jax.Array], avals: Sequence[jax.ShapeDtypeStruct]) -> None:
         self._mail.put(number << _CHANNEL_BITS | self._channel, arrays)
 
-    def get(self, number: int, process: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """What ``process`` laid out or will lay out under ``number``: shapes, dtypes and, as shardings, where they go."""
-        return self._mail.get(number << _CHANNEL_BITS | self._channel, process, avals)
+    def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        return self._mail.get(number << _CHANNEL_BITS | self._channel, src, avals)

@@ -34,7 +34,7 @@ from jaxpipe.cost import (
 from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.deadlock import TAGGED, Crossing
+from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
@@ -139,7 +139,7 @@ class Pipeline(Assembly):
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         owned, crossing = assembly.ownership, None
         if owned.divided:
-            crossing = Crossing(owned.process_of, simulate(schedule, costs), TAGGED, _EARLY)
+            crossing = Crossing(owned.process_of, _simulated(schedule, costs), owned.lanes, _EARLY)
         programs = lower(schedule, assembly.stages, braids, crossing)
         owned.agree_on_programs(programs)
         check_host_memory(programs, assembly.offload, str(assembly.submeshes[0].devices.flat[0].platform))
@@ -275,7 +275,7 @@ class Pipeline(Assembly):
 
     @cached_property
     def _predicted(self) -> Timeline:
-        return simulate(self.schedule, at_ranks_share(self._costs_with_batch(), self.schedule))
+        return _simulated(self.schedule, self._costs_with_batch())
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
         """What a recorded step did."""
@@ -352,6 +352,11 @@ class Pipeline(Assembly):
             for at in self.own_instances
         }
         self.run(params, acc, batch, jax.random.key(0)).wait()  # accumulators may be donated to what follows
+
+
+def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:
+    """What the order of dispatch follows, and that of messages between processes; bytes that stay change no time."""
+    return simulate(schedule, at_ranks_share(costs, schedule))
 
 
 def _offloads(programs: Sequence[Program]) -> bool:

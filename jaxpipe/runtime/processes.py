@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from jaxpipe.errors import AgreedError, ConfigError, RunError
-from jaxpipe.runtime.lines import Lines, meet
+from jaxpipe.runtime.lines import Lines, Place, meet
 from jaxpipe.runtime.peers import Peers
 
 _JAX_JOIN_S = 60
@@ -62,6 +62,15 @@ class Processes(ABC):
     def end(self, how: str, code: int) -> None:
         """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
         after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
+
+    @abstractmethod
+    def tell_place(self, where: Callable[[], Place]) -> None:
+        """``where``: how far this process has come; called in another thread, when one of them has waited for too long."""
+
+    @abstractmethod
+    def end_late(self, late: str) -> None:
+        """End all processes, as another thread has waited for too long: with a line that names the one that has come least far,
+        or does not answer. ``late``: what took too long. Alone it returns."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -153,6 +162,12 @@ class Alone(Processes):
     def end(self, how: str, code: int) -> None:
         pass
 
+    def tell_place(self, where: Callable[[], Place]) -> None:
+        pass
+
+    def end_late(self, late: str) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 
@@ -232,6 +247,12 @@ class Joined(Processes):
         if code == RunError.exit_code:
             time.sleep(_CAUSE_S)  # the cause may be that another ended: then its line ends this process
         self._lines.end(f"{self.who(self.mine)} {how}", code)
+
+    def tell_place(self, where: Callable[[], Place]) -> None:
+        self._lines.tell_place(where)
+
+    def end_late(self, late: str) -> NoReturn:
+        self._lines.end_late(late)
 
     def leave(self) -> None:
         self.barrier("leave")

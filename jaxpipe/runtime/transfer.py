@@ -1,8 +1,8 @@
 """Moving arrays from rank to rank: the seam between ranks in one process and ranks in several.
 
 The executor talks to a :class:`Transport`. :class:`InProcess` serves ranks whose devices this process owns: a send is one
-batched, asynchronous copy to the receiver's submesh. :class:`Routed` serves those of several processes, over one
-:class:`~jaxpipe.runtime.mail.Channel`.
+batched, asynchronous copy to the receiver's submesh. :class:`Routed` serves those of several processes, over a
+:class:`Carrier`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Protocol
 import jax
 
 from jaxpipe._jax_compat import copier
-from jaxpipe.runtime.mail import Channel
 
 
 class Transport(Protocol):
@@ -51,27 +50,39 @@ class InProcess:
         self._mail.clear()
 
 
+class Carrier(Protocol):
+    """Carries lists of arrays from process to process. Both sides give the same number, used once, and the same ``avals``:
+    shapes, dtypes and, as shardings, where the arrays go."""
+
+    def put(self, number: int, arrays: Sequence[jax.Array], avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        """Start sending ``arrays``, at least one."""
+
+    def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
+        """What rank ``src`` has sent or will send; it may still be on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A message between this process and another: who sends it, and what arrives, with where it lives on the receiver."""
+    """A message between this process and another: the rank that sends it, and what arrives, with where it lives on the
+    receiver."""
 
-    process: int
+    src: int
     avals: Sequence[jax.ShapeDtypeStruct]
 
 
 class Routed:
-    """Ranks of several processes: messages within this one by ``local``, the others over ``channel``.
+    """Ranks of several processes: messages within this one by ``local``, the others by ``carrier``.
 
     ``away``: by number, what is sent to or received from another process. ``count``: of all messages of all ranks.
     """
 
-    def __init__(self, local: InProcess, channel: Channel, away: Mapping[int, Parcel], count: int) -> None:
-        self._local, self._channel, self._away, self._count = local, channel, away, count
+    def __init__(self, local: InProcess, carrier: Carrier, away: Mapping[int, Parcel], count: int) -> None:
+        self._local, self._carrier, self._away, self._count = local, carrier, away, count
         self._steps: Counter[int] = Counter()  # by message; each is sent once and received once a step
 
     def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
         if message in self._away:
-            self._channel.put(self._number(message), arrays)
+            self._carrier.put(self._number(message), arrays, self._away[message].avals)
         else:
             self._local.send(message, dst, arrays)
 
@@ -79,7 +90,7 @@ class Routed:
         if message not in self._away:
             return self._local.recv(message)
         parcel = self._away[message]
-        return self._channel.get(self._number(message), parcel.process, parcel.avals)
+        return self._carrier.get(self._number(message), parcel.src, parcel.avals)
 
     def clear(self) -> None:
         self._local.clear()

@@ -211,6 +211,7 @@ def assemble(
     progress: Progress,
     split: bool = False,
     processes: Processes | None = None,
+    transport: str = "tagged",
 ) -> Pipeline:
     """The stages of ``plan`` on ``devices``, traced and split, each compiled when it first runs, in the order that
     :func:`final_order` makes of ``draft``; costs are FLOP counts.
@@ -231,6 +232,7 @@ def assemble(
         tp=TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
         braid=pipe.braid,
         processes=processes,
+        transport=transport,
     ).with_ops(draft)
     for remark in assembly.remarks:
         progress(remark)

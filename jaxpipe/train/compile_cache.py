@@ -13,16 +13,27 @@ from pathlib import Path
 
 import jax
 
+from jaxpipe._jax_compat import keep_compiled
 from jaxpipe.files import user_cache
 
 _LEAST_S = 0.1
 """Of compiling what is kept."""
 
 
-def use_compile_cache(setting: str) -> str:
+def use_compile_cache(setting: str, process: int = 0) -> str:
     """Let what is compiled from now on be kept as ``run.compile_cache`` says: ``off``, a folder, or ``auto``: where JAX was
     told to (``JAX_COMPILATION_CACHE_DIR``), else ``compiled`` in :func:`~jaxpipe.files.user_cache`. Call it before anything
-    is compiled. Returns why nothing is kept, if that was not asked for."""
+    is compiled. Processes of a run but the first have folders of their own below it. Returns why nothing is kept, if that was
+    not asked for."""
+    remark = _use(setting)
+    if process and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        keep_compiled()
+        folder = f"{jax.config.jax_compilation_cache_dir}/process-{process}"  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", folder)
+    return remark
+
+
+def _use(setting: str) -> str:
     if setting == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return ""

@@ -78,10 +78,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             that this system's file names can't have.
     """
     config = _config({} if path is None else settings.read_mapping(Path(path)), str(path), overrides)
-    for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir"):
+    for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir", "run.init_from"):
         name = attrgetter(key)(config)
         try:
-            os.fsencode(name)
+            os.fsencode(name or "")
         except UnicodeEncodeError:
             here = f"file names here are {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or use other characters"
             raise ConfigError(f"{key} is {name!r}, and {here}") from None

@@ -1,20 +1,19 @@
-"""Where token ids come from: a text file, a directory, the sources of the standard library, or an array of ids.
+"""Where token ids come from: JSONL, Parquet, text, a directory of these, a token store, or an array of ids.
 
 :func:`load_corpus` gives a :class:`Corpus`: one stream of ids with the documents it is made of. Files are read in sorted
-order, so the stream is the same on every machine that has the same files. Text is tokenised at each start and held in
-memory; arrays in ``.npy`` files are memory-mapped and may be larger than memory. Does not model: downloads, several
-processes that read different parts, document separators (documents follow each other directly).
+order, so the stream is the same on every machine that has the same files. Files of documents are tokenised at each start and
+held in memory; token stores (:mod:`jaxpipe.train.store`) and arrays in ``.npy`` files are memory-mapped and may be larger than
+memory. Does not model: downloads, several processes that read different parts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-import os
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,123 +21,108 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.tokenizers import Ids, Tokenizer, check_ids, id_dtype
+from jaxpipe.train.documents import files_at, files_under, holds_records, pieces
+from jaxpipe.train.encoding import Encoder, Reading
+from jaxpipe.train.store import Store, digest, is_store
+from jaxpipe.train.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _CHUNK = 1 << 24  # ids looked at in one go
 _HASH_WHOLE_BYTES = 1 << 26  # larger arrays are fingerprinted by samples
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A named part of the stream: ids ``[start, stop)``."""
-
-    name: str
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``documents`` cover it in
-    order. ``skipped``: files of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do.
-    """
+    """``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``edges``: int64
+    [documents + 1], where each document starts, and the end. ``names``: of documents that are a file each; others have none.
+    ``skipped``: files of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do.
+    ``answers``: of chats, uint8, 1 where an id belongs to an answer. ``eos``: the id that ends a document, if one does."""
 
     source: str
     ids: Ids
-    documents: tuple[Document, ...]
+    edges: npt.NDArray[np.int64]
+    names: tuple[str, ...] | None
     skipped: tuple[str, ...]
     fingerprint: str
+    answers: npt.NDArray[np.uint8] | None = None
+    eos: int | None = None
 
     def describe(self) -> str:
         """One line: source, documents, tokens, files skipped."""
         skipped = f", {len(self.skipped)} files skipped (first: {self.skipped[0]})" if self.skipped else ""
-        return f"{self.source}: {len(self.documents)} documents, {len(self.ids):,} tokens{skipped}"
+        return f"{self.source}: {len(self.edges) - 1:,} documents, {len(self.ids):,} tokens{skipped}"
 
 
-def load_corpus(path: str | Path, tokenizer: Tokenizer, suffixes: Sequence[str] = TEXT_SUFFIXES) -> Corpus:
-    """The corpus at ``path``: ``"stdlib"``, a directory, a ``.npy`` or ``.npz`` array of ids, or a text file.
+def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None = None) -> Corpus:
+    """The corpus at ``path``: ``"stdlib"``, a token store, a ``.npy`` or ``.npz`` array of ids, a file of documents, or a
+    directory of such files. Files of text, byte by byte, get no end of document unless
+    ``reading`` names one.
 
     Raises:
-        DataError: nothing there, unreadable, binary, empty, of the wrong shape or dtype, or with ids that the tokeniser
-            does not have.
+        DataError: nothing there, unreadable, binary, empty, of the wrong shape or dtype, a record that is no document, or ids
+            that the tokeniser does not have.
     """
+    reading = reading or Reading()
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        return _from_files("stdlib", root, stdlib_files(root), tokenizer)
+        return _from_files("stdlib", root, stdlib_files(root), tokenizer, reading)
     path = Path(path)
-    if not path.exists():
-        raise DataError(f"data {path}: no such file or directory (data.path may also be stdlib)")
-    if path.is_dir():
-        found = _files_under(path, suffixes)
-        if not found:
-            raise DataError(f"data {path}: no files ending in {' '.join(suffixes)} below it; set data.suffixes")
-        return _from_files(str(path), path, found, tokenizer)
-    if not path.is_file():
-        raise DataError(f"data {path}: a pipe, socket or device; copy it to a file first")
-    if path.suffix in (".npy", ".npz"):
+    if path.is_dir() and is_store(path):
+        return _from_store(path, tokenizer)
+    files = files_at(path, reading.suffixes)
+    if path.suffix in (".npy", ".npz") and not path.is_dir():
         return _from_array(path, _read_array(path), tokenizer)
-    return _joined(str(path), [(path.name, _encode(path, tokenizer))], (), tokenizer)
+    return _from_files(str(path), path if path.is_dir() else None, files, tokenizer, reading)
 
 
 def stdlib_files(root: Path) -> tuple[Path, ...]:
     """The ``.py`` files of the standard library at ``root``, sorted by path, without its tests and installed packages."""
-    files = _files_under(root, (".py",), without=_NOT_STDLIB)
+    files = files_under(root, (".py",), without=_NOT_STDLIB)
     if not files:
         raise DataError(f"data stdlib: no .py files below {root}; give data.path a text file or directory instead")
     return files
 
 
-def _files_under(root: Path, suffixes: Iterable[str], without: Collection[str] = ()) -> tuple[Path, ...]:
-    """Files below ``root`` with one of ``suffixes``, sorted by their parts, without hidden ones and folders of these names."""
-    ends, found = tuple(suffixes), []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
-        found += [Path(folder, name) for name in names if name.endswith(ends) and not name.startswith(".")]
-    return tuple(sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).parts))
-
-
-def _encode(path: Path, tokenizer: Tokenizer) -> Ids:
-    """Ids of one text file; raises DataError with the reason that it is unusable."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"data {path}: can't be read ({error.strerror})") from None
-    if not content:
-        raise DataError(f"data {path}: the file is empty")
-    zero = content.find(b"\0")
-    if zero >= 0:
-        raise DataError(f"data {path}: binary, not text (a zero byte at {zero}); arrays of ids end in .npy or .npz")
-    try:
-        return tokenizer.encode(content.decode("utf-8", "surrogateescape"))
-    except DataError as error:
-        raise DataError(f"data {path}: {error}") from None
-
-
-def _from_files(source: str, root: Path, files: Sequence[Path], tokenizer: Tokenizer) -> Corpus:
-    """Files that can't be used are skipped and reported, unless none can. Empty files are skipped silently."""
-    pieces, skipped = [], []
-    for file in files:
-        try:
-            pieces.append((file.relative_to(root).as_posix(), _encode(file, tokenizer)))
-        except DataError as error:
-            if "is empty" not in str(error):
-                skipped.append(str(error).removeprefix("data "))
-    if not pieces:
+def _from_files(
+    source: str, root: Path | None, files: Sequence[Path], tokenizer: Tokenizer, reading: Reading
+) -> Corpus:
+    """``root``: of a directory. Of its files those that can't be used are skipped and reported, unless none can, and empty ones
+    silently."""
+    encoder = Encoder.of(tokenizer, reading)
+    of_records = any(map(holds_records, files))
+    if isinstance(tokenizer, ByteTokenizer) and reading.eos == "auto" and not of_records:
+        encoder = replace(encoder, eos=None)
+    made = [encoder.encode(piece) for piece in pieces(files)]
+    problems = [problem for each in made for problem in each.problems]
+    if problems and root is None:
+        raise DataError(f"data {problems[0]}")
+    skipped = tuple(problem for problem in problems if not problem.endswith("the file is empty"))
+    if len(problems) == len(files):
         why = f"; the first: {skipped[0]}" if skipped else " (all are empty)"
         raise DataError(f"data {source}: none of its {len(files)} files can be used{why}")
-    return _joined(source, pieces, tuple(skipped), tokenizer)
-
-
-def _joined(source: str, pieces: Sequence[tuple[str, Ids]], skipped: tuple[str, ...], tokenizer: Tokenizer) -> Corpus:
-    ids = np.concatenate([ids for _, ids in pieces])
-    if not len(ids):
+    edges = np.cumsum(np.concatenate([[0], *(each.lengths for each in made)]), dtype=np.int64)
+    if not edges[-1]:
         raise DataError(f"data {source}: the tokenizer {tokenizer.name} made no tokens of it")
-    stops = np.cumsum([len(ids) for _, ids in pieces]).tolist()
-    names = [name for name, _ in pieces]
-    documents = tuple(Document(n, a, b) for n, a, b in zip(names, [0, *stops[:-1]], stops, strict=True))
-    return Corpus(source, ids, documents, skipped, fingerprint_ids(ids))
+    ids = np.concatenate([each.ids for each in made])
+    found = [path for each in made for path in each.files]
+    names = tuple(path.name if root is None else path.relative_to(root).as_posix() for path in found)
+    marked = [each.answers for each in made if each.answers is not None]
+    answers = np.concatenate(marked) if marked else None
+    fingerprint = digest(ids, np.diff(edges), answers)[:16] if of_records else fingerprint_ids(ids)
+    return Corpus(source, ids, edges, None if of_records else names, skipped, fingerprint, answers, encoder.eos)
+
+
+def _from_store(path: Path, tokenizer: Tokenizer) -> Corpus:
+    store = Store.read(path)
+    made = store.spec["tokenizer"]
+    if made != tokenizer.fingerprint:
+        copy = path / "tokenizer.json"
+        advice = f"set data.tokenizer={copy if copy.is_file() else made}"
+        raise DataError(f"data {path}: tokenised by {made}, and data.tokenizer is {tokenizer.name}: {advice}")
+    store.check(whole=False)
+    ids, edges, *answers = store.maps().values()
+    eos = store.spec["eos"]
+    return Corpus(str(path), ids, edges, None, (), store.fingerprint, answers[0] if answers else None, eos)
 
 
 def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
@@ -196,7 +180,7 @@ def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:
     _check_vocabulary(path, ids, tokenizer)
     if not isinstance(ids, np.memmap):
         ids = ids.astype(id_dtype(tokenizer.vocab_size), copy=False)
-    return Corpus(str(path), ids, (Document(path.name, 0, len(ids)),), (), fingerprint_ids(ids))
+    return Corpus(str(path), ids, np.array([0, len(ids)]), (path.name,), (), fingerprint_ids(ids))
 
 
 def check_extent(ids: Ids) -> None:

@@ -6,8 +6,9 @@ directly: epoch e visits them in the order of a permutation chosen by (seed, e),
 ``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number
 of ranks, schedule or chunk count sees the same data in the same order.
 A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one
-token only, and up to ``seq_len`` tokens at the end of each span are left out. Does not model: packing by document, masks
-at document borders.
+token only. Up to ``seq_len`` tokens at the end of each span are left out where documents have neither end nor mask; else what
+is left is a window too, filled up with weight 0, and every token is seen once an epoch. With a document mask, windows say which
+document each token is of, and no document's first token is a target. Does not model: packing that cuts no document.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Protocol
@@ -24,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.train.corpus import Corpus, Document, check_extent
+from jaxpipe.train.corpus import Corpus, check_extent
 from jaxpipe.train.permutation import Permutation, mix
 from jaxpipe.train.settings import decode, within
 from jaxpipe.train.tokenizers import Ids, Tokenizer
 
 Batch = dict[str, npt.NDArray[Any]]
-"""Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len]."""
+"""Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len];
+with a document mask ``segments`` int32, [batch, seq_len]: equal for tokens of one document."""
 Kind = tuple[tuple[int, ...], Any]
 """Shape, without the axis of sequences, and dtype of an array."""
 Span = tuple[int, int]  # [start, stop) of token positions
@@ -78,12 +80,15 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
-    """The windows of some spans of ``ids`` at one sequence length, span after span."""
+    """The windows of some spans of ``ids`` at one sequence length, span after span. ``answers``: of chats, which ids count as
+    targets. ``documents``: for a document mask, where each starts."""
 
     ids: Ids
     seq_len: int
     edges: npt.NDArray[np.int64]  # [spans, 2]: first token, one past the last
     before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
+    answers: npt.NDArray[np.uint8] | None = None
+    documents: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, ids: Ids, spans: tuple[Span, ...], seq_len: int, *, partial: bool = False) -> Windows:
@@ -96,7 +101,8 @@ class Windows:
         return int(self.before[-1])
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Windows as ``tokens``, ``targets`` and ``weights``: ones, and zeros beyond the end of the span.
+        """Windows as ``tokens``, ``targets`` and ``weights``: ones, but zeros beyond the end of a span, for what is no answer,
+        and with a document mask for the first token of a document.
 
         Raises:
             DataError: the file that holds the ids has become shorter.
@@ -106,9 +112,15 @@ class Windows:
         start, stop = self.edges[span].T[..., None]
         positions = start + (indices - self.before[span])[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         real = positions < stop
-        window = np.where(real, self.ids[np.minimum(positions, stop - 1)], 0).astype(np.int32)
-        weights = real[:, 1:].astype(np.float32)
-        return {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy(), "weights": weights}
+        positions = np.minimum(positions, stop - 1)
+        window = np.where(real, self.ids[positions], 0).astype(np.int32)
+        counts = real[:, 1:] if self.answers is None else real[:, 1:] & (self.answers[positions[:, 1:]] > 0)
+        made: Batch = {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
+        if self.documents is not None:
+            document = np.searchsorted(self.documents, positions, side="right")
+            counts = counts & (document[:, 1:] == document[:, :-1])
+            made["segments"] = (document - document[:, :1]).astype(np.int32)[:, :-1]
+        return {**made, "weights": counts.astype(np.float32)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,12 +143,7 @@ class Batches:
     def indices_at(self, step: int) -> npt.NDArray[np.int64]:
         """Numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
         positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
-        epochs, within = np.divmod(positions, len(self.rows))
-        indices = np.empty_like(within)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            indices[chosen] = _epoch_order(len(self.rows), self.seed, epoch)(within[chosen])
-        return indices
+        return in_epochs(len(self.rows), self.seed, positions)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of ``step``, arrays ``[batch, …]``.
@@ -170,6 +177,16 @@ class Batches:
         return replace(self, origin=(state.step, state.position))
 
 
+class Stream(Protocol):
+    """Batches in a fixed order, as :class:`Batches` are."""
+
+    def batch_at(self, step: int) -> Batch:
+        """See :meth:`Batches.batch_at`."""
+
+    def state_at(self, step: int) -> DataState:
+        """See :meth:`Batches.state_at`."""
+
+
 class Dataset(Protocol):
     """``source`` names it in messages; ``fingerprint`` changes when its content or its division does. ``tokenizer``: of its
     tokens."""
@@ -196,7 +213,7 @@ class Dataset(Protocol):
             DataError: it lacks an array, or has one of another shape or kind of numbers.
         """
 
-    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
+    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Stream:
         """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
 
         With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
@@ -214,29 +231,46 @@ class Dataset(Protocol):
         """
 
 
-@lru_cache(maxsize=4)
+def in_epochs(n: int, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which of ``n`` sequences stand at these positions, where each epoch visits all of them in an order of its own."""
+    epochs, within = np.divmod(positions, n)
+    indices = np.empty_like(within)
+    for epoch in np.unique(epochs).tolist():
+        chosen = epochs == epoch
+        indices[chosen] = _epoch_order(n, seed, epoch)(within[chosen])
+    return indices
+
+
+@lru_cache(maxsize=64)
 def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, mix(seed, epoch))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDataset:
-    """A corpus in two parts. ``train`` and ``held_out`` are spans of token positions, sorted, disjoint, covering all."""
+    """A corpus in two parts. ``train`` and ``held_out`` are spans of token positions, sorted, disjoint, covering all.
+    ``by_document``: tokens see their own document only."""
 
     corpus: Corpus
     tokenizer: Tokenizer
     train: tuple[Span, ...]
     held_out: tuple[Span, ...]
     fingerprint: str = field(default="")
+    by_document: bool = False
 
     @classmethod
     def split(
-        cls, corpus: Corpus, tokenizer: Tokenizer, holdout: float = 0.05, by: Literal["blocks", "files"] = "blocks"
+        cls,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        holdout: float = 0.05,
+        by: Literal["blocks", "files"] = "blocks",
+        mask: Literal["causal", "document"] = "causal",
     ) -> TokenDataset:
         """Keep the fraction ``holdout`` of the tokens for evaluation.
 
         ``blocks``: the corpus is cut into up to 64 equal blocks, and the end of each is kept. ``files``: whole documents
-        are kept, in the order of a hash of their names, until there are enough.
+        are kept until there are enough, in the order of a hash of their names, or in one of their numbers.
 
         Raises:
             DataError: nothing would be left on one side.
@@ -251,7 +285,10 @@ class TokenDataset:
                 f"data {corpus.source}: {len(corpus.ids)} tokens are too few to keep {holdout:g} for evaluation"
             )
         described = f"{corpus.fingerprint} {tokenizer.fingerprint} {train}"
-        return cls(corpus, tokenizer, train, held_out, hashlib.sha256(described.encode()).hexdigest()[:16])
+        if by_document := mask == "document":
+            described += " by document"
+        fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        return cls(corpus, tokenizer, train, held_out, fingerprint, by_document)
 
     @property
     def source(self) -> str:
@@ -276,9 +313,12 @@ class TokenDataset:
 
     def bytes_per_token(self) -> float | None:
         """Bytes of text behind one held-out target token (train tokens without held-out ones), for bits per byte; None if
-        ids have no text. Measured on up to 2^20 tokens of each span."""
+        ids have no text, or only answers count. Ends of documents have none. Measured on up to 2^20 tokens of each span."""
+        if self.corpus.answers is not None:
+            return None
         pieces = [piece[1 : (1 << 20) + 1] for piece in self.pieces("held_out" if self.held_out else "train")]
-        counts = [self.tokenizer.num_bytes(piece) for piece in pieces]
+        eos = self.corpus.eos
+        counts = [self.tokenizer.num_bytes(piece if eos is None else piece[piece != eos]) for piece in pieces]
         known = [count for count in counts if count is not None]
         tokens = sum(map(len, pieces))
         return sum(known) / tokens if len(known) == len(counts) and tokens else None
@@ -286,19 +326,32 @@ class TokenDataset:
     def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> TokenDataset:
         """As :class:`Dataset` says; tokens fit only models that read nothing else."""
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+        if self.by_document:
+            dtypes["segments"] = np.int32
+            if "segments" not in wanted:
+                raise DataError(
+                    f"data {self.source}: data.mask=document, and the model reads no 'segments'; use data.mask=causal, or a "
+                    "model that takes the option mask"
+                )
         check_kinds(self.source, wanted, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
         return self
 
+    def windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows:
+        """The sequences of one part."""
+        corpus = self.corpus
+        partial = part == "held_out" or self.by_document or corpus.eos is not None or corpus.answers is not None
+        rows = Windows.of(corpus.ids, getattr(self, part), seq_len, partial=partial)
+        return replace(rows, answers=corpus.answers, documents=corpus.edges[:-1] if self.by_document else None)
+
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """As :class:`Dataset` says."""
-        rows = Windows.of(self.corpus.ids, self.train, seq_len)
+        rows = self.windows("train", seq_len)
         if len(rows) < batch:
             raise DataError(self._too_small(len(rows), batch, seq_len))
         return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
-        ids, train = self.corpus.ids, self.train
-        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(Windows.of(ids, train, n)) < batch)
+        longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(self.windows("train", n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
         what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
@@ -313,7 +366,7 @@ class TokenDataset:
         Raises:
             DataError: there is no held-out token to predict.
         """
-        rows = Windows.of(self.corpus.ids, self.held_out, seq_len, partial=True)
+        rows = self.windows("held_out", seq_len)
         if not len(rows):
             raise DataError(
                 f"data {self.corpus.source}: {self.held_out_tokens} tokens held out, none to predict: raise data.holdout"
@@ -362,30 +415,36 @@ def held_blocks(n: int, holdout: float, least: int) -> tuple[Span, ...]:
 
 
 def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
-    """Whole documents in the order of a hash of their names until they hold ``holdout`` of the tokens; neighbours merged.
+    """Whole documents in the order of a hash of their names (of their numbers where they have none) until they hold ``holdout``
+    of the tokens; neighbours merged.
 
     A document that would bring the total above 1.1 times what is wanted is passed over; if all would, the smallest is kept.
     """
-    if len(corpus.documents) < 2:
+    sizes, names = np.diff(corpus.edges), corpus.names
+    if len(sizes) < 2:
         raise DataError(f"data {corpus.source}: one document can't be split by files; set data.split=blocks")
     wanted, total = len(corpus.ids) * holdout, 0
-    kept: list[Document] = []
-    for document in sorted(corpus.documents, key=_name_hash):
-        size = document.stop - document.start
-        if total < wanted and total + size <= 1.1 * wanted:
-            kept.append(document)
-            total += size
-    kept = kept or [min(corpus.documents, key=lambda d: d.stop - d.start)]
+    kept: list[int] = []
+    order: Sequence[int] | npt.NDArray[np.int64] = Permutation(len(sizes), 0)(np.arange(len(sizes)))
+    if names is not None:
+        order = sorted(range(len(sizes)), key=lambda k: _name_hash(names[k]))
+    for k in order:
+        if total >= wanted:
+            break
+        if total + sizes[k] <= 1.1 * wanted:
+            kept.append(int(k))
+            total += int(sizes[k])
+    kept = kept or [int(sizes.argmin())]
     spans: list[Span] = []
-    for document in sorted(kept, key=lambda d: d.start):
-        follows = bool(spans) and spans[-1][1] == document.start
-        start = spans.pop()[0] if follows else document.start
-        spans.append((start, document.stop))
+    for k in sorted(kept):
+        start, stop = int(corpus.edges[k]), int(corpus.edges[k + 1])
+        follows = bool(spans) and spans[-1][1] == start
+        spans.append((spans.pop()[0] if follows else start, stop))
     return tuple(spans)
 
 
-def _name_hash(document: Document) -> bytes:
-    return hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+def _name_hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
 def complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:

@@ -13,7 +13,7 @@ import ctypes
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -107,6 +107,13 @@ def _factorings(have: int, tp: int) -> str:
     ways = [(have // (t * d), t, d) for t in sizes for d in sizes if have % (t * d) == 0]
     nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
     return "ways to use these (--pp --tp --dp): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
+
+
+def peak_bytes_in_use(devices: Iterable[jax.Device]) -> int | None:
+    """The most that arrays and programs have filled on one of the devices since this process began; None where the backend
+    does not count (CPUs)."""
+    stats = [device.memory_stats() or {} for device in devices]
+    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from jaxpipe.stage.model.reference import init_params, logits, metrics_of
 from jaxpipe.train import ngram
 from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
+from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.sections import names_function
@@ -72,13 +73,16 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
         ConfigError: they are of a function outside of the package models, which must be named by ``path``.
         DataError: they can't be read, or they are and ``other`` does not allow it.
     """
-    stored = trained.config.data.path
+    data = trained.config.data
+    stored = data.target or data.path
     if path is None and names_function(stored) and not _is_ours(stored):
         raise ConfigError(
             f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
             f"--data {stored}"
         )
-    config = replace(trained.config, data=replace(trained.config.data, path=path or stored))
+    if path is not None and path != data.target:
+        data = replace(data, path=path, sources={}, target=None)
+    config = replace(trained.config, data=data)
     dataset = read_by(trained.model, load_dataset(config), config)
     differ = dataset.fingerprint != trained.fingerprint
     if differ and not other:
@@ -89,7 +93,19 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     return dataset, differ
 
 
-def _trained(folder: Path, named: str | None) -> Trained:
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A checkpoint without its arrays: what it says of itself, its model and tokenizer. ``ignored``: as in :class:`Trained`."""
+
+    manifest: Manifest
+    config: TrainConfig
+    model: Model
+    tokenizer: Tokenizer
+    ignored: tuple[str, ...]
+
+
+def described(folder: Path, named: str | None = None) -> Described:
+    """One checkpoint, of the model ``named`` or else the one that it names; raises as :func:`load_trained`."""
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
     target = config.model.target
@@ -100,11 +116,16 @@ def _trained(folder: Path, named: str | None) -> Trained:
         )
     config = replace(config, model=replace(config.model, target=named or target))
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model = build_model(config, tokenizer.vocab_size)
-    params = load_group(folder, "params", manifest, {"params": stored_params(model)}, jax.local_devices()[0])
+    return Described(manifest, config, build_model(config, tokenizer.vocab_size), tokenizer, ignored)
+
+
+def _trained(folder: Path, named: str | None) -> Trained:
+    found = described(folder, named)
+    want, manifest = {"params": stored_params(found.model)}, found.manifest
+    params = load_group(folder, "params", manifest, want, jax.local_devices()[0])
     data = manifest.meta.get("data")
-    fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
-    return Trained(config, model, params, tokenizer, manifest.step, str(fingerprint or ""), ignored)
+    fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
+    return Trained(found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored)
 
 
 def _is_ours(name: str) -> bool:
@@ -175,8 +196,9 @@ def _check_language(model: Model) -> None:
         made = jax.eval_shape(partial(logits, model), params, tokens)
     except StageError as error:
         raise StageError(f"generate: {model.name} is no language model: {error}") from None
-    want = (1, model.seq_len, model.vocab_size)
-    if getattr(made, "shape", None) != want:
+    shape: tuple[int, ...] = getattr(made, "shape", ())
+    if shape[:2] != (1, model.seq_len) or len(shape) != 3 or shape[2] < model.vocab_size:
+        want = (1, model.seq_len, model.vocab_size)
         raise StageError(f"generate: {model.name} is no language model: its output is not of shape {want}")
 
 

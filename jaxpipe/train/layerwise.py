@@ -64,9 +64,14 @@ class LayerwiseOptimizer:
 
     @classmethod
     def trace(
-        cls, optimizer: Any, params: Tree, extra: Mapping[str, jax.ShapeDtypeStruct] | None = None
+        cls,
+        optimizer: Any,
+        params: Tree,
+        extra: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+        axes: Sequence[tuple[str, int]] = (),
     ) -> LayerwiseOptimizer:
-        """Trace ``optimizer``: anything with ``init(params)`` and ``update(grads, state, params, **extra)``.
+        """Trace ``optimizer``: anything with ``init(params)`` and ``update(grads, state, params, **extra)``. ``axes``: names
+        and sizes of mesh axes that it may name in collectives.
 
         Raises:
             ConfigError: it is no optimizer, fails on these trees, or mixes layers.
@@ -84,8 +89,8 @@ class LayerwiseOptimizer:
             updates, new = update(grads, _keys(state, impls), params, **extra)
             return updates, _words(jax.tree.map(jnp.asarray, new))
 
-        start, made = _traced("init", started, params)
-        step, (updates, after) = _traced("update", updated, params, made, params, given)
+        start, made = _traced("init", started, axes, params)
+        step, (updates, after) = _traced("update", updated, axes, params, made, params, given)
         _check_same("updates", params, updates, dtypes=False)
         _check_same("state", made, after, dtypes=True)
         leaves = _owned(params, len(jax.tree.leaves(given)), state_leaves(made, params), start, step)
@@ -137,9 +142,11 @@ def _part(closed: ClosedJaxpr, inputs: Sequence[int], results: Sequence[int]) ->
     return part
 
 
-def _traced(what: str, function: Callable[..., Any], *shapes: Any) -> tuple[ClosedJaxpr, Any]:
+def _traced(
+    what: str, function: Callable[..., Any], axes: Sequence[tuple[str, int]], *shapes: Any
+) -> tuple[ClosedJaxpr, Any]:
     try:
-        closed, made = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        closed, made = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
     except JaxpipeError:
         raise
     except Exception as error:

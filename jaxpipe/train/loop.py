@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import jax
@@ -25,6 +26,9 @@ import numpy as np
 
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
+from jaxpipe.plot import plot_timelines
+from jaxpipe.runtime.executor import place_of
+from jaxpipe.runtime.lines import Place
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -33,22 +37,26 @@ from jaxpipe.train import resume
 from jaxpipe.train.agreement import agree_on_data, agree_on_devices, check_settings, devices_of
 from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device
-from jaxpipe.train.metrics import MetricsLog, require_tensorboard
+from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
+from jaxpipe.train.imported import completed
+from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
-from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare
+from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import STOPPED, EndingEarly, Stop
+from jaxpipe.train.trace_window import TraceWindow
+from jaxpipe.train.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 
+_ENDED = 1 << 30  # behind all actions of a step
 _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop")
 """Of a step's metrics, what its record is made of."""
 
@@ -59,10 +67,12 @@ def train(
     *,
     own_process: bool = False,
     processes: Processes | None = None,
+    peak_flops_per_s: Callable[[str, str], float | None] = lambda device_kind, dtype: None,
 ) -> TrainResult:
     """Run ``config`` to its last step, or until a signal. Progress goes to ``stream`` (standard output by default).
     ``own_process``: nothing else is done in this process, so settings may be made that hold for all of it. ``processes``: of
-    the run, which have agreed on their settings and started JAX; by default there is this one.
+    the run, which have agreed on their settings and started JAX; by default there is this one. ``peak_flops_per_s``: of a
+    device kind and a dtype, as far as it is known, for the MFU.
 
     Call :func:`jaxpipe.train.devices.request_devices` first, before JAX looks for devices.
 
@@ -94,13 +104,13 @@ def train(
                 return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
             if origin is not None:
                 folder.check_metrics()
+            config = completed(config, None if origin is None else origin.meta)
             devices = devices_of(config, processes)
-            if remark := use_compile_cache(config.run.compile_cache):
+            if remark := use_compile_cache(config.run.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")
-            if config.run.tensorboard:
-                require_tensorboard()
+            trackers = find_trackers([*config.run.trackers, *(["tensorboard"] if config.run.tensorboard else [])])
             if out.isatty():
-                out.print(f"reading {config.data.path}")
+                out.print("reading the data")
             prepared = prepare(config, processes)
             agree_on_data(processes, prepared.dataset.fingerprint)
             start = resume.start_of(prepared, origin, folder.store, out.print)
@@ -110,7 +120,8 @@ def train(
             trainer = compile_setup(prepared, devices, out.print, fused=start.fused, processes=processes)
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
-            return _Run(prepared, trainer, start, held_out, folder, out, stop, processes).run(started)
+            peak = peak_flops_per_s(devices[0].device_kind, config.run.dtype)
+            return _Run(prepared, trainer, start, held_out, folder, out, stop, processes, trackers, peak).run(started)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
@@ -143,10 +154,12 @@ class _Run:
         out: ProgressStream,
         stop: Stop,
         processes: Processes,
+        trackers: Mapping[str, TrackerFactory],
+        peak_flops_per_s: float | None,
     ) -> None:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
-        self.processes, self.agreed_stop = processes, ""
+        self.processes, self.agreed_stop, self.trackers = processes, "", trackers
         run = self.config.run
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
@@ -154,24 +167,34 @@ class _Run:
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
-        self.resumed = start.params is not None
+        self.resumed = start.resumed
         self.saving = Saving(
             folder.store,
             lambda step: self._due(run.checkpoint_every, step),
             start.step if self.resumed else -1,
             self.line.note,
         )
-        self.watchdog = Watchdog(run.watchdog_s, self._stuck, processes.end)
+        self.begun = start.step  # the last step that was
+        processes.tell_place(self._place)
+        self.watchdog = Watchdog(run.watchdog_s, lambda: self._place()[2], processes.end_late)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
         self.sound: int | None = None  # the newest checkpoint after which such a loss did not follow
         self.unproven = start.step if self.resumed else None  # saved since
-        self.loss, self.skipped = float("nan"), _Skipped()
+        self.loss, self.grad_norm, self.rate = float("nan"), float("nan"), None
+        self.skipped = _Skipped()
         self.bubbles: list[float] = []  # of recorded steps, as are the ratios
         self.ratios: list[float] = []
         self.timeline: Timeline | None = None  # of the last recorded step
         self.pace = _Pace(run.batch * self.config.data.seq_len)
+        self.mfu_per_rate: float | None = None  # of one token a second
+        if peak_flops_per_s:
+            per_token = step_flops(prepared) / self.pace.tokens_per_step
+            self.mfu_per_rate = per_token / (peak_flops_per_s * self.config.pipeline.num_devices)
+        traces = folder.path / "profile"
+        traces = traces / f"process{processes.mine}" if processes.number > 1 else traces
+        self.window = TraceWindow(run.profile_steps, traces, self.line.note)
 
     def run(self, started: float) -> TrainResult:
         run = self.config.run
@@ -181,12 +204,14 @@ class _Run:
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
             self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
-        board = self.folder.path / "tensorboard" if run.tensorboard else None
         first = self.start.step if self.resumed else None
         evaluated = first is not None and self.folder.was_evaluated(first)
         self.processes.barrier("metrics")  # all have read what process 0 goes on with
         path = None if self.processes.mine else self.folder.metrics
-        log = MetricsLog(path, warn=self.line.note, resume_step=first, tensorboard_dir=path and board)
+        starts = {
+            name: partial(make, self.folder.path, self.config.to_dict(), first) for name, make in self.trackers.items()
+        }
+        log = MetricsLog(path, warn=self.line.note, resume_step=first, trackers=starts)
         with log as self.log, self.watchdog:
             try:
                 self._steps(self._first_state(), evaluated)
@@ -197,6 +222,7 @@ class _Run:
                     raise
                 raise self._failed(error) from error
             finally:
+                self.window.close()
                 self.line.close()
                 self.replanner.close()
         if self.stopped:
@@ -263,32 +289,58 @@ class _Run:
 
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
-        began = time.perf_counter()
-        shown = (state.step + 1) % self.config.run.log_every == 0
-        record = shown and self.processes.number == 1
-        with self.watchdog.watch(state.step + 1):
+        began, run = time.perf_counter(), self.config.run
+        shown, traced = (state.step + 1) % run.log_every == 0, state.step + 1 == self.window.last
+        record = (shown or traced) and self.processes.number == 1
+        self.begun = state.step + 1
+        with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
                 self._settle()
-                jax.block_until_ready((dict(state.master), dict(state.compute)))
-            state, metrics = self.trainer.step(state, batch, record=record, stop=bool(self.stop.requested))
+                with self.pace.waiting():
+                    jax.block_until_ready((dict(state.master), dict(state.compute)))
+            with self.window.step(state.step + 1), self.pace.step():
+                state, metrics = self.trainer.step(state, batch, record=record, stop=bool(self.stop.requested))
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
-        self.pace.add(time.perf_counter() - began)
         self.watchdog.took(time.perf_counter() - began)
         compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
-        if shown or compiled or state.step == self.config.run.steps:
+        waits = any(
+            self._due(every, state.step) for every in (run.eval_every, run.checkpoint_every)
+        )  # what comes next does
+        if shown or traced or compiled or waits or state.step == run.steps:
             self._settle()
         self.line.update(
             state.step,
             loss=self.loss,
             tokens=self.pace.tokens_per_step,
+            learning_rate=self.rate,
+            grad_norm=self.grad_norm,
+            mfu_per_rate=self.mfu_per_rate,
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
-            peak_bytes=max(self.memory.peak_bytes),
+            peak_predicted=max(self.memory.peak_bytes),
+            peak_measured=self._peak_measured(),
             extra="  ".join(self._remarks()),
         )
+        if traced:
+            self._keep_trace()
         return state
+
+    def _peak_measured(self) -> int | None:
+        pipe = self.pipe
+        return peak_bytes_in_use(d for rank in pipe.ownership.ranks for d in pipe.submeshes[rank].devices.flat)
+
+    def _keep_trace(self) -> None:
+        """End the profiler's trace, and put the timeline of its last step beside it."""
+        if not self.window.close():
+            return
+        self.line.note(f"the trace of run.profile_steps is in {self.window.folder}")
+        if self.timeline is not None and self.processes.number == 1:
+            with self._less_important("the timeline beside the trace"):
+                for name in ("timeline.html", "timeline.trace.json"):
+                    plot_timelines([self.timeline], self.window.folder / name, title=f"step {self.step}", units="si")
+        self.line.restart_clock()
 
     def _remarks(self) -> Iterator[str]:
         if self.skipped.steps:
@@ -305,12 +357,13 @@ class _Run:
         if self.pending is None:
             return
         step, metrics = self.pending
-        with self.watchdog.watch(step):
+        with self.watchdog.watch(step), self.pace.waiting():
             found = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
         self.pending = None
         if found["stop"]:
             self.agreed_stop = self.stop.requested or "a signal to another process"
         self.loss, weight, applied = float(found["loss"]), found["weight"], bool(found["applied"])
+        self.grad_norm, self.rate = float(found["grad_norm"]), found["learning_rate"]
         if self.first_loss is None and math.isfinite(self.loss):
             self.first_loss = self.loss
         if self.unproven is not None and self.unproven < step and math.isfinite(self.loss) and not self._is_worse():
@@ -323,12 +376,15 @@ class _Run:
             self.timeline = metrics.timeline
             self.bubbles.append(metrics.timeline.bubble_rate)
             self.ratios.append(self.pipe.replay_ratio(metrics.outputs))
+            rate = self.pace.lap()
             record |= {
-                "tokens_per_s": self.pace.lap(),
+                "tokens_per_s": rate,
                 "step_s": metrics.outputs.step_s,
                 "bubble_measured": self.bubbles[-1],
                 "replay_ratio": self.ratios[-1],
             }
+            known = {"mfu": self.mfu_per_rate and rate * self.mfu_per_rate, "peak_bytes": self._peak_measured()}
+            record |= {name: value for name, value in known.items() if value is not None}
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
@@ -440,15 +496,24 @@ class _Run:
         again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
         return _go_on(step, first) + again
 
-    def _stuck(self, step: int) -> str:
-        """Where a step that does not end stands. Called in another thread, while the one that runs steps waits."""
-        executor = self.pipe.executor
-        before = [] if self.pending is None else [(self.pending[0], self.pending[1].outputs.tokens)]
-        steps = [(n, executor.unfinished(tokens)) for n, tokens in [*before, (step, executor.dispatched)]]
+    def _place(self) -> Place:
+        """How far this process has come, and what to do. Called in another thread, while the one that runs steps waits."""
+        executor, left = self.pipe.executor, _go_on(self.folder.store.latest())
         if self.evaluating:
-            return f"its evaluation has not; {_go_on(self.folder.store.latest())}"
-        at = next((f"{action} of step {n} has not run" for n, action in steps if action), "its update has not run")
-        return f"{at}; {_go_on(self.folder.store.latest())}"
+            return self.step, _ENDED + 1, f"its evaluation has not; {left}"
+        pending = self.pending
+        before = [] if pending is None else [(pending[0], pending[1].outputs.tokens)]
+        for step, tokens in [*before, (self.begun, executor.dispatched)]:
+            if at := executor.unfinished(tokens):
+                events = sorted((e for e in self.predicted.events if e.lane != "send"), key=lambda e: e.start_s)
+                order = [(e.rank, a) for e in events for a in (e.action, *e.action.actions)]
+                return (
+                    step,
+                    order.index(at) if at in order else 0,
+                    f"{place_of(*at)} of step {step} has not run; {left}",
+                )
+        waits = "its update has not run" if before or self.begun > self.step else "the next step has not begun"
+        return self.begun, _ENDED, f"{waits}; {left}"
 
     @contextmanager
     def _less_important(self, what: str) -> Iterator[None]:
@@ -485,6 +550,8 @@ class _Run:
             schedule=self.pipe.schedule.name,
             gain_predicted=gain_predicted,
             gain_measured=gain_measured,
+            mfu=self.pace.tokens_per_s * (self.mfu_per_rate or float("nan")),
+            peak_measured_bytes=self._peak_measured(),
         )
 
 
@@ -511,15 +578,28 @@ class _Skipped:
 
 
 class _Pace:
-    """Seconds of training steps, evaluation and saving left out; the first, which compiles, only counts if it is alone."""
+    """Seconds of training steps, waiting for their results included, evaluation and saving left out; the first, which compiles,
+    only counts if it is alone."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self._seconds: list[float] = []
         self._lap = 0
 
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the dispatch of a step."""
+        self._seconds.append(0.0)
+        with self.waiting():
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what is done for the last step that was dispatched."""
+        began = time.perf_counter()
+        yield
+        if self._seconds:
+            self._seconds[-1] += time.perf_counter() - began
 
     def lap(self) -> float:
         """Tokens a second since the last lap."""

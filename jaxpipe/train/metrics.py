@@ -1,4 +1,4 @@
-"""What a run writes down about itself: JSONL records, and TensorBoard if wanted. Also numbers as people read them.
+"""What a run writes down about itself: JSONL records, and what trackers are told. Also numbers as people read them.
 
 :class:`MetricsLog` appends one JSON object a line at once, so a killed run loses nothing but a half-written line; resuming
 drops what lies beyond the checkpoint, so each step is in the file once. Numbers that are not finite are written as null, since
@@ -13,11 +13,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.errors import DataError, gist
 from jaxpipe.files import Closing
+from jaxpipe.train.trackers import Tracker
 
 
 def format_gain(fraction: float) -> str:
@@ -29,12 +32,11 @@ class MetricsLog(Closing):
     """Appends records to ``path``; a context manager.
 
     With ``resume_step`` the records of later steps, and a half-written last line, are dropped first; without it the file
-    starts empty. It takes the place of a link at ``path``. ``tensorboard_dir``: also write scalars there. What can't be written
-    is left out; ``warn`` is told once, in a line. Without a ``path`` nothing is written.
+    starts empty. It takes the place of a link at ``path``. ``trackers``: what makes each, by name; they are told every number.
+    What can't be written is left out; ``warn`` is told once, in a line. Without a ``path`` nothing is written or told.
 
     Raises:
         DataError: what is there is not ours.
-        ConfigError: TensorBoard is asked for and tensorboardX is not installed.
     """
 
     def __init__(
@@ -43,33 +45,30 @@ class MetricsLog(Closing):
         *,
         warn: Callable[[str], None],
         resume_step: int | None = None,
-        tensorboard_dir: str | Path | None = None,
+        trackers: Mapping[str, Callable[[], Tracker]] = MappingProxyType({}),
     ) -> None:
-        self._path, self._warn, self._warned = None if path is None else Path(path), warn, set[str]()
+        self._path, self._warn, self._warned = None if path is None else Path(path), warn, False
         self._file: io.FileIO | None = None
-        self._tensorboard: Any = None
-        if tensorboard_dir is not None:
-            require_tensorboard()
+        self._trackers: dict[str, Tracker] = {}
+        if self._path is None:
+            return
         try:
-            if self._path is not None:
-                self._file = _begin(self._path, resume_step)
-            if tensorboard_dir is not None:
-                self._tensorboard = _tensorboard_writer(Path(tensorboard_dir), resume_step)
+            self._file = _begin(self._path, resume_step)
         except OSError as error:
-            self._complain("metrics", error)
+            self._complain(error)
+        for name, start in trackers.items():
+            with self._tracking(name):
+                self._trackers[name] = start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append ``{"step": step, **values}``. Values: numbers (NumPy and JAX scalars too), strings, None, lists of such."""
         assert "step" not in values, values
         record = {"step": int(step), **plain(values)}
         self._append((json.dumps(record, allow_nan=False) + "\n").encode())
-        try:
-            for key, value in record.items() if self._tensorboard is not None else ():
-                if key != "step" and isinstance(value, (int, float)):
-                    self._tensorboard.add_scalar(key, value, step)
-        except Exception as error:  # whatever another package raises
-            self._tensorboard = None
-            self._complain("TensorBoard", error)
+        numbers = {key: x for key, x in record.items() if key != "step" and isinstance(x, (int, float))}
+        for name, tracker in list(self._trackers.items()):
+            with self._tracking(name):
+                tracker.log(int(step), numbers)
 
     def sync(self) -> None:
         """Bring to the disk what was written: a checkpoint saved after this is never without its records."""
@@ -77,16 +76,17 @@ class MetricsLog(Closing):
             if self._file is not None:
                 os.fsync(self._file.fileno())
         except OSError as error:
-            self._complain("metrics", error)
+            self._complain(error)
 
     def close(self) -> None:
         try:
             if self._file is not None:
                 self._file.close()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-        except Exception as error:  # as in write
-            self._complain("metrics", error)
+        except OSError as error:
+            self._complain(error)
+        for name, tracker in list(self._trackers.items()):
+            with self._tracking(name):
+                tracker.close()
 
     def _append(self, line: bytes) -> None:
         """Write a whole line or nothing."""
@@ -97,19 +97,28 @@ class MetricsLog(Closing):
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._complain("metrics", error)
+            self._complain(error)
             try:
                 self._file.truncate(end)
                 self._file.seek(end)
             except OSError:  # half a line stays, and nothing may follow it
                 self._file = None
 
-    def _complain(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            reason = getattr(error, "strerror", None) or error
+    @contextmanager
+    def _tracking(self, name: str) -> Iterator[None]:
+        """A tracker that fails inside the block is told, and left out from then on."""
+        try:
+            yield
+        except Exception as error:  # whatever another package raises
+            self._trackers.pop(name, None)
+            self._warn(f"warning: tracker {name} failed: {gist(error)}; training goes on without it")
+
+    def _complain(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            reason = error.strerror or error
             self._warn(
-                f"warning: {what} ({self._path}) can't be written: {reason}; training goes on, records are missing"
+                f"warning: metrics ({self._path}) can't be written: {reason}; training goes on, records are missing"
             )
 
 
@@ -175,22 +184,3 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy and JAX
         return plain(value.tolist())
     return float(value) if math.isfinite(value) else None
-
-
-def require_tensorboard() -> Any:
-    """The package that writes for TensorBoard.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import tensorboardX
-    except ImportError:
-        advice = "pip install tensorboardX, or set run.tensorboard=false (metrics.jsonl is written either way)"
-        raise ConfigError(f"run.tensorboard=true needs the package tensorboardX: {advice}") from None
-    return tensorboardX
-
-
-def _tensorboard_writer(directory: Path, resume_step: int | None) -> Any:
-    purge = None if resume_step is None else resume_step + 1
-    return require_tensorboard().SummaryWriter(str(directory), purge_step=purge)

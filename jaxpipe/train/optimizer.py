@@ -1,4 +1,4 @@
-"""What a run's optimizer is made of: AdamW with linear warm-up and cosine decay; averaged parameters; the learning rate.
+"""What a run's optimizer is made of: AdamW or Lion (Muon has a file of its own), the rate of each step, averaged parameters.
 
 Clipping is not here: the norm is global over all ranks, and :mod:`jaxpipe.train.step` takes it.
 """
@@ -17,24 +17,46 @@ import optax
 from jaxpipe.errors import ConfigError
 
 
-def learning_rate(lr: float, warmup_steps: int, steps: int, min_lr_ratio: float) -> optax.Schedule:
-    """0 → ``lr`` over ``warmup_steps`` (the first step already moves), then a cosine to ``lr · min_lr_ratio`` at ``steps``."""
-    decay = optax.cosine_decay_schedule(lr, max(1, steps - warmup_steps), alpha=min_lr_ratio)
-    if warmup_steps == 0:
-        return decay
-    warmup = optax.linear_schedule(lr / warmup_steps, lr, max(1, warmup_steps - 1))
-    return optax.join_schedules([warmup, decay], [warmup_steps])
+def learning_rate(
+    lr: float,
+    warmup_steps: int,
+    steps: int,
+    min_lr_ratio: float,
+    schedule: str = "cosine",
+    decay_fraction: float = 0.2,
+) -> optax.Schedule:
+    """0 → ``lr`` over ``warmup_steps`` (the first step already moves), then to ``lr · min_lr_ratio`` at ``steps`` by a
+    ``cosine`` or a line (``linear``), or not at all (``constant``). ``wsd``: constant, then a line over the last
+    ``decay_fraction`` of all steps (Hu et al., "MiniCPM", 2024)."""
+    rest = max(1, steps - warmup_steps)
+    last = min(rest, max(1, round(decay_fraction * steps)))
+    after: list[optax.Schedule] = {
+        "cosine": [optax.cosine_decay_schedule(lr, rest, alpha=min_lr_ratio)],
+        "linear": [optax.linear_schedule(lr, lr * min_lr_ratio, rest)],
+        "constant": [optax.constant_schedule(lr)],
+        "wsd": [optax.constant_schedule(lr), optax.linear_schedule(lr, lr * min_lr_ratio, last)],
+    }[schedule]
+    bounds = [steps - last] if len(after) > 1 else []
+    if warmup_steps:
+        after = [optax.linear_schedule(lr / warmup_steps, lr, max(1, warmup_steps - 1)), *after]
+        bounds = [warmup_steps, *bounds]
+    return optax.join_schedules(after, bounds) if bounds else after[0]
 
 
 def adamw(
     schedule: optax.Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> optax.GradientTransformation:
     """AdamW; matrices and embeddings decay, vectors (biases, norm scales) do not."""
+    return optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay, mask=_decays)
 
-    def decays(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.ndim >= 2, params)
 
-    return optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay, mask=decays)
+def lion(schedule: optax.Schedule, *, betas: tuple[float, float], weight_decay: float) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023), which decays what :func:`adamw` does."""
+    return optax.lion(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=_decays)
+
+
+def _decays(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
 def functions_of(optimizer: Any, extra: Collection[str] = ()) -> tuple[Callable[[Any], Any], Callable[..., Any]]:

@@ -29,7 +29,7 @@ _SAME, _UNIFORM, _DIFFERENT = "same", "uniform", "different"
 _ELEMENTWISE = frozenset({Kind.ELEMENTWISE, Kind.CAST, Kind.SAME})
 
 
-def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
+def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> None:
     """Refuse a transformation of which devices that hold pieces would compute something else.
 
     Args:
@@ -37,27 +37,26 @@ def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division:
         local: traced on what a device holds of each.
         division: the parameters that are divided.
 
-    Returns:
-        By leaf of the state, the parameter that it is divided like, or None.
-
     Raises:
         ConfigError: names the operation.
     """
-    places = places_of(whole.params)
-    leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
-    shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places, leaves, strict=True)}
-
-    def divided_like(leaf: StateLeaf, piece: StateLeaf) -> Place | None:
-        at = (leaf.layer or "", leaf.param or ())
-        return at if at in division and (leaf.aval.shape, piece.aval.shape) == shapes[at] else None
-
-    divided = tuple(divided_like(a, b) for a, b in zip(whole.leaves, local.leaves, strict=True))
-    params = [division.get(at, _SAME) for at in places]
-    state = [_SAME if at is None else division[at] for at in divided]
+    params = [division.get(at, _SAME) for at in places_of(whole.params)]
+    state = [_SAME if at is None else division[at] for at in divided_like(whole, local, division)]
     extra = [_SAME] * len(jax.tree.leaves(whole.extra))
     _check(whole.start, local.start, params, state)
     _check(whole.update, local.update, [*params, *state, *params, *extra], [*params, *state])
-    return divided
+
+
+def divided_like(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
+    """By leaf of the state, the parameter that it is divided like, or None; arguments as of :func:`check_pieces`."""
+    leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
+    shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places_of(whole.params), leaves, strict=True)}
+
+    def like(leaf: StateLeaf, piece: StateLeaf) -> Place | None:
+        at = (leaf.layer or "", leaf.param or ())
+        return at if at in division and (leaf.aval.shape, piece.aval.shape) == shapes[at] else None
+
+    return tuple(like(a, b) for a, b in zip(whole.leaves, local.leaves, strict=True))
 
 
 def _check(whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:

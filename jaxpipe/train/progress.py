@@ -66,7 +66,8 @@ def silence(stream: TextIO | None) -> None:
 
 
 class LiveLine:
-    """Progress for a person: step, loss, tokens/s, bubble predicted and measured, peak memory, time left.
+    """Progress for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, bubble and peak memory as predicted and
+    measured, time left.
 
     On a terminal one line is rewritten at each update; elsewhere a line is printed every ``every`` steps, and at the last.
     Step time is a moving average that leaves out the first step, which compiles.
@@ -92,12 +93,17 @@ class LiveLine:
         *,
         loss: float,
         tokens: int,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+        mfu_per_rate: float | None = None,
         bubble_predicted: float | None = None,
         bubble_measured: float | None = None,
-        peak_bytes: float | None = None,
+        peak_predicted: float | None = None,
+        peak_measured: float | None = None,
         extra: str = "",
     ) -> None:
-        """``step`` steps are done; ``tokens``: of one step; bubbles as fractions; ``extra``: shown at the end."""
+        """``step`` steps are done; ``tokens``: of one step; ``mfu_per_rate``: the MFU of one token a second; bubbles as
+        fractions; peaks in bytes; ``extra``: shown at the end."""
         now = self._clock()
         taken_s = (now - self._last_s) / max(1, step - self._done)
         if self._done > self._first:
@@ -106,12 +112,18 @@ class LiveLine:
         if not self._live and step % self._every and step != self._steps:
             return
         step_s = taken_s if math.isnan(self._step_s) else self._step_s
-        parts = [f"step {step}/{self._steps}", f"loss {loss:.4f}", f"{format_count(tokens / max(step_s, 1e-9))} tok/s"]
+        rate = tokens / max(step_s, 1e-9)
+        parts = [f"step {step}/{self._steps}", f"loss {loss:.4f}"]
+        parts += [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
+        parts += [] if grad_norm is None else [f"grad norm {grad_norm:.3g}"]
+        parts += [f"{format_count(rate)} tok/s"]
+        parts += [] if mfu_per_rate is None else [f"MFU {rate * mfu_per_rate:.1%}"]
         if bubble_predicted is not None:
             measured = "" if bubble_measured is None else f" → {bubble_measured:.1%} measured"
             parts.append(f"bubble {bubble_predicted:.1%} predicted{measured}")
-        if peak_bytes is not None:
-            parts.append(f"peak {format_bytes(peak_bytes, binary=True)}")
+        if peak_predicted is not None:
+            measured = "" if peak_measured is None else f" → {format_bytes(peak_measured, binary=True)} measured"
+            parts.append(f"peak {format_bytes(peak_predicted, binary=True)} predicted{measured}")
         parts += [extra] if extra else []
         parts += [f"{format_seconds((self._steps - step) * step_s)} left"] if step < self._steps else []
         self._show("  ".join(parts))

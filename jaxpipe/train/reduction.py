@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, spec_of
 from jaxpipe.runtime.reduction import on_rank, reduced_axes
+from jaxpipe.stage.model.params import LeafSlot
 from jaxpipe.train.shards import StageShards
 
 Buffers = list[jax.Array]
@@ -119,6 +120,26 @@ def own_bucket(shards: StageShards, buffer: jax.Array, index: int) -> jax.Array:
     me = jax.lax.axis_index(DP)
     bucket: jax.Array = jax.lax.dynamic_index_in_dim(shards.cut(buffer, index), me, axis=0, keepdims=False)
     return bucket
+
+
+def whole_leaf(shards: StageShards, slot: LeafSlot, piece: jax.Array) -> jax.Array:
+    """The whole leaf of what each device has of it: its shard, or with ZeRO-1 its chunk."""
+    if shards.chunked:
+        flat = jax.lax.all_gather(jnp.ravel(piece), DP, tiled=True)
+        piece = flat[: slot.size].reshape(slot.shape)
+    return piece if slot.axis is None else jax.lax.all_gather(piece, TP, axis=slot.axis, tiled=True)
+
+
+def own_piece(shards: StageShards, slot: LeafSlot, whole: jax.Array) -> jax.Array:
+    """This device's piece of a whole leaf: the inverse of :func:`whole_leaf`. No collective."""
+    if slot.axis is not None:
+        width = slot.shape[slot.axis]
+        whole = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(TP) * width, width, slot.axis)
+    if not shards.chunked:
+        return whole
+    chunk = shards.chunk_shape(slot)
+    flat = jnp.pad(jnp.ravel(whole), (0, chunk[0] * shards.dp - slot.size))
+    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DP) * chunk[0], chunk[0]).reshape(chunk)
 
 
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:

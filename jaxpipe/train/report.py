@@ -24,9 +24,10 @@ class TrainResult:
     its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
     recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank's device, as predicted
-    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`). ``schedule``: the one that ran at the end, to which predictions and
-    medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where
-    re-planning changed it, else NaN."""
+    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`); ``peak_measured_bytes``: since the process began, None where the
+    backend does not count. ``mfu``: NaN where the device's peak is not known. ``schedule``: the one that ran at the end, to
+    which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over
+    the one before, where re-planning changed it, else NaN."""
 
     out_dir: Path
     step: int
@@ -44,6 +45,8 @@ class TrainResult:
     schedule: str = ""
     gain_predicted: float = _NAN
     gain_measured: float = _NAN
+    mfu: float = _NAN
+    peak_measured_bytes: int | None = None
 
     @classmethod
     def finished(cls, out_dir: Path, step: int, metrics: Mapping[str, float], seconds: float) -> TrainResult:
@@ -63,13 +66,16 @@ def result_text(result: TrainResult) -> str:
     held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
     lines = [f"{'stopped' if result.stopped else 'done'} at step {result.step}: loss {result.loss:.4f}{held_out}"]
     if result.steps_run:
-        lines[0] += f", {format_count(result.tokens_per_s)} tok/s, {format_seconds(result.seconds)} in all"
+        mfu = "" if math.isnan(result.mfu) else f", MFU {result.mfu:.1%}"
+        lines[0] += f", {format_count(result.tokens_per_s)} tok/s{mfu}, {format_seconds(result.seconds)} in all"
         lines.append(f"bubble {result.bubble_predicted:.1%} predicted")
         if not math.isnan(result.bubble_measured):
             lines[1] += (
                 f", {result.bubble_measured:.1%} measured; step ÷ replay of its own durations {result.replay_ratio:.3f}"
             )
-        lines[1] += f"; peak {format_bytes(result.peak_bytes, binary=True)} a rank"
+        lines[1] += f"; peak {format_bytes(result.peak_bytes, binary=True)} a rank predicted"
+        if result.peak_measured_bytes is not None:
+            lines[1] += f", {format_bytes(result.peak_measured_bytes, binary=True)} measured"
     if not math.isnan(result.gain_predicted):
         gains = {"predicted": result.gain_predicted, "measured": result.gain_measured}
         said = [f"{format_gain(gain)} {how}" for how, gain in gains.items() if not math.isnan(gain)]

@@ -21,7 +21,8 @@ from jaxpipe.stage.model.plan import Cut
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoint_manifest import Manifest
 from jaxpipe.train.config import TrainConfig, known_settings
-from jaxpipe.train.data import Batches, DataState
+from jaxpipe.train.data import DataState, Stream
+from jaxpipe.train.imported import initial_params
 from jaxpipe.train.setup import Prepared, optimizer_of
 from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
 
@@ -32,21 +33,24 @@ _WHERE = ("pipeline.", "offload.", "replan.", "data.")
 _HOW_OFTEN = (
     "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
     "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
-    "run.max_skipped", "run.watchdog_s", "run.compile_cache",
+    "run.max_skipped", "run.watchdog_s", "run.compile_cache", "run.trackers", "run.profile_steps",
+    "run.transport",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``first_loss``: of
-    the run's first step, if it is known. ``fused``: the stages that run BW, if that was chosen before for the same stages."""
+    """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``resumed``: they are
+    of the run's own checkpoint. ``first_loss``: of the run's first step, if it is known. ``fused``: the stages that run BW, if
+    that was chosen before for the same stages."""
 
     step: int
-    batches: Batches
+    batches: Stream
     params: Mapping[str, Params] | None = None
     optimizer: Mapping[str, Any] | None = None
     first_loss: float | None = None
     fused: tuple[int, ...] | None = None
+    resumed: bool = False
 
 
 def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
@@ -86,7 +90,11 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
         DataError: it is of other data, or the data are too small.
     """
     if origin is None:
-        return Start(0, _batches(prepared, None))
+        params = None
+        if prepared.config.run.init_from:
+            params = initial_params(prepared.config, prepared.model, _own_layers(prepared, store.processes))
+            note(f"begins with the parameters in {prepared.config.run.init_from}")
+        return Start(0, _batches(prepared, None), params)
 
     def older(step: int) -> int | None:
         found = choose(prepared.config, store, note, before=step)
@@ -101,23 +109,27 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
 def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:
     folder = store.path(origin.step)
     meta = origin.meta
-    if not all(isinstance(meta.get(part), dict) for part in ("config", "data")):
+    imported = origin.step == 0 and "imported" in meta  # of no data yet, and without an optimizer's state
+    if not all(isinstance(meta.get(part), dict) for part in ("config", *(["data"] if not imported else []))):
         raise CheckpointError(f"{folder} was not written by jaxpipe train; choose another run.out_dir")
     remarks = _compare(prepared, origin)
     try:
-        state = DataState.from_dict(meta["data"])
+        state = None if imported else DataState.from_dict(meta["data"])
     except DataError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    if state.step != origin.step:
+    if state is not None and state.step != origin.step:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     batches = _batches(prepared, state)
     mine = _own_layers(prepared, store.processes)
-    loaded = load_state(store, origin.step, prepared.model, optimizer_of(prepared.config), layers=mine)
+    optimizer = None if imported else optimizer_of(prepared.config, prepared.model)
+    loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
     for remark in remarks:
         note(remark)
     first = meta.get("first_loss")
     first = first if isinstance(first, float) else None
-    return Start(origin.step, batches, loaded.params, loaded.optimizer, first, _fused(meta, prepared.plan.cut))
+    state_of_optimizer = None if imported else loaded.optimizer
+    fused = None if imported else _fused(meta, prepared.plan.cut)
+    return Start(origin.step, batches, loaded.params, state_of_optimizer, first, fused, resumed=True)
 
 
 def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
@@ -146,7 +158,7 @@ def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
             return None
 
 
-def _batches(prepared: Prepared, state: DataState | None) -> Batches:
+def _batches(prepared: Prepared, state: DataState | None) -> Stream:
     config = prepared.config
     return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
 

@@ -13,7 +13,7 @@ from dataclasses import fields
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.own_schedules import rules_of, towers_of
-from jaxpipe.train.sections import PipelineConfig, Sections, TraverseConfig, names_function
+from jaxpipe.train.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]
@@ -69,14 +69,6 @@ def _sequence(config: Sections) -> Iterator[str]:
             f"pipeline.sequence_parallel=true splits data.seq_len={length} over pipeline.tp={tp}, which does not divide it: "
             f"use data.seq_len={lengths}, or pipeline.tp={_nearest_divisors(length, tp)}"
         )
-
-
-@_about("optimizer.warmup_steps", "run.steps")
-def _warmup(config: Sections) -> Iterator[str]:
-    warmup, steps = config.optimizer.warmup_steps, config.run.steps
-    if warmup > steps:
-        advice = f"use at most {steps} (a tenth, {max(1, steps // 10)}, is usual)"
-        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: {advice}"
 
 
 @_about("data.holdout", "run.eval_every")
@@ -206,13 +198,22 @@ def _ids(config: Sections) -> Iterator[str]:
         yield f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
 
 
-@_about("data.options", "data.path")
+@_about("data.options", "data.path", "data.target")
 def _made_data(config: Sections) -> Iterator[str]:
     """Only a function takes options."""
     data = config.data
-    if data.options and not names_function(data.path):
-        needs = "data.options are for a function, data.path=module:function"
+    if data.options and not names_function(data.path) and data.target is None:
+        needs = "data.options are for a function, data.target=module:function or data.path=module:function"
         yield f"{needs}, and data.path is {data.path!r}: leave them out"
+
+
+@_about("data.sources", "data.path", "data.target")
+def _one_origin(config: Sections) -> Iterator[str]:
+    """Data come from one place."""
+    data = config.data
+    given = [key for key in ("path", "sources", "target") if getattr(data, key) != getattr(DataConfig(), key)]
+    if len(given) > 1:
+        yield f"{' and '.join(f'data.{key}' for key in given)} are given: data come from one of them; leave the others out"
 
 
 @_about("model.options", "data.seq_len")
@@ -221,6 +222,14 @@ def _seq_len(config: Sections) -> Iterator[str]:
     given, wanted = config.model.options.get("seq_len"), config.data.seq_len
     if given not in (None, wanted):
         yield f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
+
+
+@_about("run.profile_steps", "run.steps")
+def _profiled(config: Sections) -> Iterator[str]:
+    first, last = config.run.profile_steps or (1, 1)
+    if not first <= last <= config.run.steps:
+        given = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
+        yield f"{given}: give the first and the last step to trace, such as [20, 25]"
 
 
 @_about("replan.enabled", "run.steps", "run.log_every")

@@ -27,7 +27,7 @@ from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.sections import RunConfig
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures")
-"""What a run writes beside ``checkpoints`` and ``tensorboard``, and would overwrite."""
+"""What a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
 PICTURES = ("timeline.svg", "timeline.png", "timeline.html", "timeline.trace.json")
 _MARK = "# Written by jaxpipe train: the settings of the run in this directory."
 """The first line of ``config.toml``."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import replicated
+from jaxpipe.mesh import replicated, spec_of
 from jaxpipe.runtime.assembly import Reported
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.train.reduction import SHRUNK
@@ -41,11 +43,7 @@ jax.tree_util.register_dataclass(Combined)
 
 
 class Scalars:
-    """Of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives.
-
-    Raises:
-        ConfigError: losses are on the ranks of several processes.
-    """
+    """Of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives."""
 
     def __init__(self, pipeline: Pipeline, squares: Mapping[int, jax.ShapeDtypeStruct], clip_norm: float) -> None:
         self._owned, self._homes = pipeline.ownership, [replicated(mesh) for mesh in pipeline.submeshes]
@@ -56,17 +54,17 @@ class Scalars:
         lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
         ranks = {r for s in lossy for r in pipeline.instances[s]}
         self._several = sum(len(pipeline.instances[s]) for s in lossy) > 1  # each has some of the losses
-        self._loss_rank = min(ranks)
-        if len({self._owned.process_of[r] for r in ranks}) > 1:
-            raise ConfigError(
-                "losses are on the ranks of several processes; start fewer, or choose a schedule with all losses on one rank"
-            )
+        self._apart = len({self._owned.process_of[r] for r in ranks}) > 1  # rank 0 gets them all and adds them up
+        self._loss_rank = 0 if self._apart else min(ranks)
         if not self._owned.divided:
             return
         self._squares = squares
-        forward = [pipeline.stages[s].functions["F"] for s in lossy]
-        made_there = [pair for f in forward for pair in zip(f.outputs, f.avals_out, strict=True)]
-        ports = [jax.ShapeDtypeStruct(a.shape, a.dtype) for port, a in made_there if port.kind == "loss"]
+        forward = {s: pipeline.stages[s].functions["F"] for s in lossy}
+        made_there = {s: list(zip(f.outputs, f.avals_out, strict=True)) for s, f in forward.items()}
+        self._ports = {(s, port.index): a for s, of in made_there.items() for port, a in of if port.kind == "loss"}
+        results = [(value, p.rank) for p in pipeline.programs for value, _ in p.results if value.kind == "loss"]
+        self._losses = sorted((v.microbatch, v.stage, v.index, rank) for v, rank in results)
+        ports = [jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in sorted(self._ports.items())]
         self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
         loss_sum, weight, reported = self._sums
         made: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
@@ -85,6 +83,8 @@ class Scalars:
             made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
             return _with(made, weight, reported, stop)
         sums: Any = ()
+        if self._apart:
+            losses = self._all_losses(losses)
         if self._loss_rank in self._owned.ranks:
             home = self._homes[self._loss_rank]
             sums = self._sum_losses(jax.device_put(losses, home) if self._several else losses)
@@ -119,6 +119,19 @@ class Scalars:
     def _leaders(self) -> list[int]:
         """The first rank of each process."""
         return [self._owned.process_of.index(k) for k in range(self._owned.processes.number)]
+
+    def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+        """Of all microbatches, in their order, on rank 0; ``losses``: of those that are here, in theirs."""
+        here = [at for at in self._losses if at[-1] in self._owned.ranks]
+        given = dict(zip(here, (x for ports in losses for x in ports), strict=True))
+        found: dict[tuple[int, ...], jax.Array] = {}
+        for rank in sorted({rank for *_, rank in self._losses}):
+            these = [at for at in self._losses if at[-1] == rank]
+            ports = [self._ports[stage, index] for _, stage, index, _ in these]
+            avals = [_at(a, NamedSharding(self._homes[0].mesh, spec_of(a))) for a in ports]
+            moved = self._owned.move([given[at] for at in these if at in given], rank, 0, avals)
+            found |= zip(these, moved, strict=False)
+        return [tuple(found[at] for at in of) for _, of in groupby(sorted(found), key=itemgetter(0))]
 
     def _to_first(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
         return self._owned.move(arrays, src, 0, [_at(a, self._homes[0]) for a in avals])

@@ -3,6 +3,7 @@ satisfy, :mod:`.rules` what several must together."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
+from jaxpipe.train.documents import SUFFIXES
 from jaxpipe.train.settings import in_float32, not_empty, positive, within
 from jaxpipe.wording import nearest
 
@@ -74,23 +76,48 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceConfig:
+    """One of several sources. ``path``: as ``data.path``. ``weight``: its share of the sequences, against the rest."""
+
+    path: _Name
+    weight: _Positive = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``path``: a text file, a directory, a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard
-    library); for models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is
-    called with ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a
-    vocabulary of N, no text). ``seq_len``: tokens a sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is
-    chosen, as ``blocks`` spread over the corpus or whole ``files``. ``suffixes``: files read in a directory. ``seed``: order of
-    the sequences.
+    """``path``: a file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store
+    (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
+    models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with
+    ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N,
+    no text). ``format``: what records of JSONL and Parquet hold: ``text``, or ``chat``, messages with a ``role`` and a
+    ``content``, which ``chat_template`` (a path; ``auto``: the one beside the tokenizer) makes text of, and of which only
+    answers count (:mod:`jaxpipe.train.chat`). ``field``: where a record has it; ``auto``: ``text``, or ``messages``. ``eos``:
+    what ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
+    after a file of text; chats end as their template says). ``mask``: ``causal``: a token sees what stands before it in its
+    sequence; ``document``: what of that is of its own document, and positions start again with each. ``seq_len``: tokens a
+    sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks`` spread over the corpus or
+    whole ``files``, of records whole documents. ``suffixes``: files read in a directory. ``seed``: order of the sequences.
+
+    In place of ``path``: ``sources``, tables by name of a ``path`` and a ``weight`` each, which are mixed
+    (:mod:`jaxpipe.train.mixture`); or ``target``, ``module:function``, which is called with ``options`` and makes batches
+    (:mod:`jaxpipe.train.own_data`).
     """
 
     path: _Name = "stdlib"
     tokenizer: _Name = "byte"
+    format: Literal["text", "chat"] = "text"
+    chat_template: _Name = "auto"
+    field: _Name = "auto"
+    eos: _Name = "auto"
+    mask: Literal["causal", "document"] = "causal"
     seq_len: _Count = 128
     holdout: Annotated[float, within(0, 0.5)] = 0.05
     split: Literal["blocks", "files"] = "blocks"
-    suffixes: tuple[Annotated[str, _is_suffix], ...] = (".txt", ".md", ".rst", ".py")
+    suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    target: Annotated[str, _is_target] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +181,17 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW. ``lr`` is reached after ``warmup_steps`` and falls by a cosine to ``min_lr_ratio`` of it at the last step.
-    ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
+    """``lr`` is reached after ``warmup_steps`` (at most all steps) and then falls to ``min_lr_ratio`` of it at the last step:
+    along a ``cosine`` or a line (``linear``), not at all (``constant``), or along a line over the last ``decay_fraction`` of
+    the steps (``wsd``).
+
+    ``name``: ``adamw``; ``lion``, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; ``muon``
+    (:mod:`jaxpipe.train.muon`) for matrices, with ``momentum``, and AdamW for the rest. ``betas``: of AdamW and Lion; ``eps``:
+    of AdamW. ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
     """
 
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     lr: Annotated[float, positive, in_float32] = 1e-3
     warmup_steps: _Whole = 20
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
@@ -165,19 +199,29 @@ class OptimizerConfig:
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: Annotated[float, positive, in_float32] = 1e-8
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
+    decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
+    momentum: _Beta = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """``batch``: sequences a step, over all microbatches. ``seed``: initial parameters and dropout. ``dtype``: of the compute;
     master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
-    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``platform`` and
+    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``init_from``: a run, a
+    checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins with; its
+    model and tokenizer are the run's where the config says nothing of them. ``platform`` and
     ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
 
     ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
     ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
     this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
-    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`).
+    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`). ``transport``:
+    of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl`` (:mod:`jaxpipe.runtime.native`,
+    which nobody has run on GPUs yet).
+
+    ``trackers``: what is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one
+    that a package adds (:mod:`jaxpipe.train.trackers`); ``tensorboard=true`` adds that one. ``profile_steps``: the first and
+    the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in ``out_dir``.
     """
 
     steps: _Count = 200
@@ -187,6 +231,7 @@ class RunConfig:
     eval_every: _Whole = 50
     eval_batches: _Count = 8
     out_dir: _Name = "runs/default"
+    init_from: _Name | None = None
     checkpoint_every: _Whole = 50
     keep_last: _Count = 2
     keep_best: _Whole = 1
@@ -199,6 +244,9 @@ class RunConfig:
     max_skipped: _Whole = 5
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
     compile_cache: _Name = "auto"
+    trackers: tuple[_Name, ...] = ("jsonl",)
+    profile_steps: tuple[_Count, _Count] | None = None
+    transport: Literal["tagged", "nccl"] = "tagged"
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ class Collected:
             self.problem(place, "write it as section.key=value", key)
         elif _origin(leaf_hints(self.record).get(table)) is Mapping and path[1:] and all(path):
             try:
-                value = _with_nested(self.values.get(table, {}), path[1:], _parse_open(text.strip(), key))
+                value = _with_nested(plain(self.values.get(table, {})), path[1:], _parse_open(text.strip(), key))
                 self.add(table, value, place)
             except ConfigError as error:
                 self.problem(place, str(error), key)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -19,7 +20,7 @@ from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.assemble import Progress, assemble, choose, stage_planner
@@ -27,11 +28,15 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
+from jaxpipe.train.encoding import Reading
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.sections import PipelineConfig, names_function
+from jaxpipe.train.mixture import MixedDataset
+from jaxpipe.train.muon import Muon, described, matrices_of
+from jaxpipe.train.optimizer import adamw, learning_rate, lion
+from jaxpipe.train.own_data import OwnDataset
+from jaxpipe.train.sections import DataConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.tokenizers import load_tokenizer
+from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.wording import format_bytes
 
@@ -57,22 +62,33 @@ def load_dataset(config: TrainConfig) -> Dataset:
     """
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer)
+    if data.target is not None:
+        return OwnDataset(data.target, data.options, tokenizer)
+    if data.sources:
+        parts = {name: _tokens_at(data, source.path, tokenizer) for name, source in data.sources.items()}
+        return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
     if names_function(data.path):
         return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
     if (arrays := several_arrays(data.path)) is not None:
         return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
-    corpus = load_corpus(data.path, tokenizer, data.suffixes)
-    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split)
+    return _tokens_at(data, data.path, tokenizer)
+
+
+def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
+    reading = Reading(data.suffixes, data.field, data.eos, data.format, data.chat_template)
+    corpus = load_corpus(path, tokenizer, reading)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split, data.mask)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
     """The model of ``config``. Its function gets ``seq_len`` and ``vocab_size`` of the data, unless the options set a larger
-    vocabulary.
+    vocabulary, and ``mask`` where that is not causal.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
     """
-    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **config.model.options}
+    mask = {} if config.data.mask == "causal" else {"mask": config.data.mask}
+    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **mask, **config.model.options}
     model = resolve_model(config.model.target, options)
     if model.vocab_size < vocab_size:
         raise ConfigError(
@@ -131,6 +147,8 @@ def compile_setup(
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done. ``fused``: the stages whose BW stay; by default ``pipeline.split_backwards``
     decides."""
+    for remark in optimizer_remarks(prepared.config, prepared.model):
+        progress(remark)
     step = step_over(prepared.config, compile_pipeline(prepared, devices, progress, processes))
     trainer = Trainer.over(step, prepared.config.run.seed)
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
@@ -182,6 +200,7 @@ def compile_pipeline(
             progress=progress,
             split=config.replan.enabled and config.replan.split,
             processes=processes,
+            transport=config.run.transport,
         )
 
 
@@ -189,11 +208,20 @@ def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
     """The step of ``config`` over ``pipeline``. Compiles nothing yet."""
     return TrainStep(
         pipeline,
-        optimizer_of(config),
+        optimizer_of(config, pipeline.model),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=_learning_rate(config),
         zero1=config.pipeline.zero1,
     )
+
+
+def step_flops(prepared: Prepared) -> float:
+    """What the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
+    pipe, plan = prepared.config.pipeline, prepared.plan
+    costs = plan.layer_costs
+    if plan.costs_from != "analytic":
+        costs = analytic_layer_costs(prepared.model, microbatch_size(prepared.config) // pipe.dp)
+    return 3 * sum(costs) * pipe.microbatches * pipe.dp
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:
@@ -202,12 +230,28 @@ def offload_options(config: TrainConfig) -> OffloadOptions:
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
-def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer that ``config`` describes."""
-    o = config.optimizer
-    return adamw(_learning_rate(config), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+def optimizer_of(config: TrainConfig, model: Model) -> Any:
+    """The optax transformation that ``config`` describes, for ``model``.
+
+    Raises:
+        ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
+    """
+    o, rate = config.optimizer, _learning_rate(config)
+    if o.name == "lion":
+        return lion(rate, betas=o.betas, weight_decay=o.weight_decay)
+    rest = adamw(rate, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    return Muon(rate, matrices_of(model), rest, o.momentum, o.weight_decay) if o.name == "muon" else rest
+
+
+def optimizer_remarks(config: TrainConfig, model: Model) -> Iterator[str]:
+    """What a user may not expect of the optimizer, in lines."""
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    if warmup > steps:
+        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: the rate rises over all {steps} steps"
+    if config.optimizer.name == "muon":
+        yield described(model, matrices_of(model))
 
 
 def _learning_rate(config: TrainConfig) -> optax.Schedule:
-    o = config.optimizer
-    return learning_rate(o.lr, o.warmup_steps, config.run.steps, o.min_lr_ratio)
+    o, steps = config.optimizer, config.run.steps
+    return learning_rate(o.lr, min(o.warmup_steps, steps), steps, o.min_lr_ratio, o.schedule, o.decay_fraction)

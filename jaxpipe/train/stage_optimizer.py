@@ -6,8 +6,9 @@ A leaf of the state that is like a divided parameter is divided as that is (:mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.stage.model.params import LeafSlot, Place
 from jaxpipe.train.layerwise import LayerwiseOptimizer, OptimizerPart
 from jaxpipe.train.optimizer_state import StateLeaf, fitted, of_layers
-from jaxpipe.train.pieces import Division, check_pieces
+from jaxpipe.train.pieces import Division, check_pieces, divided_like
+from jaxpipe.train.reduction import own_piece, whole_leaf
 from jaxpipe.train.shards import StageShards
 
 
@@ -76,8 +78,8 @@ def stage_optimizers(
     """The optimizer of each stage; ``extra``: shapes of the arguments that its update gets.
 
     Raises:
-        ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it does not treat
-            elements alone.
+        ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it neither treats
+            elements alone nor knows what to do on pieces (``on_pieces``).
     """
     whole = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
     division: Division = {
@@ -89,14 +91,30 @@ def stage_optimizers(
     local = whole
     divided: tuple[Place | None, ...] = (None,) * len(whole.leaves)
     if division:
-        local = LayerwiseOptimizer.trace(optimizer, _joined(s.local_avals() for s in shards.values()), extra)
-        divided = check_pieces(whole, local, division)
+        on_pieces = getattr(optimizer, "on_pieces", None)
+        pieces = optimizer if on_pieces is None else on_pieces(partial(_gathered, shards))
+        axes = next(iter(shards.values())).mesh.shape  # the same on each rank
+        avals = _joined(s.local_avals() for s in shards.values())
+        local = LayerwiseOptimizer.trace(pieces, avals, extra, tuple(axes.items()))
+        if on_pieces is None:
+            check_pieces(whole, local, division)
+        divided = divided_like(whole, local, division)
     made = {}
     for s, x in shards.items():
         part, slots = local.part(x.layout.layers), {(slot.layer, slot.path): slot for slot in x.layout.slots}
         like = tuple(None if (at := divided[k]) is None else slots[at] for k in part.numbers)
         made[s] = StageOptimizer(x, part, tuple(whole.leaves[k] for k in part.numbers), like)
     return made
+
+
+def _gathered(
+    shards: Mapping[int, StageShards], place: Place, function: Callable[[jax.Array], jax.Array], piece: jax.Array
+) -> jax.Array:
+    """A device's piece of ``function`` of a whole leaf, of which every device of the rank has a piece."""
+    layer, path = place
+    found = ((x, slot) for x in shards.values() for slot in x.updated_slots if (slot.layer, slot.path) == (layer, path))
+    mine, slot = next(found)
+    return own_piece(mine, slot, function(whole_leaf(mine, slot, piece)))
 
 
 def _joined(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -56,14 +56,16 @@ def load_state(
     master: Any = jnp.float32,
     layers: Collection[str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of ``step``, checked against the model and the optimizer, before anything is placed or compiled.
-    ``layers``: only these are read, and of the optimizer's state only theirs is checked.
+    """The checkpoint of ``step``, checked against the model and the optimizer (None: it has no state of one), before anything
+    is placed or compiled. ``layers``: only these are read, and of the optimizer's state only theirs is checked.
 
     Raises:
         CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
     """
     params = stored_params(model, master)
     loaded = store.load(step, like={"params": params}, layers=layers)
+    if optimizer is None:
+        return loaded
     trained = trained_params(model.layers, params)
     leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
     mine = [layer for layer in trained if layers is None or layer in layers]

@@ -3,7 +3,7 @@
 :class:`ByteTokenizer` (one id a byte), :class:`HFTokenizer` (a ``tokenizer.json`` read by Hugging Face's ``tokenizers``
 package, imported only when asked for) and :class:`IdTokenizer` (a vocabulary size for arrays that come as ids, no text).
 Text travels as ``str`` in which bytes that are not UTF-8 are lone surrogates (PEP 383, ``surrogateescape``), so that any
-file survives a round trip through bytes. Special tokens are not added: the text is the text.
+file survives a round trip through bytes. Special tokens are not added: the text is the text. What ends a document is ``eos``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from jaxpipe.errors import DataError
 from jaxpipe.files import read_file
 
 Ids = npt.NDArray[Any]  # 1-D, integer
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
+"""Tokens that end a document, as models of the hub have them: a ``tokenizer.json`` does not say which one does."""
 
 
 class Tokenizer(Protocol):
-    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: equal for tokenisers that give equal ids."""
+    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: equal for tokenisers that give equal ids. ``eos``: the
+    id that ends a document, if one does."""
 
     @property
     def name(self) -> str: ...
@@ -35,8 +38,20 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def eos(self) -> int | None: ...
+
     def encode(self, text: str) -> Ids:
         """Ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """:meth:`encode` of each."""
+
+    def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Ids of ``text``, and the character that each begins at."""
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, if there is one."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
@@ -51,14 +66,26 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ByteTokenizer:
-    """One id a byte: UTF-8, with ``surrogateescape`` for bytes that are not. ``decode(encode(t)) == t`` for text read so."""
+    """One id a byte: UTF-8, with ``surrogateescape`` for bytes that are not. ``decode(encode(t)) == t`` for text read so.
+    Byte 0 ends a document."""
 
     name = "byte"
     vocab_size = 256
     fingerprint = "byte"
+    eos = 0
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+
+    def id_of(self, token: str) -> None:
+        return None
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return _checked(ids, self).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
@@ -73,11 +100,21 @@ class IdTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.name = self.fingerprint = f"ids:{vocab_size}"
+        self.eos = None
 
     def encode(self, text: str) -> Ids:
         raise DataError(
             f"tokenizer {self.name} has no text to encode: give data.tokenizer the tokenizer.json of these ids"
         )
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [self.encode(text) for text in texts]
+
+    def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        return self.encode(text), np.zeros(0, np.int64)
+
+    def id_of(self, token: str) -> None:
+        return None
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return " ".join(map(str, _checked(ids, self).tolist()))
@@ -114,14 +151,35 @@ class HFTokenizer:
         if self.vocab_size == 0:
             raise DataError(f"tokenizer {path}: its vocabulary is empty")
         self.fingerprint = "hf:" + hashlib.sha256(content).hexdigest()[:16]
+        self.eos = next((found for name in _ENDS if (found := self.id_of(name)) is not None), None)
 
     def encode(self, text: str) -> Ids:
+        return self._ids(self._encoded(text))
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            made = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            return [self.encode(text) for text in texts]
+        return [self._ids(encoding) for encoding in made]
+
+    def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        encoding = self._encoded(text)
+        return self._ids(encoding), np.array([start for start, _ in encoding.offsets], np.int64)
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def _encoded(self, text: str) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: bytes that were not UTF-8
             raise DataError(
                 f"tokenizer {self.name}: the text is not valid UTF-8 ({_surrogate_place(text, error)})"
             ) from None
+
+    def _ids(self, encoding: Any) -> Ids:
         return np.asarray(encoding.ids, dtype=id_dtype(self.vocab_size))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:

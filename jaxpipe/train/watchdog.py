@@ -42,12 +42,12 @@ class Watchdog:
 
     Args:
         floor_s: seconds; 0 watches nothing.
-        explain: called in another thread when the time is up, with the step: where it stands, and what to do.
-        tell: called then with how this process ends and its exit code, for others that are to end with it; may end it.
+        explain: called in another thread when the time is up: where the step stands, and what to do.
+        tell: called before that with what took too long, where other processes are to end, too; may end this one.
     """
 
     def __init__(
-        self, floor_s: float, explain: Callable[[int], str], tell: Callable[[str, int], object] = lambda how, code: None
+        self, floor_s: float, explain: Callable[[], str], tell: Callable[[str], object] = lambda late: None
     ) -> None:
         self.usual_s = math.inf
         self._floor_s, self._explain, self._tell = floor_s, explain, tell
@@ -102,13 +102,13 @@ class Watchdog:
                 _LAST_WORDS_S, exit=True, file=_STDERR
             )  # whatever the words below wait for
             faulthandler.dump_traceback(_STDERR)
+        late = f"step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s)"
+        self._tell(late)
         said = "what it waits for is not known"
         with suppress(JaxpipeError, OSError, RuntimeError):
-            said = self._explain(step)
-        line = f"step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s): {said}"
-        self._tell(f"failed: {line}", RunError.exit_code)
+            said = self._explain()
         with suppress(OSError):
-            os.write(_STDERR, f"jaxpipe: {line}\n".encode())
+            os.write(_STDERR, f"jaxpipe: {late}: {said}\n".encode())
         os._exit(RunError.exit_code)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torture_parts.trial import Bench, Case, Child, FailedError, SkippedError, Trial
+from torture_parts.trial import Bench, Case, Child, FailedError, SkippedError, Trial, Waiting
 
 STEPS = 40
 _EVERY = 6  # steps between evaluations
@@ -56,6 +56,7 @@ _RECIPES = {
         *("pipeline.schedule=v-zb", "pipeline.chunks=2", "pipeline.dp=2", "pipeline.zero1=true"),
         *("run.dtype=bfloat16", "model.options.dropout=0.1"),
     ],
+    "several": ["pipeline.ranks=4", "model.options.num_layers=4", "pipeline.schedule=zb-1p"],
 }
 
 
@@ -88,7 +89,7 @@ class Yard:
 
 
 @cache
-def _yard(bench: Bench) -> Yard:
+def yard_of(bench: Bench) -> Yard:
     return Yard(bench)
 
 
@@ -195,7 +196,7 @@ def _finish(yard: Yard, trial: Trial, out_dir: Path, recipe: str, what: str) -> 
 
 def kills(bench: Bench) -> Iterator[Case]:
     """R1: chains of runs, each killed at some moment."""
-    yard = _yard(bench)
+    yard = yard_of(bench)
     for recipe, flips, full, quick in (("plain", False, 16, 1), ("heavy", False, 10, 0), ("plain", True, 6, 0)):
         for _ in range(bench.count(full, quick)):
             yield Case(f"chain of kills, {recipe}", partial(_killed, yard, recipe=recipe, flips=flips))
@@ -208,7 +209,7 @@ def _killed(yard: Yard, trial: Trial, recipe: str, flips: bool) -> None:
     for _ in range(yard.bench.count(10, 3)):
         child = yard.start(trial.folder, out_dir, recipe)
         phase = rng.choice(("warm-up", "step", "step", "save", "save", "evaluation"))
-        _await_moment(child, out_dir, phase, rng)
+        await_moment(child, out_dir, phase, rng)
         child.send(signal.SIGKILL)
         if child.end() != -signal.SIGKILL:
             break  # it ended before
@@ -222,7 +223,7 @@ def _killed(yard: Yard, trial: Trial, recipe: str, flips: bool) -> None:
     _finish(yard, trial, out_dir, recipe, f"killed in {'; '.join(history)}")
 
 
-def _await_moment(child: Child, out_dir: Path, phase: str, rng: random.Random) -> None:
+def await_moment(child: Waiting, out_dir: Path, phase: str, rng: random.Random) -> None:
     """Wait until a run is in ``phase``, some time after where it started from."""
     if phase == "warm-up":
         line = rng.choice(("", "documents", "tracing", "timing each stage", "built in"))
@@ -248,7 +249,7 @@ def _is_past(moment: float) -> bool:
 
 def stops(bench: Bench) -> Iterator[Case]:
     """R2: chains of runs, each stopped by a signal; and runs that get two."""
-    yard = _yard(bench)
+    yard = yard_of(bench)
     for recipe, full, quick in (("plain", 6, 1), ("heavy", 2, 0)):
         for _ in range(bench.count(full, quick)):
             yield Case("chain of signals", partial(_stopped, yard, recipe=recipe))
@@ -266,7 +267,7 @@ def _stopped(yard: Yard, trial: Trial, recipe: str) -> None:
     for _ in range(yard.bench.count(8, 2)):
         child, number = yard.start(trial.folder, out_dir, recipe), rng.choice(_SIGNALS)
         phase = rng.choice(("warm-up", "step", "step", "save", "evaluation"))
-        _await_moment(child, out_dir, phase, rng)
+        await_moment(child, out_dir, phase, rng)
         built = "built in" in child.output
         child.send(number)
         code, said = child.end(), child.output
@@ -306,7 +307,7 @@ def _stopped_twice(yard: Yard, trial: Trial) -> None:
 
 def disks(bench: Bench) -> Iterator[Case]:
     """R11: files may not grow, the disk is full, folders can't be written."""
-    yard = _yard(bench)
+    yard = yard_of(bench)
     for _ in range(bench.count(12, 1)):
         yield Case("limit on the size of files", partial(_limited, yard))
     for _ in range(bench.count(8, 1)):
@@ -420,7 +421,7 @@ _TOPOLOGIES = {
 
 def topologies(bench: Bench) -> Iterator[Case]:
     """R13."""
-    yard = _yard(bench)
+    yard = yard_of(bench)
     for _ in range(bench.count(6, 1)):
         yield Case("chain of topologies", partial(_moved, yard))
 

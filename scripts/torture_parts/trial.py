@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Protocol
 
 DOCUMENTED = frozenset({0, 2, 3, 4, 75, 130})
 """Exit codes of a verb whose output nobody closes."""
@@ -45,11 +46,12 @@ class _HangError(BaseException):
 
 @dataclass(slots=True)
 class Trial:
-    """One run of a case. ``tried``: how often what was tried, by kind."""
+    """One run of a case. ``tried``: how often what was tried, by kind. ``measured``: values by name."""
 
     rng: random.Random
     folder: Path
     tried: Counter[str] = field(default_factory=Counter)
+    measured: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,16 @@ def _copy(pipe: Path, log: Path) -> None:
     with pipe.open("rb", buffering=0) as source, log.open("ab", buffering=0) as target:
         while some := source.read(65536):
             target.write(some)
+
+
+class Waiting(Protocol):
+    """A run that is under way."""
+
+    @property
+    def output(self) -> str: ...
+
+    def until(self, met: Callable[[], bool]) -> bool:
+        """Wait until ``met()``; False if the run ended before."""
 
 
 class Child:

@@ -27,6 +27,26 @@ a part of its gradient. A parameter of which nothing is said is whole on each, a
 
 
 @dataclass(frozen=True, slots=True)
+class Matrix:
+    """How a parameter is a matrix, or several. ``rows``: the axes that the product with it sums over; ``columns``: those of the
+    result. Along any other axis it is a matrix at each index. ``split``: an axis and sizes along it; each part is a matrix of
+    its own, as queries, keys and values are that one product makes."""
+
+    rows: tuple[int, ...] = (0,)
+    columns: tuple[int, ...] = (1,)
+    split: tuple[int, tuple[int, ...]] | None = None
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape can be such a matrix."""
+        axes = (*self.rows, *self.columns)
+        apart = self.rows and self.columns and len(set(axes)) == len(axes) and set(axes) <= set(range(len(shape)))
+        if self.split is None or not apart:
+            return bool(apart)
+        axis, sizes = self.split
+        return axis in range(len(shape)) and sum(sizes) == shape[axis] and min(sizes) > 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerContext:
     """What a layer may see besides its parameters and input.
 
@@ -63,6 +83,9 @@ class Layer:
     ``span``: of a loss, of how many consecutive microbatches it gets the rows at once, one after another: other numbers are
     another loss where rows count for each other. With several dp shards each has groups of its own rows.
 
+    ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
+    unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
+
     ``shards(tp)``: how the parameters lie on tensor-parallel shards, by path, tied leaves included; it raises ConfigError, with
     the numbers that would work, where the layer can't be divided so. None: the layer knows no tensor parallelism.
     """
@@ -80,6 +103,7 @@ class Layer:
     takes: tuple[str, ...] | None = None
     frozen: bool = False
     span: int = 1
+    matrices: Mapping[Path, Matrix] | None = None
 
     @property
     def code(self) -> Hashable:

@@ -1,8 +1,8 @@
 """Frozen option dataclasses made from plain mappings: names checked with suggestions, types checked, one line an error.
 
 Models take their options this way (``GPT(**options)``), so that a configuration file's ``[model.options]`` table and a Python
-call get the same messages. It handles int, float, bool, str and ``X | None`` fields, which is what a model needs; nested
-tables belong to :mod:`jaxpipe.train.config`.
+call get the same messages. It handles int, float, bool, str and ``X | None`` fields and option dataclasses inside one another,
+which is what a model needs; other tables belong to :mod:`jaxpipe.train.config`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ConfigError
@@ -67,9 +67,18 @@ def check_sizes(what: str, **sizes: int | None) -> None:
             raise ConfigError(f"{what}: {name} is {size}; want at most {most}")
 
 
+def check_positions(what: str, seq_len: int, most: int | None) -> None:
+    """Raise ConfigError where a model has fewer positions (``max_seq_len``; None: enough) than the sequences it is to read."""
+    if most is not None and most < seq_len:
+        raise ConfigError(f"{what}: max_seq_len is {most}, and seq_len {seq_len}; want max_seq_len of at least seq_len")
+
+
 def _typed(value: Any, hint: Any, what: str) -> Any:
-    """``value`` if it fits the annotation ``hint``; an int becomes a float where a float is wanted."""
+    """``value`` if it fits the annotation ``hint``; an int becomes a float where a float is wanted, a table options."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    record = next((t for t in allowed if isinstance(t, type) and is_dataclass(t)), None)
+    if record is not None and isinstance(value, Mapping):
+        return build_options(record, value, what)
     if float in allowed and type(value) is int:
         return float(value)
     if type(value) not in [type(None) if t is None else t for t in allowed]:

@@ -127,11 +127,12 @@ def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str,
 
 
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that reads them.
+    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that reads them,
+    each row one document.
 
     The time axis may be shorter than the model's sequence length if its layers allow that (GPT and Llama here do).
     """
-    result: jax.Array = model_output(model, params, {"tokens": tokens})
+    result: jax.Array = model_output(model, params, {"tokens": tokens, "segments": jnp.zeros_like(tokens)})
     return result
 
 

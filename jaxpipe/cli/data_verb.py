@@ -1,0 +1,102 @@
+"""The verb ``data``: token stores, built and checked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxpipe.cli.parser import add_value, whole_number
+from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import notice, print_json
+from jaxpipe.cli.schedule_verbs import add_json_flag
+from jaxpipe.errors import ConfigError
+from jaxpipe.wording import closest
+
+if TYPE_CHECKING:
+    from jaxpipe.train.store import Store
+
+ACTIONS = ("build", "check")
+
+
+def configure_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        help="'build' tokenises sources into a store, or goes on with one that was begun; 'check' compares all its checksums",
+    )
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="build: files and folders of JSONL, Parquet and text; check: stores"
+    )
+    parser.add_argument("-o", "--output", metavar="STORE", help="build: the folder to make")
+    for flag, metavar, default, text in (
+        ("--tokenizer", "NAME", "byte", "as data.tokenizer"),
+        ("--chat-template", "FILE", "auto", "as data.chat_template"),
+        ("--field", "NAME", "auto", "as data.field"),
+        ("--eos", "TOKEN", "auto", "as data.eos, but that byte by byte files end with 0 too"),
+        ("--suffixes", "LIST", None, "as data.suffixes, joined by commas"),
+    ):
+        parser.add_argument(
+            flag, metavar=metavar, default=default, help=text + (f" (default {default})" * bool(default))
+        )
+    add_value(
+        parser, "--workers", "N", whole_number("processes", 1024), "processes that tokenise; by default one a core"
+    )
+    add_json_flag(parser)
+
+
+def run_data(arguments: argparse.Namespace) -> int:
+    """Build a store, or check some.
+
+    Raises:
+        ConfigError: another action, or no folder to build.
+        DataError: what is wrong with a source or a store.
+    """
+    action = arguments.action
+    if action not in ACTIONS:
+        raise ConfigError(f"data {action!r}{closest(action, ACTIONS)}; want one of: {', '.join(ACTIONS)}")
+    if (action == "build") == (arguments.output is None):
+        raise ConfigError(
+            "data build wants -o STORE, the folder to make" if action == "build" else "data check takes no -o"
+        )
+    from jaxpipe.train.store import Store
+
+    paths = [Path(path) for path in arguments.paths]
+    started = time.perf_counter()
+    if action == "build":
+        stores = [_built(arguments, paths)]
+    else:
+        stores = [Store.read(path) for path in paths]
+        for store in stores:
+            store.check(whole=True)
+    seconds = time.perf_counter() - started
+    found = [
+        {"store": str(s.folder), "documents": s.documents, "tokens": s.tokens, "fingerprint": s.fingerprint}
+        for s in stores
+    ]
+    if arguments.json:
+        print_json({"stores": found, "seconds": seconds})
+        return 0
+    for each in found:
+        print(f"{each['store']}: {each['documents']:,} documents, {each['tokens']:,} tokens, intact ({seconds:.1f} s)")
+    return 0
+
+
+def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs side by side
+    from jaxpipe.train.documents import SUFFIXES
+    from jaxpipe.train.encoding import Reading
+    from jaxpipe.train.store_build import build_store
+    from jaxpipe.train.tokenizers import load_tokenizer
+
+    suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
+    form = "chat" if arguments.chat else "text"
+    reading = Reading(suffixes, arguments.field, arguments.eos, form, arguments.chat_template)
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)
+
+
+COMMANDS = {"data": Command(configure_data, run_data)}

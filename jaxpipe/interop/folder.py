@@ -1,0 +1,213 @@
+"""Folders of the hub: ``config.json`` read strictly, safetensors read one tensor at a time, and written the same way.
+
+Nothing in a folder is believed before it is checked, and nothing in it is run. Reading is the package ``safetensors``'s.
+Writing is not: its functions want all tensors of a file in memory at once (twice), while a file is a length, a header in JSON,
+and the tensors one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.files import no_constant, read_file, unique_keys
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_READ = frozenset(_STORED.values())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ConfigError unless the file holds a JSON object."""
+    try:
+        found = json.loads(read_file(path), object_pairs_hook=unique_keys, parse_constant=no_constant)
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} has no {path.name}; give a folder of the Hugging Face hub") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}; give a folder of the Hugging Face hub") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {' '.join(str(error).split())[:120]}; download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not an object; download it again")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: ``dtype`` as safetensors names it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder by name, by their headers alone.
+
+    Raises:
+        ConfigError: there are none, a file is missing or damaged, or the index says otherwise.
+    """
+    said: dict[str, str] | None = None
+    if (folder / INDEX).is_file():
+        said = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(said, dict) or not said or not all(isinstance(x, str) for x in said.values()):
+            raise ConfigError(f"{folder / INDEX} has no weight_map of tensors and files; download it again")
+        files = sorted(set(said.values()))
+    else:
+        files = [WEIGHTS]
+        if not (folder / WEIGHTS).is_file():
+            others = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
+            have = f"it has {others[0]}; save the model again with safe_serialization" if others else "download it"
+            raise ConfigError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {have}")
+    found: dict[str, Stored] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise ConfigError(f"{folder / INDEX} names the file {name!r} outside of its folder; download it again")
+        with opened(folder / name) as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                if key in found:
+                    raise ConfigError(f"{folder}: {key} is in {found[key].file.name} and in {name}; download it again")
+                part = file.get_slice(key)
+                found[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
+    for key, name in (said or {}).items():
+        if key not in found or found[key].file.name != name:
+            raise ConfigError(f"{folder / INDEX} says that {key} is in {name}, which has it not; download it again")
+    return found
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that is given its name at the end of the block; where that fails, nothing is left behind.
+
+    Raises:
+        ConfigError: ``out`` holds something, or can't be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists; give -o a folder that does not")
+    temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")
+    missing = [folder for folder in temporary.parents if not folder.exists()]
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror or error}; choose another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # not empty, mostly
+            for folder in missing:
+                folder.rmdir()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises ConfigError if it can't be read, or is none."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; download the folder again")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            f"{path} is no whole safetensors file: {' '.join(str(error).split())[:120]}; download it again"
+        ) from None
+
+
+def read_tensor(file: Any, stored: Stored) -> np.ndarray:
+    """As float32, out of the opened file that it is in.
+
+    Raises:
+        ConfigError: it is not finite everywhere.
+    """
+    array: np.ndarray = file.get_tensor(stored.name).astype(np.float32, copy=False)
+    if array.size and not (np.isfinite(array.min()) and np.isfinite(array.max())):  # NaN is the least and the largest
+        raise ConfigError(f"{stored.file}: {stored.name} is not finite everywhere; the model is broken")
+    return array
+
+
+def check_dtype(stored: Stored) -> None:
+    """Raises ConfigError unless its numbers are plain floats."""
+    if stored.dtype not in _READ:
+        raise ConfigError(
+            f"{stored.file}: {stored.name} is {stored.dtype}; want {', '.join(sorted(_READ))}: use the model as it was before "
+            "it was quantised"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor that is to be written: ``make()`` gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+
+def write_tensors(folder: Path, tensors: Sequence[Planned], dtype: str, shard_bytes: int) -> list[Path]:
+    """Write ``tensors`` in order, one in memory at a time, into files of at most ``shard_bytes`` (or of one tensor), with an
+    index if there are several. Returns the files. Raises OSError."""
+    size = np.dtype(DTYPES[dtype]).itemsize
+    shards: list[list[Planned]] = [[]]
+    used = 0
+    for tensor in tensors:
+        nbytes = math.prod(tensor.shape) * size
+        if shards[-1] and used + nbytes > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += nbytes
+    count = len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard, dtype, size)
+    if count > 1:
+        total = sum(math.prod(tensor.shape) * size for tensor in tensors)
+        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    return [folder / name for name in names]
+
+
+def _write_file(path: Path, tensors: Iterable[Planned], dtype: str, size: int) -> None:
+    tensors = list(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + math.prod(tensor.shape) * size
+        header[tensor.name] = {"dtype": _STORED[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            array = np.ascontiguousarray(tensor.make(), dtype=DTYPES[dtype])
+            assert array.shape == tensor.shape, (tensor.name, array.shape, tensor.shape)
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def matches(pattern: str, name: str) -> bool:
+    return re.search(pattern, name) is not None

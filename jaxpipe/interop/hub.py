@@ -1,0 +1,135 @@
+"""A folder of the hub that fits a model of ours: checked whole by headers and tables, then read one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, matches, opened, read_json, read_tensor, stored_tensors
+from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, rows_by_leaf
+from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.params import by_path, nested
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A folder, its ``config.json``, the model of ours that it is (``module:function``), and that model's options but for
+    ``seq_len``."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    target: str
+    exchange: HuggingFace
+    options: Mapping[str, Any]
+
+
+def is_hub(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def open_hub(folder: Path, target: str | None = None) -> Hub:
+    """The folder, by its config alone. ``target``: the model that reads it; by default the one of its ``model_type``.
+
+    Raises:
+        ConfigError: there is no such folder, or no model of ours does what it says.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder; give one of the Hugging Face hub, with config.json and model.safetensors"
+        )
+    config = read_json(folder / CONFIG)
+    kind = config.get("model_type")
+    if config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{folder / CONFIG}: the weights are quantised (quantization_config); use the model that is not"
+        )
+    if target is None and (not isinstance(kind, str) or kind not in TARGETS):
+        known = ", ".join(sorted(TARGETS))
+        raise ConfigError(
+            f"{folder / CONFIG}: model_type is {kind!r}; known are {known}: name a model of yours with --model"
+        )
+    target = target or TARGETS[str(kind)]
+    exchange = hugging_face_of(target)
+    try:
+        options = exchange.options(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+    return Hub(folder, config, target, exchange, options)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The parameters of a model, in the files of a folder. ``leaves``: where in the files each is made of."""
+
+    leaves: Mapping[Leaf, list[tuple[Tensor, Stored]]]
+    shapes: Mapping[Leaf, tuple[int, ...]]
+    layers: tuple[str, ...]
+
+    def read(self, layer: str) -> Params:
+        """One layer's parameters, float32.
+
+        Raises:
+            ConfigError: a file can't be read, or holds numbers that are not finite.
+        """
+        mine = {leaf: rows for leaf, rows in self.leaves.items() if leaf[0] == layer}
+        return nested({leaf[1]: self._leaf(leaf, rows) for leaf, rows in mine.items()})
+
+    def _leaf(self, leaf: Leaf, rows: list[tuple[Tensor, Stored]]) -> np.ndarray:
+        shape = self.shapes[leaf]
+        array = np.zeros(shape, np.float32) if rows[0][0].part is not None else None
+        for row, stored in rows:
+            with opened(stored.file) as file:
+                piece = row.to_ours(read_tensor(file, stored), shape)
+            if array is None:
+                return np.ascontiguousarray(piece)
+            array[row.index()] = piece
+        assert array is not None
+        return array
+
+
+def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) -> Weights:
+    """Where the parameters of a model with these ``options`` are. ``want``: their shapes, by layer.
+
+    Raises:
+        ConfigError: a tensor is missing, has no place, or is of another shape or no float.
+    """
+    shapes = {(layer, path): tuple(aval.shape) for layer, tree in want.items() for path, aval in by_path(tree).items()}
+    rows = rows_by_leaf(hub.exchange.tensors(options), shapes)
+    stored = {
+        _full(hub.exchange, name): found
+        for name, found in stored_tensors(hub.folder).items()
+        if not matches(hub.exchange.ignored, name)
+    }
+    names = {row.name for found in rows.values() for row in found}
+    if lost := sorted(names - stored.keys()):
+        raise ConfigError(f"{hub.folder} has no tensor {lost[0]}{_more(lost)}; download it again")
+    if odd := sorted(stored.keys() - names):
+        raise ConfigError(
+            f"{hub.folder} has the tensor {odd[0]}{_more(odd)}, for which {hub.target} has no place; name a model that has"
+        )
+    for leaf, found in rows.items():
+        for row in found:
+            tensor, shape = stored[row.name], row.shape(shapes[leaf])
+            check_dtype(tensor)
+            if tensor.shape != shape:
+                raise ConfigError(
+                    f"{tensor.file}: {row.name} is of shape {list(tensor.shape)}, and the model wants {list(shape)}: "
+                    "config.json, or an option that was set, is of another model"
+                )
+    leaves = {leaf: [(row, stored[row.name]) for row in found] for leaf, found in rows.items()}
+    return Weights(leaves, shapes, tuple(want))
+
+
+def _full(exchange: HuggingFace, name: str) -> str:
+    """A tensor's name with the prefix that files may leave out."""
+    prefixed = not exchange.prefix or name.startswith((exchange.prefix, "lm_head."))
+    return name if prefixed else exchange.prefix + name
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,55 @@
+"""Tokenizers of the hub: which files make one, and the byte vocabulary as such files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.interop.folder import write_json
+
+TOKENIZER = "tokenizer"
+"""The folder in a run that keeps the files of :data:`FILES` that the model came with."""
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+
+
+def write_byte_tokenizer(folder: Path, seq_len: int) -> None:
+    """``tokenizer.json`` and ``tokenizer_config.json`` whose ids are bytes: byte-pair encoding without merges, over the
+    characters by which GPT-2's stands for bytes. Byte 0 is the token that begins and ends a text."""
+    characters = [chr(byte) for byte in range(256)]
+    for n, byte in enumerate(b for b in range(256) if b not in _PLAIN):
+        characters[byte] = chr(256 + n)
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(characters)},
+        "merges": [],
+    }
+    body: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": by_byte,
+        "decoder": by_byte,
+        "model": model,
+    }
+    body |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    write_json(folder / "tokenizer.json", body)
+    write_tokenizer_config(folder, seq_len, characters[0])
+
+
+def write_tokenizer_config(folder: Path, seq_len: int, end: str | None) -> None:
+    """``end``: the token that ends a text, and begins one, if there is one."""
+    ends = {} if end is None else {"bos_token": end, "eos_token": end}
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(folder / "tokenizer_config.json", {**plain, "model_max_length": seq_len, **ends})

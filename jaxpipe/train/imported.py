@@ -1,0 +1,197 @@
+"""Models that begin with given parameters: a folder of the Hugging Face hub as a run of ours, and ``run.init_from``.
+
+Tensors are read one at a time and written layer by layer, each group of layers as a part of the checkpoint, as several
+processes would; so the whole model is never in memory. A run that begins with ``run.init_from`` holds, in each process, the
+layers of its own ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpipe import __version__
+from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.interop.folder import new_folder
+from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
+from jaxpipe.interop.tokenizer import FILES, TOKENIZER
+from jaxpipe.stage.model.layer import Model, Params
+from jaxpipe.stage.model.params import by_path
+from jaxpipe.train import checkpoint_directory as shelf
+from jaxpipe.train import checkpoint_format as form
+from jaxpipe.train.checkpoint_load import StepName, find, load_group, read_manifest, reading
+from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
+from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.setup import build_model
+from jaxpipe.train.stored import model_digest, stored_params
+from jaxpipe.train.tokenizers import load_tokenizer
+
+_PART_BYTES = 2**28
+_SEQ_LEN = 1024
+_DEFAULT = TrainConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A run that :func:`import_hub` has made. ``parameters``: how many."""
+
+    path: Path
+    config: TrainConfig
+    parameters: int
+
+
+def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: int | None = None) -> Imported:
+    """Make the run ``out``, at step 0, of a folder of the hub. ``target``: the model, as ``module:function``; ``seq_len``: what
+    the run is to train with, by default what the model has, at most 1024.
+
+    Raises:
+        ConfigError: the folder is not whole or fits no model, or ``out`` exists; nothing is left behind.
+    """
+    hub = open_hub(folder, target)
+    config = _config_of(hub, out, seq_len)
+    tokenizer = load_tokenizer(_tokenizer_of(hub))
+    model = build_model(config, tokenizer.vocab_size)
+    options = {"seq_len": config.data.seq_len, **config.model.options}
+    weights = weights_of(hub, options, stored_params(model))
+    with new_folder(out) as made:
+        for name in FILES:
+            if (hub.folder / name).is_file():
+                (made / TOKENIZER).mkdir(exist_ok=True)
+                shutil.copyfile(hub.folder / name, made / TOKENIZER / name)
+        meta = {
+            "jaxpipe": __version__,
+            "program": model_digest(model),
+            "config": config.to_dict(),
+            "imported": str(folder.absolute()),
+        }
+        _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
+        text = f"# Written by jaxpipe import, of {folder.absolute()}\n{config.to_toml()}"
+        (made / "config.toml").write_text(text, encoding="utf-8")
+    return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()))
+
+
+def _config_of(hub: Hub, out: Path, seq_len: int | None) -> TrainConfig:
+    most = hub.options.get("max_seq_len", _SEQ_LEN)
+    length = min(most, _SEQ_LEN) if seq_len is None else seq_len
+    tokenizer = _tokenizer_of(hub)
+    here = str(out.absolute() / TOKENIZER / "tokenizer.json") if tokenizer.endswith(".json") else tokenizer
+    path = _DEFAULT.data.path if tokenizer.endswith(".json") else "tokens.npy"
+    return replace(
+        _DEFAULT,
+        model=replace(_DEFAULT.model, target=hub.target, options=dict(hub.options)),
+        data=replace(_DEFAULT.data, path=path, tokenizer=here, seq_len=length),
+        run=replace(_DEFAULT.run, out_dir=str(out)),
+    )
+
+
+def _tokenizer_of(hub: Hub) -> str:
+    """As ``data.tokenizer`` names it; ids alone where the folder has no ``tokenizer.json``."""
+    file = hub.folder / "tokenizer.json"
+    return str(file) if file.is_file() else f"ids:{hub.options['vocab_size']}"
+
+
+def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
+    """One checkpoint, in parts of a few layers."""
+    folder.mkdir(parents=True)
+    count = 0
+    for count, layers in enumerate(_groups(weights), 1):
+        leaves = [(layer, path, array) for layer, tree in layers.items() for path, array in by_path(tree).items()]
+        snapshot = Snapshot(
+            tuple(layers),
+            tuple(Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves),
+            tuple(array for *_, array in leaves),
+        )
+        part = form.part_of(folder, count - 1)
+        try:
+            form.write(part, 0, None, meta, {"params": snapshot, "optimizer": Snapshot((), (), ())})
+        except Exception as error:  # of Orbax, a full disk too
+            raise ConfigError(
+                f"the run can't be written: {form.reason(error)}; make room, or choose another folder"
+            ) from error
+    form.join(folder, count)
+
+
+def _groups(weights: Weights) -> Iterator[dict[str, Params]]:
+    """All layers, a few at a time."""
+    group: dict[str, Params] = {}
+    for layer in weights.layers:
+        group[layer] = weights.read(layer)
+        if sum(array.nbytes for array in jax.tree.leaves(group)) >= _PART_BYTES:
+            yield group
+            group = {}
+    if group:
+        yield group
+
+
+# --- run.init_from -------------------------------------------------------------------------------------------------------
+
+
+def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> TrainConfig:
+    """``config`` with the model and the tokenizer of ``run.init_from`` where it says nothing of them. ``meta``: of the
+    checkpoint that the run goes on from, if there is one: then ``run.init_from`` is not looked at.
+
+    Raises:
+        ConfigError, CheckpointError: there is no such folder or checkpoint, or it is of another model than the config's.
+    """
+    if not config.run.init_from:
+        return config
+    if meta is None:
+        path, step = _source(config.run.init_from)
+        if is_hub(path):
+            hub = open_hub(path, None if config.model.target == _DEFAULT.model.target else config.model.target)
+            target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)
+        else:
+            meta = read_manifest(path, step).meta
+    if meta is not None:
+        stored = known_settings(meta["config"])[0] if isinstance(meta.get("config"), dict) else {}
+        if "target" not in stored.get("model", {}):
+            raise CheckpointError(
+                f"{config.run.init_from} does not say which model it is of; it was not written by jaxpipe"
+            )
+        target, options = stored["model"]["target"], stored["model"].get("options", {})
+        tokenizer = stored.get("data", {}).get("tokenizer", _DEFAULT.data.tokenizer)
+    if config.model.target not in (target, _DEFAULT.model.target):
+        raise ConfigError(
+            f"run.init_from={config.run.init_from} is of {target}, and model.target is {config.model.target}; leave it out"
+        )
+    given = config.data.tokenizer
+    return replace(
+        config,
+        model=replace(config.model, target=target, options={**options, **config.model.options}),
+        data=replace(config.data, tokenizer=tokenizer if given == _DEFAULT.data.tokenizer else given),
+    )
+
+
+def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | None = None) -> dict[str, Params]:
+    """The parameters in ``run.init_from``, on the host, of a completed config's model; of ``layers`` only, if given.
+
+    Raises:
+        ConfigError, CheckpointError: they can't be read, or are of another model.
+    """
+    path, step = _source(config.run.init_from or "")
+    want = stored_params(model)
+    if is_hub(path):
+        options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
+        weights = weights_of(open_hub(path, config.model.target), options, want)
+        return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
+
+    def read(folder: Path) -> dict[str, Params]:
+        return load_group(folder, "params", form.read_manifest(folder), {"params": want}, None, layers)
+
+    return reading(partial(find, path, step), read)
+
+
+def _source(init_from: str) -> tuple[Path, StepName]:
+    """``PATH[:step]``, where a step is a number or ``best``."""
+    match = re.fullmatch(r"(.+):([0-9]{1,12}|best)", init_from)
+    if match is None or Path(init_from).exists():
+        return Path(init_from), None
+    return Path(match[1]), "best" if match[2] == "best" else int(match[2])

@@ -1,0 +1,236 @@
+"""Making a token store: documents tokenised once, by any number of processes, to the same bytes.
+
+Sources are cut into pieces that depend on the files alone; processes tokenise pieces, and this one appends what they give, in
+the pieces' order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up by the same command:
+what stands behind the last whole line is cut off. A few pieces a process are held at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxpipe.errors import DataError
+from jaxpipe.files import write_atomically
+from jaxpipe.train.documents import PIECE_BYTES, Piece, files_at, pieces
+from jaxpipe.train.encoding import Encoded, Encoder, Reading
+from jaxpipe.train.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
+from jaxpipe.train.tokenizers import HFTokenizer, Tokenizer
+
+_OURS = (IDS, EDGES, ANSWERS, JOURNAL, "tokenizer.json")
+_AHEAD = 2  # pieces a process may be ahead
+_NOTE_S = 5.0
+
+
+def build_store(
+    sources: Sequence[Path],
+    folder: Path,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    *,
+    workers: int = 1,
+    note: Callable[[str], None] = lambda line: None,
+) -> Store:
+    """Tokenise ``sources``, files and folders, into a store at ``folder``, or go on with what was begun there. ``note`` is told
+    how far it is, and of files that can't be used.
+
+    Raises:
+        DataError: a source can't be read, a record is no document, no document has a token, or the folder can't be written or
+            holds something else.
+    """
+    encoder = Encoder.of(tokenizer, reading)
+    found = [(root, path) for root in sources for path in files_at(root, reading.suffixes)]
+    files = [path for _, path in found]
+    try:
+        names = [str(Path(root.name, path.relative_to(root))) for root, path in found]
+        spec = _spec(encoder, reading, names, files)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).is_file():
+            note(f"{folder} is built already")
+            return _equal(Store.read(folder), spec)
+        with ExitStack() as opened:
+            journal = opened.enter_context(_journal(folder))
+            parts = _begun(folder, journal, spec, [path.stat().st_mtime_ns for path in files])
+            if parts:
+                note(f"going on after {len(parts)} pieces")
+            outputs = [opened.enter_context((folder / name).open("ab")) for name in Store(folder, spec, ()).arrays()]
+            rest = itertools.islice(pieces(files), len(parts), None)
+            tokens, told = sum(part.tokens for part in parts), time.monotonic()
+            for encoded in opened.enter_context(_Encoding(encoder, workers)).each(rest):
+                for problem in encoded.problems:
+                    note(f"left out: {problem}")
+                parts.append(_append(encoded, tokens, outputs, journal))
+                tokens += parts[-1].tokens
+                if time.monotonic() - told > _NOTE_S:
+                    told = time.monotonic()
+                    note(f"{len(parts)} pieces, {tokens:,} tokens")
+            for output in outputs:
+                os.fsync(output.fileno())
+        store = Store(folder, spec, tuple(parts))
+        if not store.tokens:
+            raise DataError(f"data {', '.join(map(str, sources))}: no document has a token")
+        if isinstance(tokenizer, HFTokenizer):
+            (folder / "tokenizer.json").write_bytes(Path(tokenizer.name).read_bytes())
+        write_atomically(folder / MANIFEST, store.to_json())
+        (folder / JOURNAL).unlink()
+    except OSError as error:
+        raise DataError(f"data {folder}: can't be written ({error.strerror or error})") from None
+    return store
+
+
+def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Sequence[Path]) -> dict[str, Any]:
+    """What the bytes of a store depend on."""
+    template = encoder.template
+    return {
+        "tokenizer": encoder.tokenizer.fingerprint,
+        "vocab_size": encoder.tokenizer.vocab_size,
+        "eos": encoder.eos,
+        "field": encoder.field,
+        "documents_are": reading.format,
+        "template": None if template is None else hashlib.sha256(repr(template).encode()).hexdigest()[:16],
+        "piece_bytes": PIECE_BYTES,
+        "sources": [[name, path.stat().st_size] for name, path in zip(names, files, strict=True)],
+    }
+
+
+def _equal(store: Store, spec: Mapping[str, Any]) -> Store:
+    """Raises DataError where the store was made otherwise."""
+    for key, value in spec.items():
+        if store.spec.get(key) != value:
+            raise DataError(
+                f"data {store.folder}: holds a store of other {key}; name another folder, or delete this one"
+            )
+    return store
+
+
+def _journal(folder: Path) -> BinaryIO:
+    """The journal, locked."""
+    others = sorted({path.name for path in folder.iterdir()} - set(_OURS))
+    if others:
+        raise DataError(f"data {folder}: holds other files, such as {others[0]}; name a new folder for the store")
+    journal = (folder / JOURNAL).open("a+b")
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        journal.close()
+        raise DataError(f"data {folder}: another process is building this store") from None
+    return journal
+
+
+def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequence[int]) -> list[Part]:
+    """The pieces that are done, of which each file then holds exactly the bytes.
+
+    Raises:
+        DataError: they are of other sources or settings, or damaged.
+    """
+    header = json.dumps({**spec, "times": list(times)}).encode() + b"\n"
+    journal.seek(0)
+    lines = [line for line in journal.readlines() if line.endswith(b"\n")]
+    if lines and lines[0] != header:
+        raise DataError(
+            f"data {folder}: holds an unfinished store of other sources or settings; name another folder, or delete this one"
+        )
+    parts = [Part(int(d), int(t), s) for d, t, s in (line.decode().split() for line in lines[1:])]
+    if not lines:
+        lines = [header]
+        journal.truncate(0)
+        journal.write(header)
+        journal.flush()
+    journal.truncate(sum(map(len, lines)))
+    store = Store(folder, spec, tuple(parts))
+    for name, (dtype, count) in store.arrays().items():
+        with (folder / name).open("ab") as file:
+            file.truncate(dtype.itemsize * count if parts else 0)
+    if parts:
+        store.check(whole=True)
+    else:
+        (folder / EDGES).write_bytes(bytes(8))
+    return parts
+
+
+def _append(encoded: Encoded, tokens: int, outputs: Sequence[BinaryIO], journal: BinaryIO) -> Part:
+    """Write a piece behind the ``tokens`` that there are."""
+    edges = tokens + np.cumsum(encoded.lengths)
+    for output, array in zip(outputs, [encoded.ids, edges, encoded.answers][: len(outputs)], strict=True):
+        assert array is not None
+        output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+        output.flush()
+    part = Part(len(encoded.lengths), len(encoded.ids), digest(encoded.ids, encoded.lengths, encoded.answers))
+    journal.write(f"{part.documents} {part.tokens} {part.sha256}\n".encode())
+    journal.flush()
+    return part
+
+
+class _Encoding:
+    """Pieces encoded by processes, or by this one."""
+
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        self._encoder, self._workers = encoder, workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Encoding:
+        if self._workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._encoder,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def each(self, found: Iterable[Piece]) -> Iterator[Encoded]:
+        """In the order of the pieces."""
+        if self._pool is None:
+            yield from map(self._encoder.encode, found)
+            return
+        waiting: deque[Future[Encoded]] = deque()
+        try:
+            for piece in found:
+                waiting.append(self._pool.submit(_encode, piece))
+                if len(waiting) > _AHEAD * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that tokenised was killed, for want of memory perhaps; the same command goes on, and --workers "
+                "says how many there are"
+            ) from None
+
+
+_encoder: Encoder
+
+
+def _begin(encoder: Encoder) -> None:
+    """In a process of the pool: end with the one that started it, and leave Ctrl-C to that."""
+    global _encoder
+    _encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode(piece: Piece) -> Encoded:
+    return _encoder.encode(piece)

@@ -1,0 +1,248 @@
+"""Folders of the Hugging Face hub: the models that they are, and the way there and back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpipe.cli import main
+from jaxpipe.interop.folder import DTYPES
+from jaxpipe.interop.hub import open_hub, weights_of
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import logits, resolve_model
+from jaxpipe.train.exported import export_hub
+from jaxpipe.train.imported import import_hub
+from jaxpipe.train.stored import stored_params
+from tests.hub_folders import KINDS, TOKENS, V, tensors, write_folder
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "hub_logits.json").read_text())["logits"]
+ROUND = ("float32", "bfloat16")
+SHOWN = ((0, 0), (0, 11), (1, 23))
+
+
+def read(folder: Path, **options: Any) -> tuple[Model, dict[str, Any]]:
+    """The model in a folder, and its parameters."""
+    hub = open_hub(folder)
+    given = {"seq_len": 24, **hub.options, **options}
+    model = resolve_model(hub.target, given)
+    weights = weights_of(hub, given, stored_params(model))
+    return model, {layer: weights.read(layer) for layer in weights.layers}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """A padded vocabulary changes none."""
+    model, params = read(write_folder(tmp_path / kind, kind, shards=2), vocab_multiple=4)
+    ours = np.asarray(jax.jit(lambda p: logits(model, p, TOKENS))(params))
+    assert ours.shape == (2, 24, 40) and (ours[:, :, V:] < -1e29).all()
+    wanted = GOLDEN[kind]
+    shown = [ours[row, t, :V:9] for row, t in SHOWN]
+    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=1e-5 * wanted["largest"])
+    np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), wanted["largest"], rtol=1e-5)
+
+
+# --- there and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shards"),
+    [("gpt2", "float32", 1), ("qwen3-yarn", "bfloat16", 3)]
+    + [pytest.param(kind, dtype, n, marks=pytest.mark.soak) for kind in KINDS for dtype in ROUND for n in (1, 3)],
+)
+def test_a_folder_comes_back_bit_for_bit(kind: str, dtype: str, shards: int, tmp_path: Path) -> None:
+    given = write_folder(tmp_path / "given", kind, shards=shards, dtype=DTYPES[dtype])
+    import_hub(given, tmp_path / "run", seq_len=24)
+    size = np.dtype(DTYPES[dtype]).itemsize
+    most = sum(array.size for array in tensors(KINDS[kind]).values()) * size // shards + 4096
+    made = export_hub(tmp_path / "run", tmp_path / "back", dtype=dtype, shard_bytes=most)
+    assert len(made.files) == shards or shards > 1
+    back: dict[str, Any] = {}
+    for file in made.files:
+        back |= load_file(file)
+    assert back.keys() == tensors(KINDS[kind]).keys()
+    for name, array in tensors(KINDS[kind]).items():
+        assert back[name].dtype == DTYPES[dtype] and np.array_equal(back[name], array.astype(DTYPES[dtype])), name
+    one, other = open_hub(given), open_hub(made.path)
+    assert one.exchange.config({"seq_len": 24, **one.options}) == other.exchange.config(
+        {"seq_len": 24, **other.options}
+    )
+    assert other.config["torch_dtype"] == dtype and "rope_parameters" not in other.config
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
+    """With every tensor in its place, and the logits of the folder that went in."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    import_hub(write_folder(tmp_path / "given", kind), tmp_path / "run", seq_len=24)
+    back = export_hub(tmp_path / "run", tmp_path / "back").path
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        back, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found = model.eval().float()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
+    wanted = GOLDEN[kind]
+    shown = [found[row, t, ::9] for row, t in SHOWN]
+    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=2e-6 * wanted["largest"])
+
+
+# --- over a pipeline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp", "dp"),
+    [("gpt2", 1, 2, 1)]
+    + [
+        pytest.param(kind, *sizes, marks=pytest.mark.soak)
+        for kind in ("gpt2", "llama-biases", "qwen2", "qwen3", "smollm3")
+        for sizes in itertools.product((1, 2), repeat=3)
+    ],
+)
+def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: int, dp: int, tmp_path: Path) -> None:
+    """Of a vocabulary of 37 words in 38 rows, of which the last learns nothing."""
+    model, params = read(write_folder(tmp_path / kind, kind), vocab_multiple=2)
+    schedule = generate("1f1b", pp, 2 // dp)
+    cut = [(stage.start, stage.stop) for stage in plan_stages(model, pp).stages]
+    pipe = Pipeline.build(model, schedule, microbatch_size=dp, boundaries=cut, tp=TensorParallel(tp), dp=dp)
+    weights = np.ones((2, 24), np.float32)
+    weights[:, -1] = 0
+    rows = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, axis=1), "weights": weights}
+    batch = {name: array.reshape(2 // dp, dp, 24) for name, array in rows.items()}
+    loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    np.testing.assert_allclose(loss, GOLDEN[kind]["loss"], rtol=1e-5)
+    words = np.asarray(grads["embed"]["tokens"]["embedding"])
+    assert words[:V].any() and not words[V:].any()
+    if "kernel" in grads["head"]:
+        assert not np.asarray(grads["head"]["kernel"])[V:].any()
+
+
+# --- folders that are not as they should be ------------------------------------------------------------------------------
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change tensors of a folder; None takes one away."""
+    made = load_file(folder / "model.safetensors") | changes
+    save_file({name: array for name, array in made.items() if array is not None}, folder / "model.safetensors")
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def weights(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, **changes)
+
+
+def put(name: str, text: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: void((folder / name).write_bytes(text if isinstance(text, bytes) else text.encode()))
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def void(_: object) -> None: ...
+
+
+NORM = "model.norm.weight"
+SMALL = np.ones(4, np.float32)
+EXPONENTS = {"rope_theta": 1e4, "rope_type": "longrope"}
+BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "not there": ("llama2", shutil.rmtree, "is no folder"),
+    "a file": ("llama2", lambda f: void((shutil.rmtree(f), f.write_text("x"))), "is no folder"),
+    "no config": ("llama2", lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config no JSON": ("llama2", put("config.json", "{'a': 1}"), "is not JSON"),
+    "config a list": ("llama2", put("config.json", "[1]"), "holds a list"),
+    "config NaN": ("llama2", put("config.json", '{"model_type": NaN}'), "is not JSON"),
+    "no kind": ("llama2", config(model_type=None), "model_type is None"),
+    "unknown kind": ("llama2", config(model_type="mixtral"), "model_type is 'mixtral'"),
+    "no width": ("llama2", config(hidden_size=None), "hidden_size is missing"),
+    "width of text": ("llama2", config(hidden_size="32"), "hidden_size is '32'"),
+    "no layers": ("llama2", config(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "heads": ("llama2", config(num_attention_heads=5, num_key_value_heads=5), "num_heads is 5"),
+    "activation": ("llama2", config(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "rope kind": ("llama2", config(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
+    "rope kind of 5": ("qwen3", config(rope_parameters=EXPONENTS), "rope_type is 'longrope'"),
+    "rope factor": ("llama2", config(rope_scaling={"rope_type": "linear"}), "factor is missing"),
+    "partial rotary": ("llama2", config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "mixed layers": (
+        "qwen3",
+        config(use_sliding_window=True, sliding_window=8, layer_types=["full_attention", "sliding_attention"] * 2),
+        "layer_types is",
+    ),
+    "some windows": (
+        "qwen2",
+        config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "max_window_layers",
+    ),
+    "no period": ("smollm3", config(no_rope_layers=[0, 1, 1, 1]), "no_rope_layers is"),
+    "quantised": ("llama2", config(quantization_config={"bits": 4}), "quantised"),
+    "odd MLP": ("gpt2", config(n_inner=100), "n_inner is 100"),
+    "scaled scores": ("gpt2", config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+    "no weights": ("llama2", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "pickled": (
+        "llama2",
+        lambda f: void((f / "model.safetensors").rename(f / "pytorch_model.bin")),
+        "pytorch_model.bin",
+    ),
+    "cut short": ("llama2", cut_short, "is no whole safetensors file"),
+    "no header": ("llama2", put("model.safetensors", b"x" * 999), "is no whole safetensors file"),
+    "empty": ("llama2", put("model.safetensors", b""), "is no whole safetensors file"),
+    "index no JSON": ("llama2", put("model.safetensors.index.json", "{"), "is not JSON"),
+    "index of nothing": ("llama2", put("model.safetensors.index.json", "{}"), "has no weight_map"),
+    "index of a lost file": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "a.safetensors"}})),
+        "a.safetensors is missing",
+    ),
+    "index elsewhere": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "../x.safetensors"}})),
+        "outside of its folder",
+    ),
+    "index of a lost tensor": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {"a": "model.safetensors"}})),
+        "which has it not",
+    ),
+    "lost tensor": ("llama2", weights(**{NORM: None}), "has no tensor model.norm.weight"),
+    "odd tensor": ("llama2", weights(**{"model.extra": SMALL}), "has the tensor model.extra"),
+    "another shape": ("llama2", weights(**{NORM: SMALL}), "is of shape [4], and the model wants [32]"),
+    "integers": ("llama2", weights(**{NORM: np.ones(32, np.int8)}), "is I8"),
+    "not finite": ("llama2", weights(**{NORM: np.full(32, np.nan, np.float32)}), "is not finite"),
+    "no tokenizer": ("llama2", put("tokenizer.json", "{}"), "not a Hugging Face tokenizer.json"),
+    "more layers": ("llama2", config(num_hidden_layers=4), "has no tensor model.layers.3."),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_folder_is_one_line_and_nothing_is_written(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, spoil, wanted = BAD[what]
+    folder = write_folder(tmp_path / "given", kind)
+    spoil(folder)
+    assert main(["import", str(folder), "-o", str(tmp_path / "out" / "run")]) == 2
+    said = capsys.readouterr()
+    assert wanted in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name != "given"] == []

@@ -123,6 +123,19 @@ def x64() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test compiles, XLA compiles as it does for users: for bits of different programs that must agree."""
+    import jax
+
+    jit = jax.jit
+
+    def as_users_do(f: Any, *, compiler_options: Any = None, **more: Any) -> Any:
+        return jit(f, compiler_options={"xla_cpu_use_fusion_emitters": True, **(compiler_options or {})}, **more)
+
+    monkeypatch.setattr(jax, "jit", as_users_do)
+
+
 MOST_MAPS = 30_000
 """Memory maps of this process at which compiled programs are forgotten; Linux allows 65,530 (vm.max_map_count) by default."""
 

@@ -20,6 +20,12 @@ def enabled() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
+def own_folder(process: int) -> None:
+    """Of several processes each writes into a folder of its own from now on."""
+    if enabled():
+        os.environ[VARIABLE] = str(Path(os.environ[VARIABLE]) / f"process-{process}")
+
+
 def dump(kind: str, name: str, text: str | Callable[[], str]) -> Path | None:
     """Write ``text`` (or what it returns) as the next numbered file; returns its path, or None when dumps are off.
 

@@ -1,18 +1,21 @@
 """Some training steps in one of several processes; prints digests of what comes of them. A script:
 
-python tests/divided_run.py PORT PROCESSES PROCESS CASES        # CASES: JSON, a list of keyword arguments of `steps`
+python tests/divided_run.py PORT PROCESSES PROCESS CASES        # CASES: JSON, a list of arguments of `steps` or `trained`
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.cli.train_verbs import ending_together
 from jaxpipe.runtime.peers import Peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes
 from jaxpipe.train.devices import request_devices
@@ -33,12 +36,13 @@ def steps(
     tp: int = 1,
     zero1: bool = False,
     recompute: str = "none",
+    measured: bool = False,
     folder: str = "",
     transport: str = "tagged",
     **options: Any,
 ) -> dict[str, str]:
     """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss. ``folder``: of
-    checkpoints, to go on from and to save to."""
+    checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest is told, too."""
     import jax
     import numpy as np
     import optax
@@ -46,6 +50,7 @@ def steps(
     from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import generate, parse_schedule
+    from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.model.reference import init_params
     from jaxpipe.train.step import TrainStep
     from jaxpipe.train.trainer import Trainer
@@ -70,9 +75,10 @@ def steps(
         transport=transport,
     )
     step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
+    trainer = Trainer.over(step).measured(1) if measured else Trainer.over(step)
+    step = trainer.train_step
     state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
     if folder:
-        trainer = Trainer.over(step)
         state = trainer.restore(folder, default=state)
     for n in range(STEPS):
         ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
@@ -85,10 +91,52 @@ def steps(
     params, optimizer = step.by_layer(state)
     found = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
     found["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
+    found["costs"] = json.dumps(to_costs(step.pipeline.costs))
     for name, tree in params.items():
         leaves = jax.tree.leaves((tree, optimizer[name]))
         found[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
     return found
+
+
+def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
+    """A run whose search for better schedules finds these families. The first one can't be built in the last process, and what
+    is adopted measures slow; what process 0 prints."""
+    from jaxpipe.errors import ProgramError
+    from jaxpipe.runtime import pipeline
+    from jaxpipe.schedule import Schedule, generate
+    from jaxpipe.schedule.passes.backwards import split_backwards
+    from jaxpipe.schedule.solve.background import Found
+    from jaxpipe.train import replan, run_directory
+    from jaxpipe.train.config import load_config
+    from jaxpipe.train.loop import train
+
+    class Finds:
+        def __init__(self, task: Any, options: Any) -> None:
+            made = [split_backwards(generate(name, 2, M)) for name in finds]
+            self.found = [[Found(schedule, "test")] for schedule in made]
+
+        def take(self) -> list[Found]:
+            return self.found.pop(0) if self.found else []
+
+        def close(self) -> None:
+            pass
+
+    fails = [True] * (processes.mine == processes.number - 1)
+    real = pipeline.lower
+
+    def lower(schedule: Schedule, *more: Any) -> Any:
+        if schedule.name == "solved-1" and fails:
+            fails.clear()
+            raise ProgramError("there is no room")
+        return real(schedule, *more)
+
+    pipeline.lower = lower  # type: ignore[assignment]
+    replan.BackgroundSolve = Finds  # type: ignore[assignment, misc]
+    replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
+    run_directory.PICTURES = run_directory.PICTURES[:1]
+    printed = io.StringIO()
+    train(load_config(None, overrides), printed, processes=processes)
+    return {"printed": printed.getvalue()}
 
 
 def put_between_cpus() -> None:
@@ -107,15 +155,15 @@ def put_between_cpus() -> None:
 
 
 def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
-    devices = max(-(-case["ranks"] // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
+    devices = max(-(-case.get("ranks", 2) // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
     processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
-    request_devices(devices, "cpu")
-    if number > 1 and any(case.get("transport") == "nccl" for case in cases):
-        put_between_cpus()
-    processes.start_jax()
-    print(json.dumps([steps(processes, **case) for case in cases]))
-    sys.stdout.flush()
-    processes.leave()
+    with ending_together(processes):
+        request_devices(devices, "cpu")
+        if number > 1 and any(case.get("transport") == "nccl" for case in cases):
+            put_between_cpus()
+        processes.start_jax()
+        print(json.dumps([(trained if "finds" in case else steps)(processes, **case) for case in cases]))
+        sys.stdout.flush()
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,14 @@ import numpy as np
 import pytest
 import train_runs
 from test_processes import free_port
+from test_replan import serial
 from train_runs import config, deterministic, final, settings, write_text
 
-from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule import CostProfile, generate, write_schedule
+from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.solve import Options, SolveTask, solve
+from jaxpipe.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ("mean loss", "norm", "held out")
@@ -50,21 +54,60 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
-def assert_same_bits(cases: list[dict[str, Any]], *numbers: int) -> None:
-    (whole,), several = run(1, cases), [run(number, cases) for number in numbers]
+def assert_same_bits(
+    cases: list[dict[str, Any]], *numbers: int, more: Sequence[dict[str, Any]] = ()
+) -> list[list[dict[str, str]]]:
+    """What each of the last number of processes finds in ``more`` cases."""
+    (whole,), several = run(1, cases), [run(number, [*cases, *more]) for number in numbers]
     for (k, case), parts in product(enumerate(cases), several):
         layers: dict[str, str] = {}
+        whole[k].pop("costs", "")
+        assert len({part[k].pop("costs") for part in parts}) == 1, "one profile for all"
         for found in (part[k] for part in parts):
             assert {name: found.pop(name) for name in SHARED} == {name: whole[k][name] for name in SHARED}, case
             assert not layers.keys() & found.keys(), "a layer is one process's"
             layers |= found
         assert layers == {name: digest for name, digest in whole[k].items() if name not in SHARED}, case
+    return [part[len(cases) :] for part in parts]
 
 
-def test_two_processes_train_what_one_does() -> None:
-    """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping."""
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping; by costs
+    that each process measures of its own stages. Then a run of which every step is recorded: a schedule that one process can't
+    build is left, the next one adopted, and taken back."""
     case = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
-    assert_same_bits([case], 2)
+    write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
+    text = write_text(tmp_path / "text")
+    more = (
+        f"pipeline.schedule={tmp_path / 'serial.sched'}",
+        "pipeline.recompute=fused",
+        "run.log_every=1",
+        "run.steps=12",
+    )
+    overrides = [
+        *settings(text, tmp_path / "parts", *more),
+        "replan.enabled=true",
+        "replan.min_gain=0",
+        "replan.memory_limit=4",
+        "run.platform=cpu",
+    ]
+    replanned = {"overrides": overrides, "finds": ["gpipe", "zb-h1"]}
+    ((first,), (second,)) = assert_same_bits([{**case, "measured": True}], 2, more=[replanned])
+    assert not second["printed"]
+    for line in (
+        "step 2: re-planning: looking for a better schedule (up to 1m00s, 4 activations)",
+        "step 5: schedule serial (makespan ",
+        "step 9: schedule solved-1 -> serial again: it was 100.0% more measured",
+    ):
+        assert f"\n{line}" in first["printed"]
+    assert re.search(r"refused: process 1 \(host \S+\): there is no room\n", first["printed"])
+    train_runs.run(config(text, tmp_path / "whole", *more))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
+    records = [record for record in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in record]
+    assert [record["schedule"] for record in records] == ["serial"] * 5 + ["solved-1"] * 4 + ["serial"] * 3
+    assert all(0 < record["bubble_measured"] < 1 < 2 * record["replay_ratio"] for record in records)
+    assert all(0 < record["clock_error_s"] < 1 for record in records)
+    assert (tmp_path / "parts" / "pictures" / "timeline.svg").exists()
 
 
 ZERO1 = {"dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
@@ -125,7 +168,8 @@ def launch(number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
-    assert deterministic(one) == deterministic(other)
+    metrics = [[{**record, "schedule": ""} for record in deterministic(folder)] for folder in (one, other)]
+    assert metrics[0] == metrics[1]
     (first, *rest), (second, *others) = (jax.tree.flatten(final(folder, step)) for folder in (one, other))
     assert rest == others
     for a, b in zip(first, second, strict=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.cli import main
+from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import DTYPES
 from jaxpipe.interop.hub import open_hub, weights_of
 from jaxpipe.mesh import TensorParallel
@@ -23,8 +26,12 @@ from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import logits, resolve_model
+from jaxpipe.train.checkpoint import load_params, read_manifest
+from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.exported import export_hub
-from jaxpipe.train.imported import import_hub
+from jaxpipe.train.imported import completed, import_hub, initial_params
+from jaxpipe.train.loop import train
+from jaxpipe.train.setup import build_model
 from jaxpipe.train.stored import stored_params
 from tests.hub_folders import KINDS, TOKENS, V, tensors, write_folder
 
@@ -128,6 +135,69 @@ def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: in
     assert words[:V].any() and not words[V:].any()
     if "kernel" in grads["head"]:
         assert not np.asarray(grads["head"]["kernel"])[V:].any()
+
+
+# --- runs that begin with given parameters -------------------------------------------------------------------------------
+
+
+def begins_with(path: Path | str, *more: str) -> TrainConfig:
+    return load_config(None, [f"run.init_from={path}", "data.seq_len=24", *more])
+
+
+def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
+    """Each with the model and the numbers of the folder, and only the layers that a process has."""
+    folder = write_folder(tmp_path / "given", "qwen2")
+    _, wanted = read(folder)
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    for source in (folder, run, f"{run}:0", run / "checkpoints" / "00000000"):
+        config = completed(begins_with(source, "data.tokenizer=ids:37", "data.path=x.npy"))
+        assert config.model.target == "models.llama:Llama"
+        assert config.model.options == open_hub(folder).options
+        model = build_model(config, V)
+        found = initial_params(config, model)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert initial_params(config, model, {"embed", "head"}).keys() == {"embed", "head"}
+    meta = read_manifest(run).meta
+    shutil.rmtree(folder)  # is not looked at by a run that goes on
+    assert completed(begins_with(folder, "data.tokenizer=ids:37", "data.path=x.npy"), meta) == replace(
+        config, run=replace(config.run, init_from=str(folder))
+    )
+
+
+def test_what_a_run_can_not_begin_with(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "given", "qwen2")
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    ids = ("data.tokenizer=ids:37", "data.path=x.npy")
+    with pytest.raises(ConfigError, match=r"is of models.llama:Llama, and model.target is models.vlm:VLM"):
+        completed(begins_with(run, "model.target=models.vlm:VLM", *ids))
+    with pytest.raises(ConfigError, match=r"has no function or class 'hugging_face'"):
+        completed(begins_with(folder, "model.target=models.vlm:VLM", *ids))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7"):
+        completed(begins_with(f"{run}:7", *ids))
+    with pytest.raises(CheckpointError, match=r"does not exist"):
+        completed(begins_with(tmp_path / "nothing", *ids))
+    wider = completed(begins_with(folder, "model.options.mlp_size=64", *ids))
+    with pytest.raises(ConfigError, match=r"is of shape \[32, 48\], and the model wants \[32, 64\]"):
+        initial_params(wider, build_model(wider, V))
+    with pytest.raises(ConfigError, match=r"exists; give -o a folder that does not"):
+        export_hub(run, run)
+
+
+@pytest.mark.soak
+def test_an_imported_run_and_one_that_begins_with_the_folder_train_alike(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "given", "qwen3")
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, V, 4000).astype(np.uint16))
+    more = [
+        "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24", "pipeline.ranks=2", "run.batch=4",
+        "pipeline.microbatches=2", "run.steps=2", "run.eval_every=0", "optimizer.warmup_steps=1", "run.log_every=1",
+        "pipeline.split_backwards=never",
+    ]  # fmt: skip
+    train(load_config(run / "config.toml", more), io.StringIO())
+    train(load_config(None, [f"run.init_from={folder}", f"run.out_dir={tmp_path / 'other'}", *more]), io.StringIO())
+    one, other = (load_params(path) for path in (run, tmp_path / "other"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert not np.array_equal(one["embed"]["tokens"]["embedding"], tensors(KINDS["qwen3"])["model.embed_tokens.weight"])
 
 
 # --- folders that are not as they should be ------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jaxpipe.runtime import native
 from jaxpipe.runtime.executor import message_numbers, routed
 from jaxpipe.runtime.native import Native
 from jaxpipe.runtime.ownership import Ownership
-from jaxpipe.schedule import generate
+from jaxpipe.schedule import generate, simulate
 from tests.pipelines import pipeline_for
 
 Calls = list[tuple[Any, ...]]
@@ -58,6 +58,7 @@ def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) 
     schedule = generate(family, 4, 6)
     pipe = pipeline_for("gpt@5" if schedule.num_stages > 5 else "gpt", schedule)
     crossing = Crossing((0, 1, 2, 3), pipe.predicted_timeline(), NATIVE, 1)
+    assert crossing.timeline.events == simulate(schedule, pipe.costs).events, "bytes that stay change no time"
     programs, meshes = lower(schedule, pipe.stages, pipe.braids, crossing), pipe.submeshes
     numbers, made, early = message_numbers(programs), [], 0
     for program in programs:

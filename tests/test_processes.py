@@ -23,6 +23,7 @@ from jaxpipe.runtime.peers import Peers, find_peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes, divided
 from jaxpipe.train import agreement
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.sections import PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = socket.gethostname()
@@ -441,3 +442,39 @@ def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) ->
     said = said_by_all((), (f"data.path={ROOT / 'README.md'}",))
     assert re.match(r"process 1 \(.*\) has data=\w+, process 0 \(.*\) has \w+: give all the same data.path", said)
     assert "; each needs one at least: start fewer, or raise --pp" in said_by_all((), (), (), number=3)
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_are_compared() -> None:
+    """Threads of one process have one clock."""
+    for ahead, error in together(3, lambda processes: processes.clock()):
+        assert abs(ahead) <= error < 0.1
+
+
+def test_the_first_process_times_layers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxpipe.train import assemble
+    from models.gpt import GPT
+
+    times = [(1.0, 1e-3 / 3, 2e-3, 0.25, 0.25), (1.0,) * 5]
+    monkeypatch.setattr(assemble, "measured_layer_costs", lambda *_: times.pop(0))
+    model = GPT(vocab_size=8, d_model=8, num_layers=2, num_heads=1, seq_len=4)
+    pipe = PipelineConfig(ranks=2, cut="measured")
+    first, second = together(2, lambda processes: assemble.stage_planner(pipe, model, 1, processes)(2))
+    assert first == second
+    assert [stage.layers for stage in first.stages] == [("embed",), ("block_00", "block_01", "head", "loss")]
+
+
+def test_what_can_t_be_made_in_one_process_is_made_in_none() -> None:
+    def make(processes: Processes) -> str:
+        def one() -> str:
+            if processes.mine == 1:
+                raise ConfigError("there is no room")
+            return "made"
+
+        return processes.together("thing", one)
+
+    for error in together(2, make):
+        assert isinstance(error, AgreedError)
+        assert str(error) == f"process 1 (host {HOST}): there is no room"

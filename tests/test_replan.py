@@ -35,7 +35,7 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.replan import Replanner, costs_as_in, drift
+from jaxpipe.train.replan import Offer, Replanner, costs_as_in, drift
 from jaxpipe.train.report import result_text
 from jaxpipe.train.setup import compile_setup, prepare
 
@@ -331,7 +331,8 @@ class Bench:
         self.replanner.observe(step, simulate(self.schedule, self.costs), step_s)
 
     def poll(self, step: int) -> Pipeline | None:
-        found = self.replanner.poll(step)
+        offer = self.replanner.poll()
+        found = None if offer is None else self.replanner.adopt(step, Offer.from_text(offer.to_text()))
         if found is not None:
             self.schedule = found.schedule
         return found

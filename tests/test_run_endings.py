@@ -168,7 +168,7 @@ def test_nothing_but_checkpoints_is_needed(text: Path, tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def refuse_metrics(self: MetricsLog, line: bytes) -> None:
-        self._complain("metrics", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        self._complain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     monkeypatch.setattr(run_directory, "write_atomically", full)
     monkeypatch.setattr(run_directory, "PICTURES", ("timeline.svg",))
@@ -470,6 +470,8 @@ def test_the_gist_of_long_messages() -> None:
     )
     assert gist(RuntimeError(memory_map)) == "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes. … see the log"
     assert gist(RuntimeError("a\nshort one")) == "a short one"
+    nested = "INTERNAL: " + "Error dispatching computation: " * 9 + "Error while transferring: Connection closed"
+    assert gist(RuntimeError(nested)) == "INTERNAL: Connection closed"
     assert gist(ValueError()) == "ValueError"
     assert len(gist(RuntimeError("x" * 999))) == 250
 

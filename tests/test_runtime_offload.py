@@ -378,6 +378,10 @@ def test_the_pool_of_pinned_memory_limits_gpus(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "200")
     assert host_memory.available_host_bytes("gpu")[0] == 200e9
     assert host_memory.available_host_bytes("cpu")[0] == 1e15
+    room, told = host_memory.available_host_bytes("gpu", 10**4)
+    assert room == 1e11 and told.endswith("shared by 10000 processes"), (
+        "processes share a host's memory; the pool is of each"
+    )
     programs = pipeline_for("gpt", _po_f()).programs
     monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "0.00001")
     with pytest.raises(ProgramError, match="set the environment variable to at least"):

@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 766, 16),
-    "cli": (20, 2288, 6),
-    "cost": (5, 726, 6),
+    "(top)": (9, 772, 16),
+    "cli": (20, 2296, 6),
+    "cost": (5, 747, 6),
     "interop": (6, 423, 7),
     "launch": (3, 258, 2),
     "planning": (8, 989, 11),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
-    "runtime": (18, 2268, 27),
+    "runtime": (18, 2382, 27),
     "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5838, 55),
-    "train": (64, 8404, 95),
+    "train": (64, 8489, 96),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -292,3 +292,6 @@ def test_dumps_are_numbered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = dump.dump("odd name", "a/b", lambda: "late")
     assert path is not None
     assert (path.name, path.read_text()) == (f"{len(names):04d}-odd_name-a_b.txt", "late\n")
+    dump.own_folder(3)
+    path = dump.dump("of a process", "x", "text")
+    assert path is not None and path.parent == tmp_path / "d" / "process-3"

@@ -44,6 +44,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_value(
         parser, "--workers", "N", whole_number("processes", 1024), "processes that tokenise; by default one a core"
     )
+    parser.add_argument("--chat", action="store_true", help="as data.format=chat: records are chats")
     add_json_flag(parser)
 
 

@@ -98,7 +98,9 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.planning.roofline import Efficiency
     from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
+    from jaxpipe.train.imported import completed
 
+    config = completed(config)
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
     efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory

@@ -63,13 +63,14 @@ def _rehearse(args: argparse.Namespace) -> int:
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
+    from jaxpipe.train.imported import completed
     from jaxpipe.train.setup import prepare
 
     def progress(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
-    prepared = prepare(config)
+    prepared = prepare(completed(config))
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):
         measured = None

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpipe import dump
 from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED, explained
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount, whole_number
@@ -83,6 +84,7 @@ def _train(args: argparse.Namespace) -> int:
             follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = Joined(peers, args.join_wait)
+                dump.own_folder(peers.mine)
             stack.enter_context(ending_together(processes))
             config = config_of(args)
             from jaxpipe.train.agreement import agree_on_settings
@@ -261,6 +263,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
+    from jaxpipe.train.imported import completed
     from jaxpipe.train.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
@@ -268,6 +271,7 @@ def _profile(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+    config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):

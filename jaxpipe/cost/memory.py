@@ -334,14 +334,17 @@ def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:
 
 
 def compiled_bytes(
-    stages: Sequence[StageFunctions], ops: Collection[str] | None = None
+    stages: Sequence[StageFunctions],
+    ops: Collection[str] | None = None,
+    known: Mapping[tuple[str, int], Footprint] = MappingProxyType({}),
 ) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
-    """Workspace by op, an entry a stage, and compiled code by stage. Compiles these ops (all), unless they are already."""
+    """Workspace by op, an entry a stage, and compiled code by stage. ``known``: by (op, stage). Compiles the rest of these ops
+    (of all), unless they are already."""
     ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
 
     def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
-        functions = [s.functions.get(op) for s in stages]
-        return tuple(0 if f is None else count(f, footprint(f)) for f in functions)
+        functions = [(s.functions.get(op), known.get((op, s.stage))) for s in stages]
+        return tuple(0 if f is None else count(f, found or footprint(f)) for f, found in functions)
 
     code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
     return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))

@@ -7,7 +7,7 @@ Whoever knows seconds (FLOP counts, a measurement, a rehearsal, the roofline of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -133,7 +133,7 @@ class StageMeasurements:
         ops = {op for op, _ in self.timings}
         exchanged = medians(self.collectives)
         comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
-        workspace, code = compiled_bytes(self.stages, ops) if self.footprints else ({}, ())
+        workspace, code = compiled_bytes(self.stages, ops, self.footprints) if self.footprints else ({}, ())
         costs = cost_profile(
             self.stages,
             measured_seconds(self.stages, medians(self.timings), comm),
@@ -145,6 +145,29 @@ class StageMeasurements:
             tp_comm_s=comm,
         )
         return replace(costs, crowding=self.crowding)
+
+    def told(self) -> dict[int, Any]:
+        """By stage, all of it but the host link as JSON values."""
+        found: dict[int, Any] = {}
+        for stage in self.stages:
+            s = stage.stage
+            ops = [op for op, at in self.timings if at == s]
+            timings = [(op, astuple(self.timings[(op, s)])) for op in ops]
+            footprints = [(op, astuple(self.footprints[(op, s)])) for op in ops if (op, s) in self.footprints]
+            alone = [astuple(self.collectives[s])] if s in self.collectives else []
+            found[s] = timings, footprints, alone, self.crowding
+        return found
+
+    @classmethod
+    def of_all(cls, stages: Sequence[StageFunctions], told: Mapping[int, Any]) -> StageMeasurements:
+        """Of ``stages``, each measured where it is: what these measurements :meth:`told`, by stage."""
+        return cls(
+            tuple(stages),
+            {(op, s): Timing(*values) for s, (timings, *_) in told.items() for op, values in timings},
+            {(op, s): Footprint(*values) for s, (_, footprints, *_) in told.items() for op, values in footprints},
+            collectives={s: Timing(*values) for s, (_, _, alone, _) in told.items() for values in alone},
+            crowding=max(crowding for *_, crowding in told.values()),
+        )
 
 
 def measure_stages(

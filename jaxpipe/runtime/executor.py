@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
@@ -65,8 +65,9 @@ class StepOutputs:
     loss ports of all stages: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
     function), in order of dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was
     recorded. ``stamps``: the host's clock before each instruction and after the last. ``step_s``: seconds until all results
-    were ready (recorded steps only). ``reduced``: what the epilogues returned, by (rank, stage). ``user``: by name and (stage,
-    microbatch), what instructions of one's own wrote and nothing read (:mod:`jaxpipe.stage.instructions`)."""
+    were ready (recorded steps only). ``clock_error_s``: by how much events of other processes may be off. ``reduced``: what the
+    epilogues returned, by (rank, stage). ``user``: by name and (stage, microbatch), what instructions of one's own wrote and
+    nothing read (:mod:`jaxpipe.stage.instructions`)."""
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
@@ -74,6 +75,7 @@ class StepOutputs:
     events: tuple[Event, ...]
     stamps: Sequence[float]
     step_s: float
+    clock_error_s: float = 0.0
     reduced: Mapping[tuple[int, int], Sequence[jax.Array]] = field(default_factory=dict)
     user: Mapping[str, Mapping[tuple[int, int], jax.Array]] = field(default_factory=dict)
 
@@ -171,6 +173,21 @@ class Executor:
         self._code = linker.code
         self.sequence = tuple(linker.sequence)
 
+    @cached_property
+    def _received_for(self) -> Mapping[int, Sequence[int]]:
+        """By instruction, the receives whose arrays it is the first to read: those of other processes are posted early."""
+        programs = {p.rank: p for p in self._programs}
+        held: dict[tuple[int, int], int] = {}
+        found: dict[int, list[int]] = {}
+        for n, (rank, at) in enumerate(self.sequence):
+            instruction, kind = programs[rank].instructions[at], self._code[n].kind
+            if kind < _SEND and (first := {held[rank, slot] for slot in reads(instruction) if (rank, slot) in held}):
+                found[n] = sorted(first)
+                held = {where: k for where, k in held.items() if k not in first}
+            if isinstance(instruction, Recv):
+                held |= {(rank, slot): n for slot in instruction.outputs}
+        return found
+
     @property
     def num_instructions(self) -> int:
         """Instructions of one step that the loop visits (frees are folded into the instruction before them)."""
@@ -226,6 +243,7 @@ class Executor:
         at = 0
         tokens: list[Token] = []
         stamps: list[float] = []
+        arriving: dict[int, jax.Array | None] = {}  # what is received, until something reads it: recorded steps only
         self.dispatched = tokens
         clock = time.perf_counter
         try:
@@ -248,7 +266,13 @@ class Executor:
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind < _SEND:
-                    recorder.dispatched(rank, lane, action, results[marker] if results else None, stamps[-1])
+                    done = results[marker] if results else None
+                    if kind == _RECV:
+                        arriving[at] = done
+                        continue
+                    for n in self._received_for.get(at, ()):
+                        recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
+                    recorder.dispatched(rank, lane, action, done, stamps[-1])
         except Exception as error:
             failed = self._code[at]
             raise _run_error(failed.rank, failed.action, error, failed.kind == _EPILOGUE) from error

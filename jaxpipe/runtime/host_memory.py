@@ -21,8 +21,9 @@ GPU_POOL_GB = 64.0
 """XLA's pool of pinned memory per process with GPUs, unless the environment variable says otherwise (FACTS.md)."""
 
 
-def check_host_memory(programs: Sequence[Program], options: OffloadOptions, platform: str) -> None:
-    """Check that what ``programs`` (of one process) offload fits into host memory, before anything runs.
+def check_host_memory(programs: Sequence[Program], options: OffloadOptions, platform: str, processes: int = 1) -> None:
+    """Check that what ``programs`` (of one process) offload fits into host memory, before anything runs. ``processes``: that
+    share this host.
 
     Raises:
         ProgramError: it does not; names what is needed at least, and what would help.
@@ -34,7 +35,7 @@ def check_host_memory(programs: Sequence[Program], options: OffloadOptions, plat
         room, what = options.host_memory_bytes, f"offload.host_memory_gb={options.host_memory_bytes / 1e9:g}"
         advice = f"raise it to at least {_rounded_up(needed)}"
     else:
-        room, what = available_host_bytes(platform)
+        room, what = available_host_bytes(platform, processes)
         advice = "set offload.host_memory_gb to override this check"
         if what.startswith(GPU_POOL_VARIABLE):
             advice = f"set the environment variable to at least {_rounded_up(needed)}"
@@ -53,17 +54,20 @@ def _rounded_up(num_bytes: float) -> str:
     return text if float(text) * 1e9 >= num_bytes else f"{num_bytes / 1e9 * 1.01:.3g}"
 
 
-def available_host_bytes(platform: str) -> tuple[float, str]:
+def available_host_bytes(platform: str, processes: int = 1) -> tuple[float, str]:
     """Bytes of host memory that a process may still take, and what says so; infinite where nothing is known.
 
-    The least of the machine's available memory, the limit of the control group, and on GPUs XLA's pool of pinned memory.
+    The least of the machine's available memory, the limit of the control group, both divided by the ``processes`` that share
+    them, and on GPUs XLA's pool of pinned memory.
     """
-    rooms = [(_available_memory(), "the memory available on this machine")]
+    share = f", shared by {processes} processes" * (processes > 1)
+    rooms = [(_available_memory() / processes, f"the memory available on this machine{share}")]
     for limit, usage in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        rooms.append((_number(limit) - _number(usage, 0.0), "the memory limit of this container"))
+        left = _number(limit) - _number(usage, 0.0)
+        rooms.append((left / processes, f"the memory limit of this container{share}"))
     if platform in ("gpu", "cuda", "rocm"):
         pool = os.environ.get(GPU_POOL_VARIABLE, "")
         gb = float(pool) if pool.replace(".", "", 1).isdigit() else GPU_POOL_GB

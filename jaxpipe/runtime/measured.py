@@ -7,11 +7,33 @@ the durations themselves cancels.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
+from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, replay
 from jaxpipe.schedule.memory import memory_curves, static_bytes
+from jaxpipe.schedule.text import parse_slot
+
+
+def gathered(outputs: StepOutputs, processes: Processes, clock: tuple[float, float]) -> StepOutputs:
+    """A recorded step with the events of all processes, in process 0; elsewhere it stays as it is. ``clock``: from
+    :meth:`~jaxpipe.runtime.processes.Processes.clock`, before the step."""
+    if processes.number == 1:
+        return outputs
+    ahead, error = clock
+    began = outputs.stamps[0] + ahead
+    own = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
+    texts = processes.gather("events", json.dumps([began, began + outputs.step_s, error, own]))
+    if not texts:
+        return outputs
+    starts, ends, errors, found = zip(*map(json.loads, texts), strict=True)
+    first = min(starts)
+    events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*found)]
+    return replace(outputs, events=tuple(events), step_s=max(ends) - first, clock_error_s=max(errors))
 
 
 def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[Event]) -> Timeline:

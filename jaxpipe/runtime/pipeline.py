@@ -14,7 +14,7 @@ asked for, and linked when it first runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Unpack
@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxpipe import dump
 from jaxpipe.cost import (
+    StageMeasurements,
     at_ranks_share,
     measure_host_link,
     measure_stages,
@@ -42,11 +43,11 @@ from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs, routed
 from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.measured import measured_timeline, replay_ratio
+from jaxpipe.runtime.measured import gathered, measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.runtime.transfer import Transport
-from jaxpipe.schedule import CostProfile, Schedule, Timeline, op_spec, simulate
+from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, op_spec, simulate
 from jaxpipe.stage.compiled.braid import build_braids
 from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -127,7 +128,16 @@ class Pipeline(Assembly):
 
         Raises:
             ScheduleError, ProgramError: as :meth:`build`; the schedule places its stages elsewhere.
+            AgreedError: that in one of several processes; in all of them.
         """
+        owned = assembly.ownership
+        made = owned.processes.together("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
+        owned.agree_on_programs(made.programs)
+        return made
+
+    @classmethod
+    def _over(cls, assembly: Assembly, schedule: Schedule, costs: CostProfile | None, epilogues: Epilogues) -> Pipeline:
+        """As :meth:`over`, whatever other processes do."""
         if schedule.placement.flows != assembly.placement.flows:
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from how they were compiled; build a new pipeline for it"
@@ -141,8 +151,8 @@ class Pipeline(Assembly):
         if owned.divided:
             crossing = Crossing(owned.process_of, _simulated(schedule, costs), owned.lanes, _EARLY)
         programs = lower(schedule, assembly.stages, braids, crossing)
-        owned.agree_on_programs(programs)
-        check_host_memory(programs, assembly.offload, str(assembly.submeshes[0].devices.flat[0].platform))
+        platform, own = str(assembly.submeshes[0].devices.flat[0].platform), [programs[rank] for rank in owned.ranks]
+        check_host_memory(own, assembly.offload, platform, owned.processes.on_this_host)
         if _offloads(programs):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
@@ -151,7 +161,7 @@ class Pipeline(Assembly):
             **stages,
             schedule=schedule,
             programs=programs,
-            own=tuple(programs[rank] for rank in owned.ranks),
+            own=tuple(own),
             costs=costs,
             braids=braids,
             epilogues=epilogues,
@@ -220,13 +230,18 @@ class Pipeline(Assembly):
         record: bool = False,
     ) -> StepOutputs:
         """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``,
-        which is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers.
+        which is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers. ``record``: all processes
+        start together, and process 0 gets the events of all.
 
         Raises:
             RunError: an instruction failed.
             ProgramError: the batch does not fit.
         """
-        return self.executor.run(self.step_inputs(params, acc, batch, key), record=record)
+        inputs, processes = self.step_inputs(params, acc, batch, key), self.ownership.processes
+        if not record:
+            return self.executor.run(inputs)
+        clock = processes.clock()
+        return gathered(self.executor.run(inputs, record=True), processes, clock)
 
     def step_inputs(
         self,
@@ -332,13 +347,34 @@ class Pipeline(Assembly):
 
     def measure_costs(self, *, repeats: int = 5) -> CostProfile:
         """Run every stage function and time it (BW only if the schedule has one), on emulated devices while all ranks are
-        busy; time the link to the host, if the schedule uses it."""
-        host = None
-        if _offloads(self.programs):
-            host = measure_host_link([mesh.devices.flat[0] for mesh in self.submeshes], repeats=repeats)
+        busy; time the link to the host, if the schedule uses it. Every process times its own stages, all at once, and all
+        get the same profile."""
         fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
-        measured = measure_stages(self.stages, repeats=repeats, fused=fused)
-        return replace(measured, host=host).costs()
+        owned, stages = self.ownership, [f for f in self.stages if self.primary(f.stage)[0] in self.ownership.ranks]
+        if owned.divided:
+            for function in (f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts):
+                footprint(function)  # compiled while nobody measures
+            owned.processes.barrier("timing")
+        measured = measure_stages(stages, repeats=repeats, fused=fused)
+        if owned.divided:
+            measured = StageMeasurements.of_all(self.stages, owned.shared("timings", measured.told()))
+        costs = measured.costs()
+        return (
+            replace(costs, host=self._host_link(repeats), offload_s=(), load_s=())
+            if _offloads(self.programs)
+            else costs
+        )
+
+    def _host_link(self, repeats: int) -> HostLink:
+        """As process 0 measures it; ranks that share lanes as each finds its own."""
+        owned = self.ownership
+        own = [self.submeshes[rank].devices.flat[0] for rank in owned.ranks]
+        measured = measure_host_link(own, repeats=repeats)
+        link = HostLink() if measured is None else measured.host_link()
+        groups = [[owned.ranks[position] for position in group] for group in link.groups]
+        told = owned.shared("host link", {owned.processes.mine: [asdict(replace(link, groups=())), groups]})
+        shared = tuple(tuple(group) for _, found in told.values() for group in found)
+        return HostLink(**{**told[0][0], "groups": shared})
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""

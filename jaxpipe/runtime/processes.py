@@ -15,9 +15,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from jaxpipe.errors import AgreedError, ConfigError, RunError
+from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
 from jaxpipe.runtime.lines import Lines, Place, meet
 from jaxpipe.runtime.peers import Peers
 
@@ -25,6 +25,9 @@ _JAX_JOIN_S = 60
 _JAX_HEARTBEAT_S = 100  # ours is earlier
 _JAX_SHUTDOWN_S = 10
 _CAUSE_S = 1.0
+_ROUND_TRIPS = 8
+
+Made = TypeVar("Made")
 
 
 class Processes(ABC):
@@ -33,6 +36,8 @@ class Processes(ABC):
 
     number: int
     mine: int
+    on_this_host = 1
+    """How many of them."""
 
     @abstractmethod
     def who(self, process: int) -> str:
@@ -45,6 +50,11 @@ class Processes(ABC):
     @abstractmethod
     def broadcast(self, name: str, text: str) -> str:
         """The text of process 0, in all."""
+
+    @abstractmethod
+    def clock(self) -> tuple[float, float]:
+        """Wait until all have come here: how many seconds ``time.perf_counter`` of process 0 is ahead of this one's, and by
+        how many that may be wrong: half of the shortest of some round trips."""
 
     @abstractmethod
     def interface(self) -> str:
@@ -117,9 +127,28 @@ class Processes(ABC):
         """
 
         def first(texts: Sequence[str]) -> str:
+            if self.number > 1 and len(set(texts)) == 1:
+                return texts[0]
             return next((f"{self.who(k)}: {text}" for k, text in enumerate(texts) if text), "")
 
         self.judge(name, wrong, first)
+
+    def together(self, name: str, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes, if it fails nowhere.
+
+        Raises:
+            AgreedError: it failed in one of several processes; in all of them.
+        """
+        if self.number == 1:
+            return make()
+        made: list[Made] = []
+        wrong = ""
+        try:
+            made.append(make())
+        except JaxpipeError as error:
+            wrong = str(error)
+        self.check(name, wrong)
+        return made[0]
 
     def ranks(self, count: int) -> tuple[range, ...]:
         """The ranks of each process: see :func:`divided`."""
@@ -152,6 +181,9 @@ class Alone(Processes):
 
     def broadcast(self, name: str, text: str) -> str:
         return text
+
+    def clock(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def interface(self) -> str:
         return "127.0.0.1"
@@ -186,6 +218,7 @@ class Joined(Processes):
         self.number, self.mine = peers.number, peers.mine
         self._peers, self._jax = peers, False
         self._lines: Lines = meet(peers, wait_s)
+        self.on_this_host = self._lines.hosts.count(self._lines.hosts[self.mine])
 
     def who(self, process: int) -> str:
         return self._lines.who(process)
@@ -202,6 +235,29 @@ class Joined(Processes):
         for process in range(1, self.number):
             self._lines.send(process, name, text)
         return text
+
+    def clock(self) -> tuple[float, float]:
+        lines, now = self._lines, time.perf_counter
+        if self.mine:
+            for _ in range(_ROUND_TRIPS):
+                lines.receive(0, "clock")
+                lines.send(0, "clock", repr(now()))
+            ahead, error = json.loads(lines.receive(0, "clock"))
+            return ahead, error
+        found = {}
+        for process in range(1, self.number):
+            trips = []
+            for _ in range(_ROUND_TRIPS):
+                asked = now()
+                lines.send(process, "clock", "")
+                there = float(lines.receive(process, "clock"))
+                half = (now() - asked) / 2
+                trips.append((half, asked + half - there))
+            half, ahead = min(trips)
+            found[process] = json.dumps([ahead, half])
+        for process, text in found.items():  # all go on together
+            lines.send(process, "clock", text)
+        return 0.0, 0.0
 
     def interface(self) -> str:
         peers = self._peers

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
 
@@ -72,20 +71,6 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
     more = "start more processes, or lower --pp, --tp or --dp"
     processes.check("enough devices", f"{few}; {more}" if len(devices) < need else "")
-
-
-def check_settings(processes: Processes, config: TrainConfig) -> None:
-    """Raises ConfigError for what one process alone can do."""
-    if processes.number == 1:
-        return
-    if config.pipeline.cut == "measured":
-        raise ConfigError(
-            "pipeline.cut=measured times layers in one process; name the layers at which stages start, or use analytic"
-        )
-    if config.replan.enabled:
-        raise ConfigError(
-            "replan.enabled=true: schedules are searched for during a run in one process only; set it to false"
-        )
 
 
 def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device]:

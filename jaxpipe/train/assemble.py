@@ -6,6 +6,7 @@ The one way from settings to a :class:`~jaxpipe.runtime.pipeline.Pipeline`, for 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
@@ -48,12 +49,16 @@ Planner = Callable[..., StagePlan]
 """Of a number of stages, and the edges between them (None or left out: whatever follows from the cut)."""
 
 
-def stage_planner(pipe: PipelineConfig, model: Model, microbatch_size: int) -> Planner:
-    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once."""
+def stage_planner(
+    pipe: PipelineConfig, model: Model, microbatch_size: int, processes: Processes | None = None
+) -> Planner:
+    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once; the first of several ``processes`` measures for all."""
     cut = pipe.cut
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
-        costs, source = measured_layer_costs(model, size), "measured"
+        processes = processes or Alone()
+        own = measured_layer_costs(model, size) if processes.mine == 0 else ()
+        costs, source = tuple(json.loads(processes.broadcast("layer costs", json.dumps(own)))), "measured"
     else:
         costs, source = analytic_layer_costs(model, size), "analytic"
 

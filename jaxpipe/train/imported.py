@@ -34,7 +34,7 @@ from jaxpipe.train.setup import build_model
 from jaxpipe.train.stored import model_digest, stored_params
 from jaxpipe.train.tokenizers import load_tokenizer
 
-_PART_BYTES = 2**28
+_PART_BYTES = 2**27
 _SEQ_LEN = 1024
 _DEFAULT = TrainConfig()
 

@@ -34,14 +34,14 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.train import resume
-from jaxpipe.train.agreement import agree_on_data, agree_on_devices, check_settings, devices_of
+from jaxpipe.train.agreement import agree_on_data, agree_on_devices, devices_of
 from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
 from jaxpipe.train.imported import completed
 from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.progress import LiveLine, ProgressStream
-from jaxpipe.train.replan import Replanner
+from jaxpipe.train.replan import Offer, Replanner
 from jaxpipe.train.report import TrainResult
 from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
@@ -57,7 +57,7 @@ from jaxpipe.train.watchdog import Watchdog
 __all__ = ["TrainResult", "train"]
 
 _ENDED = 1 << 30  # behind all actions of a step
-_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop")
+_SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop", "switch")
 """Of a step's metrics, what its record is made of."""
 
 
@@ -81,7 +81,6 @@ def train(
             last checkpoint could not be written. Checkpoints written before stay.
     """
     processes = processes or Alone()
-    check_settings(processes, config)
     agree_on_devices(processes, config)
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
@@ -160,9 +159,12 @@ class _Run:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
         self.processes, self.agreed_stop, self.trackers = processes, "", trackers
+        self.offer: Offer | None = None  # which the other processes have not heard of yet
+        self.switching = False
         run = self.config.run
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
+        self.peak_bytes = self._peak_bytes()
         self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
@@ -238,6 +240,12 @@ class _Run:
     def pipe(self) -> Pipeline:
         return self.trainer.pipeline
 
+    def _peak_bytes(self) -> int:
+        """Of the fullest rank of all."""
+        owned = self.pipe.ownership
+        own = dict(zip(owned.ranks, self.memory.peak_bytes, strict=True))
+        return int(max(owned.shared("peak bytes", own).values()))
+
     @property
     def stopping(self) -> str:
         """The signal by which the run stops after this step, or empty; several processes all say so after the same step."""
@@ -274,13 +282,22 @@ class _Run:
         self._finish(state)
 
     def _replan(self) -> None:
-        """Go on with a better schedule, if one was found. What was recorded before belongs to the old one."""
-        if (pipe := self.replanner.poll(self.step)) is None:
+        """Go on with a better schedule, if one was found: in several processes once all have heard that there is one. What was
+        recorded before belongs to the old one."""
+        if self.offer is None:
+            self.offer = self.replanner.poll()
+        if not (self.switching if self.processes.number > 1 else self.offer):
             return
         self._settle()
+        self.switching = False
+        offer = Offer.from_text(self.processes.broadcast("switch", self.offer.to_text() if self.offer else ""))
+        self.offer = None
+        if (pipe := self.replanner.adopt(self.step, offer)) is None:
+            return
         self.trainer = self.trainer.with_pipeline(pipe)
         self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
         self.memory = self.trainer.train_step.memory_report()
+        self.peak_bytes = self._peak_bytes()
         with self._less_important("the schedule"):
             self.folder.write_schedule(pipe.schedule)
 
@@ -290,8 +307,10 @@ class _Run:
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began, run = time.perf_counter(), self.config.run
-        shown, traced = (state.step + 1) % run.log_every == 0, state.step + 1 == self.window.last
-        record = (shown or traced) and self.processes.number == 1
+        shown, last = (state.step + 1) % run.log_every == 0, run.profile_steps and run.profile_steps[1]
+        traced = state.step + 1 == last  # also where this process could not begin to: all record the same steps
+        record = shown or traced
+        stop, switch = bool(self.stop.requested), self.offer is not None
         self.begun = state.step + 1
         with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
@@ -299,7 +318,7 @@ class _Run:
                 with self.pace.waiting():
                     jax.block_until_ready((dict(state.master), dict(state.compute)))
             with self.window.step(state.step + 1), self.pace.step():
-                state, metrics = self.trainer.step(state, batch, record=record, stop=bool(self.stop.requested))
+                state, metrics = self.trainer.step(state, batch, record=record, stop=stop, switch=switch)
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
@@ -319,7 +338,7 @@ class _Run:
             mfu_per_rate=self.mfu_per_rate,
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
-            peak_predicted=max(self.memory.peak_bytes),
+            peak_predicted=self.peak_bytes,
             peak_measured=self._peak_measured(),
             extra="  ".join(self._remarks()),
         )
@@ -336,7 +355,7 @@ class _Run:
         if not self.window.close():
             return
         self.line.note(f"the trace of run.profile_steps is in {self.window.folder}")
-        if self.timeline is not None and self.processes.number == 1:
+        if self.timeline is not None:
             with self._less_important("the timeline beside the trace"):
                 for name in ("timeline.html", "timeline.trace.json"):
                     plot_timelines([self.timeline], self.window.folder / name, title=f"step {self.step}", units="si")
@@ -362,6 +381,7 @@ class _Run:
         self.pending = None
         if found["stop"]:
             self.agreed_stop = self.stop.requested or "a signal to another process"
+        self.switching = self.switching or bool(found["switch"])
         self.loss, weight, applied = float(found["loss"]), found["weight"], bool(found["applied"])
         self.grad_norm, self.rate = float(found["grad_norm"]), found["learning_rate"]
         if self.first_loss is None and math.isfinite(self.loss):
@@ -384,6 +404,7 @@ class _Run:
                 "replay_ratio": self.ratios[-1],
             }
             known = {"mfu": self.mfu_per_rate and rate * self.mfu_per_rate, "peak_bytes": self._peak_measured()}
+            known["clock_error_s"] = metrics.outputs.clock_error_s if self.processes.number > 1 else None
             record |= {name: value for name, value in known.items() if value is not None}
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
@@ -544,7 +565,7 @@ class _Run:
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=float(np.median(self.bubbles)) if self.bubbles else float("nan"),
             replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
-            peak_bytes=max(self.memory.peak_bytes),
+            peak_bytes=self.peak_bytes,
             skipped_steps=self.skipped.steps,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,

@@ -12,8 +12,9 @@ import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -106,9 +107,10 @@ class MetricsLog(Closing):
 
     @contextmanager
     def _tracking(self, name: str) -> Iterator[None]:
-        """A tracker that fails inside the block is told, and left out from then on."""
+        """A tracker that fails inside the block is told, and left out from then on. What it prints is no result of the run."""
         try:
-            yield
+            with redirect_stdout(sys.stderr):
+                yield
         except Exception as error:  # whatever another package raises
             self._trackers.pop(name, None)
             self._warn(f"warning: tracker {name} failed: {gist(error)}; training goes on without it")

@@ -7,6 +7,9 @@ take the running schedule's place (:mod:`.interchange`: no bit changes, nothing 
 shorter by ``replan.min_gain`` when simulated. An order that measures slower by as much as it should have been faster is taken
 back. When the measured costs drift, the search starts anew.
 
+Of several processes the first one observes, searches and judges, and all :meth:`Replanner.adopt` what it offers after the same
+step; where one can't, none does.
+
 Nothing here waits, and nothing that happens to the solver ends or delays the run: crash, kill, garbage and timeout are a line
 each.
 
@@ -16,6 +19,7 @@ Drift compares shapes: a device that becomes slower in everything needs no other
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -29,6 +33,7 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.ir import Row
+from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
@@ -58,6 +63,27 @@ def drift(then: Seconds, now: Seconds) -> float:
         return 0.0
     stages = len({stage for _, stage in ops})
     return max(abs(now[key] / totals[1] - then[key] / totals[0]) for key in ops) * stages
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A schedule to go on with, under ``costs`` that give it a step of ``makespan_s``. ``said``: of it, when it is adopted.
+    ``back``: it is the one before the one that runs."""
+
+    schedule: Schedule
+    costs: CostProfile
+    makespan_s: float
+    said: str
+    back: bool = False
+
+    def to_text(self) -> str:
+        told = {"schedule": to_schedule(self.schedule), "costs": to_costs(self.costs)}
+        return json.dumps({**told, "makespan_s": self.makespan_s, "said": self.said, "back": self.back})
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        told = json.loads(text)
+        return cls(from_schedule(told.pop("schedule")), from_costs(told.pop("costs")), **told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +122,8 @@ class _Search:
 
 
 class Replanner:
-    """Ask :meth:`poll` between steps, tell :meth:`observe` of each recorded step, and :meth:`close` at the end. Unless
-    ``replan.enabled``, no search ever starts.
+    """Ask :meth:`poll` between steps and :meth:`adopt` what it offers, tell :meth:`observe` of each recorded step, and
+    :meth:`close` at the end. Unless ``replan.enabled``, no search ever starts.
 
     Args:
         config: of the run.
@@ -121,6 +147,7 @@ class Replanner:
         self._running = _Running(pipeline)
         self._before: _Running | None = None
         self._search: _Search | None = None
+        self._answers: Sequence[Found | Finished | Failed] = ()  # whose end is to be looked at
         self._solved: Seconds | None = None  # what the last search was given
         self._next = -math.inf  # no search before this time
         self._failures = self._adopted = 0
@@ -205,13 +232,44 @@ class Replanner:
 
     # -- between steps ------------------------------------------------------------------------------------------------
 
-    def poll(self, step: int) -> Pipeline | None:
-        """After step number ``step``: the pipeline for the steps to come, None to go on with the one that runs."""
-        back = self._take_back(step)
+    def poll(self) -> Offer | None:
+        """After a step: what to go on with, None to leave it. What was offered is to be adopted before the next question."""
+        back = self._take_back()
         if back is not None or (search := self._search) is None:
             return back
-        answers = search.solver.take()
-        adopted = self._judge(step, [answer for answer in answers if isinstance(answer, Found)], search)
+        self._answers = search.solver.take()
+        offer = self._judge([answer for answer in self._answers if isinstance(answer, Found)], search)
+        if offer is None:
+            self._look_at_end(search)
+        return offer
+
+    def adopt(self, step: int, offer: Offer) -> Pipeline | None:
+        """After step number ``step``: the pipeline of ``offer``, for the steps to come; None, and a line, if it can't be made.
+        All processes make it together."""
+        made: Pipeline | None = None
+        try:
+            made = self._running.pipeline.with_schedule(offer.schedule, offer.costs)
+        except JaxpipeError as error:
+            self._complain(str(error))
+        if offer.back:
+            assert self._before is not None, "a schedule ran before the one that is taken back"
+            self._rejected.add(self._running.pipeline.schedule.rows)
+            self._running, self._before = self._running if made is None else replace(self._before, pipeline=made), None
+        elif made is not None:
+            self._adopted += 1
+            if self._before is None or self._running.steps_s:  # else what ran before was never measured
+                self._before = self._running
+            past_s = simulate(self._before.pipeline.schedule, offer.costs).makespan
+            self._running = _Running(made, 1 - offer.makespan_s / past_s)
+        if made is not None:
+            self._note(f"step {step}: {offer.said}")
+        if self._search is not None:
+            self._look_at_end(self._search)
+        return made
+
+    def _look_at_end(self, search: _Search) -> None:
+        """Of a search, if its last answers tell it or it takes too long."""
+        answers, self._answers = self._answers, []
         match answers[-1:]:
             case [Finished() as finished]:
                 self._finish(search, finished)
@@ -219,16 +277,15 @@ class Replanner:
                 self._failed(what)
             case _ if self._clock() > search.began + 2 * self.config.time_limit_s + PATIENCE_S:
                 self._failed(f"took longer than {format_seconds(self._clock() - search.began)}")
-        return adopted
 
-    def _judge(self, step: int, found: Sequence[Found], search: _Search) -> Pipeline | None:
-        """The pipeline that runs the newest of what was found that can run at all, if it is worth it."""
+    def _judge(self, found: Sequence[Found], search: _Search) -> Offer | None:
+        """The newest of what was found that can run at all, if it is worth it."""
         running = self._running.pipeline
         for newest in reversed(found):
             schedule = backwards_like(newest.schedule, self._start)
             if not (why := why_not(schedule, self._start)):
                 break
-            self._complain(search, why)
+            self._complain(why)
         else:
             return None
         try:
@@ -239,32 +296,24 @@ class Replanner:
             if not search.task.fits(timeline):
                 peak = max(timeline.peak_activations)
                 raise ScheduleError(f"it needs {peak:.3g} activations, more than the limit allows")
-            pipeline = running.with_schedule(replace(schedule, name=f"solved-{self._adopted + 1}"), search.costs)
         except JaxpipeError as error:
-            self._complain(search, str(error))
+            self._complain(str(error))
             return None
-        self._adopted += 1
-        self._note(
-            f"step {step}: schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {pipeline.schedule.name} "
+        named = replace(schedule, name=f"solved-{self._adopted + 1}")
+        said = (
+            f"schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {named.name} "
             f"({format_seconds(timeline.makespan)} predicted, {format_gain(gain)}; by {newest.source})"
         )
-        if self._before is None or self._running.steps_s:  # else what ran before was never measured
-            self._before = self._running
-        past_s = search.makespan(self._before.pipeline.schedule)
-        self._running = _Running(pipeline, 1 - timeline.makespan / past_s)
-        return pipeline
+        return Offer(named, search.costs, timeline.makespan, said)
 
-    def _take_back(self, step: int) -> Pipeline | None:
-        """The pipeline before this one, if this one has turned out slower by as much as it should have been faster."""
+    def _take_back(self) -> Offer | None:
+        """The schedule before this one, if this one has turned out slower by as much as it should have been faster."""
         predicted, measured = self.gains
         if self._before is None or len(self._running.steps_s) != _TRIED or not measured < -predicted:
             return None
-        self._note(
-            f"step {step}: schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
-        )
-        self._rejected.add(self._running.pipeline.schedule.rows)
-        self._running, self._before = self._before, None
-        return self._running.pipeline
+        said = f"schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
+        pipe = self._before.pipeline
+        return Offer(pipe.schedule, pipe.costs, math.nan, said, back=True)
 
     # -- ends of a search ---------------------------------------------------------------------------------------------
 
@@ -289,11 +338,12 @@ class Replanner:
         self.close()
         self._next = began + self.config.time_limit_s * 2 ** min(self._failures, _MOST_DOUBLINGS)
 
-    def _complain(self, search: _Search, why: str) -> None:
+    def _complain(self, why: str) -> None:
         """Say why a schedule is not taken; once a search is enough."""
-        if not search.complained:
-            search.complained = True
+        if self._search is None or not self._search.complained:
             self._note(f"re-planning: a schedule was refused: {why}")
+        if self._search is not None:
+            self._search.complained = True
 
 
 def costs_as_in(schedule: Schedule, costs: CostProfile) -> CostProfile:

@@ -89,7 +89,8 @@ class RunDirectory:
 
     def write_schedule(self, schedule: Schedule) -> None:
         """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""
-        write_schedule(schedule, self.path / "schedule.sched")
+        if self._writes:
+            write_schedule(schedule, self.path / "schedule.sched")
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

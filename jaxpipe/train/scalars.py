@@ -27,8 +27,8 @@ from jaxpipe.train.reduction import SHRUNK
 @dataclass(frozen=True, slots=True)
 class Combined:
     """Device scalars: mean loss, norm of the mean gradient, ``scale``: the factors (first one, then the other) of the summed
-    gradient, whether the step is finite (``ok``), the sum of weights; ``reported``: metrics by name. ``stop``: whether any
-    process wants to."""
+    gradient, whether the step is finite (``ok``), the sum of weights; ``reported``: metrics by name. ``stop``,
+    ``switch``: whether any process wants to stop, or to go on with another schedule."""
 
     loss: jax.Array
     norm: jax.Array
@@ -37,6 +37,7 @@ class Combined:
     weight: jax.Array
     reported: Mapping[str, jax.Array]
     stop: jax.Array | bool = False
+    switch: jax.Array | bool = False
 
 
 jax.tree_util.register_dataclass(Combined)
@@ -51,6 +52,7 @@ class Scalars:
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
+        self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
         lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
         ranks = {r for s in lossy for r in pipeline.instances[s]}
         self._several = sum(len(pipeline.instances[s]) for s in lossy) > 1  # each has some of the losses
@@ -68,20 +70,24 @@ class Scalars:
         self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
         loss_sum, weight, reported = self._sums
         made: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
-        self._combined = _with(made, weight, reported, jax.ShapeDtypeStruct((), jnp.bool_))
+        self._combined = _with(made, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
 
     def combine(
-        self, squares: Mapping[int, jax.Array], losses: Sequence[tuple[jax.Array, ...]], stop: bool = False
+        self,
+        squares: Mapping[int, jax.Array],
+        losses: Sequence[tuple[jax.Array, ...]],
+        stop: bool = False,
+        switch: bool = False,
     ) -> Combined:
-        """Of the ``squares`` and ``losses`` that are here, and whether this process wants to ``stop``; on rank 0, or on the
-        first rank of this process."""
+        """Of the ``squares`` and ``losses`` that are here, and whether this process wants to ``stop`` or ``switch``; on rank 0,
+        or on the first rank of this process."""
         first = self._homes[0]
         made: Any
         combined: Any = None
         if not self._owned.divided:
             loss_sum, weight, reported = self._sum_losses(jax.device_put(losses, first) if self._several else losses)
             made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
-            return _with(made, weight, reported, stop)
+            return _with(made, weight, reported, [stop, switch])
         sums: Any = ()
         if self._apart:
             losses = self._all_losses(losses)
@@ -94,12 +100,13 @@ class Scalars:
             for s, r in self._primary.items()
         ]
         sums = self._to_first(jax.tree.leaves(sums), self._loss_rank, jax.tree.leaves(self._sums))
-        flag = jax.device_put(np.asarray(stop), self._homes[here])
-        stops = [self._to_first([flag] if k == here else [], k, [self._combined.stop]) for k in self._leaders]
+        flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[here])
+        wanted = [self._combined.stop, self._combined.switch]
+        asked = [self._to_first(flags if k == here else [], k, wanted) for k in self._leaders]
         if self._owned.first:
             loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
             made = self._combine([square for one in found for square in one], loss_sum, weight)
-            combined = _with(made, weight, reported, jnp.any(jnp.stack([x for one in stops for x in one])))
+            combined = _with(made, weight, reported, self._any(asked))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
@@ -147,9 +154,9 @@ class Scalars:
         return jax.tree.unflatten(structure, found)
 
 
-def _with(made: Any, weight: Any, reported: Any, stop: Any) -> Combined:
+def _with(made: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
     loss, norm, scale, ok = made
-    return Combined(loss, norm, scale, ok, weight, reported, stop)
+    return Combined(loss, norm, scale, ok, weight, reported, *flags)
 
 
 def _at(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

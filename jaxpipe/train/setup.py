@@ -125,7 +125,7 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size)
     dataset = read_by(model, dataset, config)
-    planner = stage_planner(config.pipeline, model, microbatch_size(config))
+    planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
     if processes is not None and processes.mine:
         given = from_schedule(json.loads(processes.broadcast("schedule", "")))

@@ -81,8 +81,9 @@ class TrainState:
 class StepMetrics:
     """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
     was applied, whether all parameters are finite after it, the sum of weights; ``metrics``, by name, what the loss layer
-    reports: each sum ÷ its weight (NaN where that is 0); ``stop``: whether a process wants to; ``learning_rate``, if the step
-    knows it. ``timeline``: measured, on recorded steps. ``outputs`` has the host-side timings (and no accumulators)."""
+    reports: each sum ÷ its weight (NaN where that is 0); ``stop``, ``switch``: whether a process wants to;
+    ``learning_rate``, if the step knows it. ``timeline``: measured, on recorded steps, in process 0. ``outputs`` has the
+    host-side timings (and no accumulators)."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -91,6 +92,7 @@ class StepMetrics:
     weight: jax.Array
     metrics: Mapping[str, jax.Array]
     stop: jax.Array | bool
+    switch: jax.Array | bool
     learning_rate: jax.Array | None
     timeline: Timeline | None
     outputs: StepOutputs
@@ -193,10 +195,11 @@ class TrainStep:
         record: bool = False,
         extra: Mapping[str, Any] = MappingProxyType({}),
         stop: bool = False,
+        switch: bool = False,
     ) -> tuple[TrainState, StepMetrics]:
         """Run the pipeline on ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name) and update. ``extra``:
-        arguments of the optimizer's update; ones of another name or shape than before compile it anew. ``stop``: this process
-        wants to; the metrics tell all of them.
+        arguments of the optimizer's update; ones of another name or shape than before compile it anew. ``stop``,
+        ``switch``: this process wants to; the metrics tell all of them.
 
         Raises:
             RunError: an instruction failed, or the state has been used.
@@ -210,7 +213,7 @@ class TrainStep:
         acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
         outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
-        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, outputs.losses, stop)
+        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, outputs.losses, stop, switch)
         rate = self._rate.before(state.optimizer[min(self._own)])
         master, compute, optimizer = dict(state.master), dict(state.compute), dict(state.optimizer)
         finite = {}
@@ -224,7 +227,7 @@ class TrainStep:
             finite[s] = all_finite
         self._ties.spread(compute)
         pipe.copy_to_replicas(compute)
-        timeline = pipe.measured_timeline(outputs) if record else None
+        timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
         rate = self._rate.after(optimizer[min(self._own)]) if rate is None else rate
         metrics = StepMetrics(
             found.loss,
@@ -234,6 +237,7 @@ class TrainStep:
             found.weight,
             found.reported,
             found.stop,
+            found.switch,
             rate,
             timeline,
             outputs,

@@ -1,8 +1,8 @@
 """Making a token store: documents tokenised once, by any number of processes, to the same bytes.
 
-Sources are cut into pieces that depend on the files alone; processes tokenise pieces, and this one appends what they give, in
-the pieces' order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up by the same command:
-what stands behind the last whole line is cut off. A few pieces a process are held at a time.
+Sources are cut into pieces that depend on the files alone; processes tokenise pieces, each into a file of its own, and this one
+appends them in their order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up
+by the same command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -21,18 +22,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import write_atomically
 from jaxpipe.train.documents import PIECE_BYTES, Piece, files_at, pieces
-from jaxpipe.train.encoding import Encoded, Encoder, Reading
+from jaxpipe.train.encoding import Encoder, Reading
 from jaxpipe.train.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
 from jaxpipe.train.tokenizers import HFTokenizer, Tokenizer
 
+_PIECES = ".pieces-"
 _OURS = (IDS, EDGES, ANSWERS, JOURNAL, "tokenizer.json")
 _AHEAD = 2  # pieces a process may be ahead
 _NOTE_S = 5.0
@@ -69,18 +74,23 @@ def build_store(
             parts = _begun(folder, journal, spec, [path.stat().st_mtime_ns for path in files])
             if parts:
                 note(f"going on after {len(parts)} pieces")
-            outputs = [opened.enter_context((folder / name).open("ab")) for name in Store(folder, spec, ()).arrays()]
+            arrays = Store(folder, spec, ()).arrays()
+            outputs = {name: opened.enter_context((folder / name).open("r+b", buffering=0)) for name in arrays}
+            for output in outputs.values():
+                output.seek(0, os.SEEK_END)
             rest = itertools.islice(pieces(files), len(parts), None)
             tokens, told = sum(part.tokens for part in parts), time.monotonic()
-            for encoded in opened.enter_context(_Encoding(encoder, workers)).each(rest):
-                for problem in encoded.problems:
+            pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
+            for done in opened.enter_context(_Encoding(encoder, workers, pieces_at)).each(rest):
+                for problem in done.problems:
                     note(f"left out: {problem}")
-                parts.append(_append(encoded, tokens, outputs, journal))
-                tokens += parts[-1].tokens
+                _append(done, tokens, outputs, journal)
+                parts.append(done.part)
+                tokens += done.part.tokens
                 if time.monotonic() - told > _NOTE_S:
                     told = time.monotonic()
                     note(f"{len(parts)} pieces, {tokens:,} tokens")
-            for output in outputs:
+            for output in outputs.values():
                 os.fsync(output.fileno())
         store = Store(folder, spec, tuple(parts))
         if not store.tokens:
@@ -121,7 +131,8 @@ def _equal(store: Store, spec: Mapping[str, Any]) -> Store:
 
 def _journal(folder: Path) -> BinaryIO:
     """The journal, locked."""
-    others = sorted({path.name for path in folder.iterdir()} - set(_OURS))
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(_PIECES)}
+    others = sorted(there - set(_OURS))
     if others:
         raise DataError(f"data {folder}: holds other files, such as {others[0]}; name a new folder for the store")
     journal = (folder / JOURNAL).open("a+b")
@@ -153,6 +164,8 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequ
         journal.write(header)
         journal.flush()
     journal.truncate(sum(map(len, lines)))
+    for left in folder.glob(f"{_PIECES}*"):
+        shutil.rmtree(left)
     store = Store(folder, spec, tuple(parts))
     for name, (dtype, count) in store.arrays().items():
         with (folder / name).open("ab") as file:
@@ -164,24 +177,47 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequ
     return parts
 
 
-def _append(encoded: Encoded, tokens: int, outputs: Sequence[BinaryIO], journal: BinaryIO) -> Part:
-    """Write a piece behind the ``tokens`` that there are."""
-    edges = tokens + np.cumsum(encoded.lengths)
-    for output, array in zip(outputs, [encoded.ids, edges, encoded.answers][: len(outputs)], strict=True):
-        assert array is not None
-        output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-        output.flush()
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A piece in ``file``: its ids, then its answers. ``lengths``: of its documents."""
+
+    part: Part
+    lengths: npt.NDArray[np.int64]
+    problems: tuple[str, ...]
+    file: Path
+
+
+def _encode(encoder: Encoder, piece: Piece, file: Path) -> _Done:
+    encoded = encoder.encode(piece)
+    with file.open("wb") as output:
+        for array in (encoded.ids, encoded.answers):
+            if array is not None:
+                output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
     part = Part(len(encoded.lengths), len(encoded.ids), digest(encoded.ids, encoded.lengths, encoded.answers))
-    journal.write(f"{part.documents} {part.tokens} {part.sha256}\n".encode())
+    return _Done(part, encoded.lengths, encoded.problems, file)
+
+
+def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: BinaryIO) -> None:
+    """Write a piece behind the ``tokens`` that there are."""
+    edges = (tokens + np.cumsum(done.lengths)).astype("<i8")
+    outputs[EDGES].write(edges.data)
+    at, size = 0, done.file.stat().st_size
+    answers = done.part.tokens if ANSWERS in outputs else 0
+    with done.file.open("rb") as file:
+        for name, stop in ((IDS, size - answers), (ANSWERS, size)):
+            while at < stop:
+                at += os.sendfile(outputs[name].fileno(), file.fileno(), at, stop - at)
+    done.file.unlink()
+    outputs[EDGES].flush()
+    journal.write(f"{done.part.documents} {done.part.tokens} {done.part.sha256}\n".encode())
     journal.flush()
-    return part
 
 
 class _Encoding:
     """Pieces encoded by processes, or by this one."""
 
-    def __init__(self, encoder: Encoder, workers: int) -> None:
-        self._encoder, self._workers = encoder, workers
+    def __init__(self, encoder: Encoder, workers: int, folder: Path) -> None:
+        self._encoder, self._workers, self._folder = encoder, workers, folder
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> _Encoding:
@@ -194,15 +230,16 @@ class _Encoding:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def each(self, found: Iterable[Piece]) -> Iterator[Encoded]:
+    def each(self, found: Iterable[Piece]) -> Iterator[_Done]:
         """In the order of the pieces."""
+        numbered = ((piece, self._folder / str(k)) for k, piece in enumerate(found))
         if self._pool is None:
-            yield from map(self._encoder.encode, found)
+            yield from (_encode(self._encoder, *each) for each in numbered)
             return
-        waiting: deque[Future[Encoded]] = deque()
+        waiting: deque[Future[_Done]] = deque()
         try:
-            for piece in found:
-                waiting.append(self._pool.submit(_encode, piece))
+            for piece, file in numbered:
+                waiting.append(self._pool.submit(_encode_here, piece, file))
                 if len(waiting) > _AHEAD * self._workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -232,5 +269,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(piece: Piece) -> Encoded:
-    return _encoder.encode(piece)
+def _encode_here(piece: Piece, file: Path) -> _Done:
+    return _encode(_encoder, piece, file)

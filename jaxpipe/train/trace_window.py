@@ -16,13 +16,13 @@ class TraceWindow:
     ``warn`` in a line, and the rest of the trace is left out."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, warn: Callable[[str], None]) -> None:
-        self._first, self.last = steps or (0, -1)
+        self._first, self._last = steps or (0, -1)
         self.folder, self._warn, self._running = folder, warn, False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around the dispatch of a step; the trace starts with the first one that is in the window."""
-        if not self._first <= number <= self.last:
+        if not self._first <= number <= self._last:
             yield
             return
         if not self._running:
@@ -39,7 +39,7 @@ class TraceWindow:
         try:
             call()
         except Exception as error:
-            self._first, self.last = 0, -1
+            self._first, self._last = 0, -1
             self._warn(
                 f"warning: the trace of run.profile_steps can't be written: {gist(error)}; the run goes on without"
             )

@@ -1,9 +1,9 @@
 """Where a run's numbers go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, trackio, or a tracker of one's own.
 
 An installed package adds one by an entry point of the group ``jaxpipe.trackers``: a name, and a function like
-:data:`TrackerFactory`. Libraries are imported when their tracker is named. wandb's ``WANDB_…`` variables hold (offline mode,
-project, entity). A run that goes on from an earlier step hands the steps in between once more: TensorBoard drops the old ones,
-wandb and trackio keep those that they have.
+:data:`TrackerFactory`. Libraries are imported when their tracker is named. Their variables hold (``WANDB_MODE``,
+``WANDB_PROJECT``, ``TRACKIO_DIR``, …); the project is jaxpipe, and the run has the name of its directory. A run that goes on
+from an earlier step hands on the steps in between once more: TensorBoard drops the old ones, wandb and trackio keep theirs.
 """
 
 from __future__ import annotations
@@ -84,16 +84,18 @@ class _TensorBoard:
 
 
 class _Session:
-    """What wandb and trackio have in common."""
+    """What wandb and trackio have in common: functions of the run that ``init`` began."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], **more: Any) -> None:
+        self._library = importlib.import_module(package)
+        project = os.environ.get(f"{package.upper()}_PROJECT", "jaxpipe")
+        self._library.init(project=project, name=folder.name, config=dict(settings), **more)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._library.log(dict(values), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._library.finish()
 
 
 def _wandb(folder: Path, settings: Mapping[str, Any], resume_step: int | None) -> Tracker:
@@ -101,18 +103,12 @@ def _wandb(folder: Path, settings: Mapping[str, Any], resume_step: int | None) -
     kept = folder / "wandb.id"
     if resume_step is None or not kept.exists():
         kept.write_text(secrets.token_hex(8), encoding="utf-8")
-    project = os.environ.get("WANDB_PROJECT", "jaxpipe")
     run_id = kept.read_text(encoding="utf-8")
-    init = importlib.import_module("wandb").init
-    return _Session(
-        init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow", config=dict(settings))
-    )
+    return _Session("wandb", folder, settings, dir=str(folder), id=run_id, resume="allow")
 
 
 def _trackio(folder: Path, settings: Mapping[str, Any], resume_step: int | None) -> Tracker:
-    resume = "never" if resume_step is None else "allow"
-    init = importlib.import_module("trackio").init
-    return _Session(init(project="jaxpipe", name=folder.name, resume=resume, config=dict(settings)))
+    return _Session("trackio", folder, settings, resume="never" if resume_step is None else "allow")
 
 
 _OURS: Mapping[str, tuple[str, TrackerFactory]] = {

@@ -280,11 +280,9 @@ class Trainer(Closing):
 
     def measured(self, repeats: int = 3) -> Trainer:
         """The same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
-        predictions rest on these times then, and no longer on FLOP counts. In several processes they still do."""
-        measured = self
-        if not self.pipeline.ownership.divided:  # else each process would know its own stages, and order them otherwise
-            costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
-            measured = self.with_pipeline(self.pipeline.with_costs(costs))
+        predictions rest on these times then, and no longer on FLOP counts."""
+        costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
+        measured = self.with_pipeline(self.pipeline.with_costs(costs))
         measured.pipeline.warm_up()
         return measured
 
@@ -306,6 +304,7 @@ class Trainer(Closing):
         key: jax.Array | None = None,
         record: bool = False,
         stop: bool = False,
+        switch: bool = False,
         **extra: Any,
     ) -> tuple[TrainState, StepMetrics]:
         """One step. Nothing waits for the devices until a metric is looked at.
@@ -315,7 +314,7 @@ class Trainer(Closing):
             batch: arrays by name, each ``[microbatches · microbatch size, …]`` or ``[microbatches, microbatch size, …]``.
             key: of the random numbers that layers draw; by default of :attr:`seed` and the step's number.
             record: wait for the devices before and after, and measure :attr:`timeline`.
-            stop: this process wants to; the metrics tell all processes.
+            stop, switch: this process wants to end, or to go on in another order; the metrics tell all processes.
             extra: arguments of the optimizer's update that are other than ``update_arguments``.
 
         Raises:
@@ -326,7 +325,7 @@ class Trainer(Closing):
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
         batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
-        state, metrics = self.train_step(state, batch, key, record=record, extra=extra, stop=stop)
+        state, metrics = self.train_step(state, batch, key, record=record, extra=extra, stop=stop, switch=switch)
         if metrics.timeline is not None:
             self._recorded = metrics.timeline
         return state, metrics

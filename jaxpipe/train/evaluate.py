@@ -2,7 +2,7 @@
 
 This is what an evaluator does who gets a checkpoint and the model's name: nothing here knows of ranks, stages or schedules.
 
-A checkpoint is data: of what it names, only models of the package ``models`` are imported and called. Any other model must be
+A checkpoint is data: of what it names, only models that come with jaxpipe are imported and called. Any other model must be
 named by whoever evaluates it.
 """
 
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
+from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.stage.model.reference import init_params, logits, metrics_of
+from jaxpipe.stage.model.reference import init_params, logits, metrics_of, ours
 from jaxpipe.train import ngram
 from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
@@ -31,17 +32,14 @@ from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.sections import names_function
 from jaxpipe.train.setup import build_model, load_dataset, read_by
 from jaxpipe.train.stored import stored_params
-from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
-
-_OURS = ("models", "jaxpipe.models")
-"""Packages whose models a checkpoint may name."""
+from jaxpipe.train.tokenizers import Tokenizer, kept_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A trained model on one device. ``config``: its model and data are those of the run, other sections are defaults.
     ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known. ``ignored``: settings
-    of the run that this version does not know."""
+    of the run that this version does not know. ``began_in``: the working directory of the run, if it is known."""
 
     config: TrainConfig
     model: Model
@@ -50,6 +48,7 @@ class Trained:
     step: int
     fingerprint: str = ""
     ignored: tuple[str, ...] = ()
+    began_in: str = ""
 
 
 def load_trained(path: str | os.PathLike[str], *, step: StepName = None, model: str | None = None) -> Trained:
@@ -75,15 +74,24 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     """
     data = trained.config.data
     stored = data.target or data.path
-    if path is None and names_function(stored) and not _is_ours(stored):
-        raise ConfigError(
-            f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
-            f"--data {stored}"
-        )
-    if path is not None and path != data.target:
+    if path is None and names_function(stored):
+        if (found := ours(stored)) is None:
+            raise ConfigError(
+                f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
+                f"--data {stored}"
+            )
+        data = replace(data, path=found) if data.target is None else replace(data, target=found)
+    elif path is not None and path != data.target:
         data = replace(data, path=path, sources={}, target=None)
+    elif (there := Path(trained.began_in, data.path)).exists() and not Path(data.path).exists():
+        data = replace(data, path=str(there))  # the run has the path as it was from there
     config = replace(trained.config, data=data)
-    dataset = read_by(trained.model, load_dataset(config), config)
+    try:
+        dataset = read_by(trained.model, load_dataset(config, trained.tokenizer), config)
+    except DataError as error:
+        if path is not None or data.sources or names_function(stored) or stored == "stdlib" or Path(stored).exists():
+            raise
+        raise DataError(f"{error}; say where they are with --data PATH, or name other data (--other-data)") from None
     differ = dataset.fingerprint != trained.fingerprint
     if differ and not other:
         raise DataError(
@@ -108,14 +116,15 @@ def described(folder: Path, named: str | None = None) -> Described:
     """One checkpoint, of the model ``named`` or else the one that it names; raises as :func:`load_trained`."""
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
-    target = config.model.target
-    if named is None and not _is_ours(target):
+    target = named or ours(config.model.target)
+    if target is None:
         raise ConfigError(
-            f"{folder} is of the model {target}, code outside of the package models: if you trust it, name it yourself with "
-            f"--model {target}"
+            f"{folder} is of the model {config.model.target}, code outside of the package models: if you trust it, name it "
+            f"yourself with --model {config.model.target}"
         )
-    config = replace(config, model=replace(config.model, target=named or target))
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    config = replace(config, model=replace(config.model, target=target))
+    copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
+    tokenizer = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
     return Described(manifest, config, build_model(config, tokenizer.vocab_size), tokenizer, ignored)
 
 
@@ -125,11 +134,10 @@ def _trained(folder: Path, named: str | None) -> Trained:
     params = load_group(folder, "params", manifest, want, jax.local_devices()[0])
     data = manifest.meta.get("data")
     fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
-    return Trained(found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored)
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(tuple(f"{package}{mark}" for package in _OURS for mark in ":."))
+    began_in = str(manifest.meta.get("began_in") or "")
+    return Trained(
+        found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored, began_in
+    )
 
 
 def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:

@@ -3,17 +3,22 @@
 Tests compare pipelines with it, evaluation and generation use it, and it needs nothing of the pipeline. Layer i of the model
 draws from ``fold_in(key, i)``, in ``init`` as in ``apply``, with i counted over the whole model: a cut into stages changes no
 random number. :func:`resolve_model` finds a model by a name such as ``models.gpt:GPT``.
+
+The models that come with jaxpipe are ``jaxpipe.models``; ``models``, as they are called in a checkout, means them wherever
+there is no other module of that name.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path as FilePath
 from types import ModuleType
@@ -32,6 +37,7 @@ from jaxpipe.stage.model.params import with_tied_leaves
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
 _MOST_KNOWN = 20  # names in a message
+_OURS = "jaxpipe.models"
 
 
 def init_params(model: Model, seed: int) -> dict[str, Params]:
@@ -175,8 +181,9 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     """What the function or class ``module:attribute`` makes of ``options``, and of what it takes of ``offered``. ``what`` it
     is to be: ``model``.
 
-    Modules are looked for on ``sys.path`` and then in the working directory. Nothing of the standard library is imported or
-    called, nor what the module has only imported from another package.
+    Modules are looked for on ``sys.path``, then in the working directory, and those called ``models.…`` last among the models
+    that come with jaxpipe. Nothing of the standard library is imported or called, nor what the module has only imported from
+    another package.
 
     Raises:
         ConfigError: with the nearest name that exists, for a wrong module, attribute or option; importing the module or calling
@@ -189,14 +196,15 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     if package in sys.stdlib_module_names:
         raise ConfigError(f"{what} {name}: {package} is part of Python; name a function of yours that makes a {what}")
     module = _import(module_name, f"{what} {name}")
+    home = _OURS if f"{module.__name__}.".startswith(f"{_OURS}.") else package
     factory: Any = getattr(module, attribute, None)
     if not _is_function_or_class(factory):
-        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module_name]
+        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module.__name__]
         hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
         raise ConfigError(f"{what} {name}: {module_name} has no function or class {attribute!r}{hint}")
     origin = str(factory.__module__)
-    if origin.partition(".")[0] != package:
-        raise ConfigError(f"{what} {name}: {attribute} is of {origin}; name a function or class that {package} defines")
+    if not f"{origin}.".startswith(f"{home}."):
+        raise ConfigError(f"{what} {name}: {attribute} is of {origin}; name a function or class that {home} defines")
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:
@@ -210,6 +218,18 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
         raise
     except Exception as error:
         raise ConfigError(f"{what} {name} can't be made: {_told(error)}") from error
+
+
+def ours(name: str) -> str | None:
+    """``name`` (``module:attribute``) among the models that come with jaxpipe, as ``jaxpipe.models.gpt:GPT``; None if its
+    module is not there. Imports nothing but their package."""
+    module, colon, attribute = name.removeprefix("jaxpipe.").partition(":")
+    if not module.startswith("models."):
+        return None
+    with suppress(ModuleNotFoundError, ValueError):
+        if importlib.util.find_spec(f"jaxpipe.{module}") is not None:
+            return f"jaxpipe.{module}{colon}{attribute}"
+    return None
 
 
 def _heads(
@@ -276,7 +296,8 @@ def _results(
 
 
 def _import(module_name: str, name: str) -> ModuleType:
-    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout."""
+    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout, or from
+    ``jaxpipe.models``."""
     here = str(FilePath.cwd())
     added = not {"", here} & set(sys.path)
     if added:
@@ -289,6 +310,8 @@ def _import(module_name: str, name: str) -> ModuleType:
         missing = error.name or module_name
         if not (module_name == missing or module_name.startswith(missing + ".")):
             raise ConfigError(f"{name}: {module_name} imports {missing}, which is not installed") from error
+        if module_name.startswith("models.") and (missing == "models" or ours(module_name)):
+            return _import(f"jaxpipe.{module_name}", name)
         package, _, last = module_name.rpartition(".")
         hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
         raise ConfigError(f"{name}: no module {missing!r} on sys.path or in {here}{hint}") from error

@@ -19,6 +19,7 @@ Every message says what is wrong, where, and what to do about it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -89,16 +90,21 @@ class CheckpointError(JaxpipeError):
     exit_code: ClassVar[int] = 3
 
 
+_ON_THE_WAY = re.compile(r"(Error (dispatching computation|while transferring): )+")
+
+
 def gist(error: BaseException) -> str:
     """The cause that an error of XLA's or of a callback gives, on one line of at most 250 characters.
 
     Of a message that holds Python tracebacks, what the innermost exception says; of a long one the first and the last line, as
-    a stack or a memory map may stand in between.
+    a stack or a memory map may stand in between. What XLA puts before the cause once for each computation between it and where
+    it is noticed is left out.
     """
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "Traceback (most recent call last)" in str(error):
         last_frame = max((k for k, line in enumerate(lines) if line[0].isspace()), default=-1)
         lines = lines[last_frame + 1 :] or lines[-1:]
+    lines = [_ON_THE_WAY.sub("", line) for line in lines]
     text = " ".join(" ".join(lines).split())
     if len(text) <= 250 or len(lines) == 1:
         return clipped(text, 250)

@@ -1,1 +1,1 @@
-"""Example models, one file each. Not part of the installed package: named as ``models.gpt:GPT`` and imported at run time."""
+"""The models that come with jaxpipe, one file each: ``models.gpt:GPT`` in a checkout, ``jaxpipe.models.gpt:GPT`` anywhere."""

@@ -27,8 +27,9 @@ from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.model.options import build_options, check_sizes
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
-from models.gpt import GPTConfig, block_layers, embed_layer, norm, normal
-from models.vit import num_patches, vit_layers
+
+from .gpt import GPTConfig, block_layers, embed_layer, norm, normal
+from .vit import num_patches, vit_layers
 
 _MOST_SCALE = 100.0
 _FIRST_LOG_SCALE = 2.6593  # log(1 / 0.07)

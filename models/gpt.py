@@ -40,8 +40,9 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention, places
-from models.loss import loss_layer
+
+from .attention import attention, check_attention, places
+from .loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,10 @@ from jaxpipe.tensor_parallel import (
     shard_key,
     vocab_parallel_logits,
 )
-from models.attention import attention, check_attention
-from models.gpt import block_names
-from models.loss import loss_layer
+
+from .attention import attention, check_attention
+from .gpt import block_names
+from .loss import loss_layer
 
 
 @dataclass(frozen=True, slots=True)

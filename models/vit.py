@@ -20,7 +20,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Path, Shard
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel, own_time
-from models.gpt import GPTConfig, block_layers, normal
+
+from .gpt import GPTConfig, block_layers, normal
 
 Picture = tuple[int, int, int]
 """Pixels down, pixels across, channels."""

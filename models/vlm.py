@@ -35,10 +35,11 @@ from jaxpipe.tensor_parallel import (
     row_parallel,
     whole_time,
 )
-from models.gpt import GPTConfig, norm
-from models.llama import LlamaConfig, block_layers, embed_shards, head_layer, normal
-from models.loss import loss_layer
-from models.vit import num_patches, vit_layers
+
+from .gpt import GPTConfig, norm
+from .llama import LlamaConfig, block_layers, embed_shards, head_layer, normal
+from .loss import loss_layer
+from .vit import num_patches, vit_layers
 
 
 @dataclass(frozen=True, slots=True)

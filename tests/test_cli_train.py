@@ -536,7 +536,7 @@ def test_a_model_that_can_not_be_made_here(fails: Callable[..., str], text: Path
     config = load_config(None, settings(text, tmp_path / "run", "model.target=models.big:Big")).to_dict()
     with CheckpointStore(tmp_path / "checkpoints") as store:
         store.save(1, {"a": np.zeros(3, np.float32)}, {}, {"config": config})
-    assert "no module 'models.big'" in fails("eval", tmp_path)
+    assert "models.big:Big, code outside of the package models" in fails("eval", tmp_path)
     assert "no module 'no_such_models'" in fails("generate", tmp_path, "--model", "no_such_models:Big")
 
 

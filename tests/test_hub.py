@@ -20,6 +20,7 @@ from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import DTYPES
 from jaxpipe.interop.hub import open_hub, weights_of
+from jaxpipe.interop.tokenizer import write_byte_tokenizer
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
@@ -28,12 +29,17 @@ from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import logits, resolve_model
 from jaxpipe.train.checkpoint import load_params, read_manifest
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.evaluate import generate as generate_text
+from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.exported import export_hub
 from jaxpipe.train.imported import completed, import_hub, initial_params
 from jaxpipe.train.loop import train
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.stored import stored_params
+from jaxpipe.train.tokenizers import load_tokenizer
 from tests.hub_folders import KINDS, TOKENS, V, tensors, write_folder
+from tests.train_runs import config as settings
+from tests.train_runs import write_text
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "hub_logits.json").read_text())["logits"]
 ROUND = ("float32", "bfloat16")
@@ -59,6 +65,26 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     shown = [ours[row, t, :V:9] for row, t in SHOWN]
     np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=1e-5 * wanted["largest"])
     np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), wanted["largest"], rtol=1e-5)
+
+
+def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
+    """Without the prefix, with buffers of masks."""
+    _, wanted = read(write_folder(tmp_path / "given", "gpt2"))
+    folder = write_folder(tmp_path / "published", "gpt2")
+    bare = {name.removeprefix("transformer."): array for name, array in tensors(KINDS["gpt2"]).items()}
+    masks = {
+        f"h.{i}.attn.{name}": np.ones((1, 1, 24, 24), np.float32) for i in (0, 1) for name in ("bias", "masked_bias")
+    }
+    save_file(bare | masks, folder / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], wanted)
+
+
+@pytest.mark.parametrize("kind", ["llama31", "qwen3-yarn", "smollm3", "llama-biases"])
+def test_both_forms_of_rotary_positions_are_read(kind: str, tmp_path: Path) -> None:
+    old = open_hub(write_folder(tmp_path / "old", kind))
+    scaling = {"rope_type": "default", **KINDS[kind].get("rope_scaling", {}), "rope_theta": KINDS[kind]["rope_theta"]}
+    new = write_folder(tmp_path / "new", kind, rope_parameters=scaling, rope_theta=None, rope_scaling=None)
+    assert open_hub(new).options == old.options
 
 
 # --- there and back ------------------------------------------------------------------------------------------------------
@@ -105,6 +131,31 @@ def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
     wanted = GOLDEN[kind]
     shown = [found[row, t, ::9] for row, t in SHOWN]
     np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=2e-6 * wanted["largest"])
+
+
+def test_the_byte_vocabulary_as_a_tokenizer(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, 64)
+    text = "".join(map(chr, range(300))) + "žlutý 馬 🐎\r\n"
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode(text).tolist() == list(text.encode()) and tokenizer.vocab_size == 256
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.id_of(json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]) == 0
+
+
+@pytest.mark.soak
+def test_transformers_continues_a_text_as_we_do(tmp_path: Path) -> None:
+    """Of a run of bytes, with its tokenizer, greedily."""
+    transformers = pytest.importorskip("transformers")
+    text = write_text(tmp_path / "text.txt")
+    train(settings(text, tmp_path / "run", "data.seq_len=48", "run.steps=20"), io.StringIO())
+    back = export_hub(tmp_path / "run", tmp_path / "back", step="best").path
+    tokenizer = transformers.AutoTokenizer.from_pretrained(back)
+    model = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
+    prompt = "the cat sat"
+    given = tokenizer(prompt, return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=24, do_sample=False)
+    ours = "".join(generate_text(load_trained(tmp_path / "run", step="best"), prompt, 24, temperature=0))
+    assert tokenizer.decode(made[0]) == prompt + ours
 
 
 # --- over a pipeline -----------------------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ def test_wheel_holds_jaxpipe_and_all_of_it() -> None:
     for folder in {path.parent for path in package.rglob("*.py")}:
         assert (folder / "__init__.py").is_file(), f"{folder} has no __init__.py"
     shipped = {path for pattern in tool["package-data"]["jaxpipe"] for path in package.glob(pattern)}
+    assert (package / "models").readlink() == Path("../models"), "the wheel's jaxpipe.models is the link to models/"
     data = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert data <= shipped, "package-data in pyproject.toml leaves these out of the wheel"
 

@@ -470,6 +470,8 @@ def test_the_gist_of_long_messages() -> None:
     )
     assert gist(RuntimeError(memory_map)) == "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes. … see the log"
     assert gist(RuntimeError("a\nshort one")) == "a short one"
+    nested = "INTERNAL: " + "Error dispatching computation: " * 9 + "Error while transferring: Connection closed"
+    assert gist(RuntimeError(nested)) == "INTERNAL: Connection closed"
     assert gist(ValueError()) == "ValueError"
     assert len(gist(RuntimeError("x" * 999))) == 250
 

@@ -115,7 +115,7 @@ def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, A
     if spec == "byte":
         write_byte_tokenizer(to, length)
         return ids | {"bos_token_id": 0, "eos_token_id": 0}
-    if not spec.endswith(".json"):
+    if tokenizer.content is None:
         return ids
     kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
     came_with = kept if (kept / "tokenizer.json").is_file() else Path(spec).parent
@@ -123,7 +123,7 @@ def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, A
         if (came_with / name).is_file():
             shutil.copyfile(came_with / name, to / name)
     if not (to / "tokenizer_config.json").is_file():
-        shutil.copyfile(spec, to / "tokenizer.json")
+        (to / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
         write_tokenizer_config(to, length, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
     said = read_json(to / "tokenizer_config.json")
     for name in _IDS:

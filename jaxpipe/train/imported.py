@@ -32,7 +32,7 @@ from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.setup import build_model
 from jaxpipe.train.stored import model_digest, stored_params
-from jaxpipe.train.tokenizers import load_tokenizer
+from jaxpipe.train.tokenizers import load_tokenizer, stored_tokenizer
 
 _PART_BYTES = 2**27
 _SEQ_LEN = 1024
@@ -70,6 +70,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             "jaxpipe": __version__,
             "program": model_digest(model),
             "config": config.to_dict(),
+            "tokenizer": stored_tokenizer(tokenizer),
             "imported": str(folder.absolute()),
         }
         _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)

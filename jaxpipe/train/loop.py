@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
@@ -49,6 +50,7 @@ from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
 from jaxpipe.train.step import StepMetrics, TrainState
 from jaxpipe.train.stop import STOPPED, EndingEarly, Stop
+from jaxpipe.train.tokenizers import stored_tokenizer
 from jaxpipe.train.trace_window import TraceWindow
 from jaxpipe.train.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.trainer import Trainer
@@ -206,6 +208,7 @@ class _Run:
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
             self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
+            self.folder.keep_tokenizer(self.prepared.dataset.tokenizer)
         first = self.start.step if self.resumed else None
         evaluated = first is not None and self.folder.was_evaluated(first)
         self.processes.barrier("metrics")  # all have read what process 0 goes on with
@@ -484,7 +487,8 @@ class _Run:
         self.log.sync()
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
-        meta["first_loss"] = self.first_loss
+        meta["tokenizer"] = stored_tokenizer(self.prepared.dataset.tokenizer)
+        meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd())}
         meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
         return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)

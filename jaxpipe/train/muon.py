@@ -138,14 +138,14 @@ def matrices_of(model: Model) -> dict[Place, Matrix]:
 
 
 def described(model: Model, matrices: Mapping[Place, Matrix]) -> str:
-    """Which leaves Muon updates and which AdamW, in a line. Layers that differ by a number only are told once."""
+    """Which leaves Muon updates and which AdamW, in a line. Layers that differ by a number only are told once, vectors not."""
     told: dict[bool, dict[str, None]] = {True: {}, False: {}}
     for layer in model.layers:
         name = re.sub(r"\d+$", "*", layer.name)
-        for path, _ in named_leaves(init_avals(layer)):
-            if layer.trains(path):
+        for path, leaf in named_leaves(init_avals(layer)):
+            if layer.trains(path) and leaf.ndim > 1:
                 told[(layer.name, path) in matrices]["/".join((name, *path))] = None
-    return f"Muon updates {', '.join(told[True])}; AdamW updates {', '.join(told[False]) or 'nothing'}"
+    return f"Muon updates {', '.join(told[True])}; AdamW updates {', '.join([*told[False], 'all vectors'])}"
 
 
 def _placed(tree: Any) -> list[tuple[Place, Any]]:

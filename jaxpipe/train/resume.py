@@ -168,6 +168,9 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     changed otherwise, a line for each kind."""
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
+    kept = origin.meta.get("tokenizer")
+    if isinstance(kept, dict) and kept.get("fingerprint") == prepared.dataset.tokenizer.fingerprint:
+        changes.pop("data.tokenizer", None)  # the same one under another path
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
     known = same_program(origin.meta, model_digest(prepared.model))
     same = not model if known is None else known

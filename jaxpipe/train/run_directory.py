@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Self
 
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
+from jaxpipe.interop.tokenizer import FILES, TOKENIZER
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
@@ -25,8 +27,9 @@ from jaxpipe.train.checkpoint_directory import locked
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.sections import RunConfig
+from jaxpipe.train.tokenizers import Tokenizer
 
-CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures")
+CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures", TOKENIZER)
 """What a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
 PICTURES = ("timeline.svg", "timeline.png", "timeline.html", "timeline.trace.json")
 _MARK = "# Written by jaxpipe train: the settings of the run in this directory."
@@ -91,6 +94,17 @@ class RunDirectory:
         """Keep the schedule that runs. Raises ScheduleError, as :meth:`write_plan`."""
         if self._writes:
             write_schedule(schedule, self.path / "schedule.sched")
+
+    def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Keep its ``tokenizer.json``, and what came with it, where it has one: the run may go to another machine."""
+        if not self._writes or tokenizer.content is None:
+            return
+        came_from, kept = Path(tokenizer.name).absolute().parent, self.path.absolute() / TOKENIZER
+        kept.mkdir(exist_ok=True)
+        write_atomically(kept / "tokenizer.json", tokenizer.content)
+        for name in FILES if came_from != kept else ():
+            if name != "tokenizer.json" and (came_from / name).is_file():
+                shutil.copyfile(came_from / name, kept / name)
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

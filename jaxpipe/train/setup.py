@@ -53,15 +53,15 @@ class Prepared:
     plan: StagePlan
 
 
-def load_dataset(config: TrainConfig) -> Dataset:
-    """The data of ``config``, tokenised and split.
+def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
 
     Raises:
         ConfigError: it is of a function that does not exist, or fails.
         DataError: it can't be read or is too small.
     """
     data = config.data
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(data.tokenizer)
     if data.target is not None:
         return OwnDataset(data.target, data.options, tokenizer)
     if data.sources:

@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int | None: ...
 
+    @property
+    def content(self) -> str | None:
+        """The text of its ``tokenizer.json``; None where ``name`` says all."""
+
     def encode(self, text: str) -> Ids:
         """Ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
 
@@ -73,6 +77,7 @@ class ByteTokenizer:
     vocab_size = 256
     fingerprint = "byte"
     eos = 0
+    content = None
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
@@ -100,7 +105,7 @@ class IdTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.name = self.fingerprint = f"ids:{vocab_size}"
-        self.eos = None
+        self.eos = self.content = None
 
     def encode(self, text: str) -> Ids:
         raise DataError(
@@ -124,24 +129,26 @@ class IdTokenizer:
 
 
 class HFTokenizer:
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``.
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``: the file at ``path``, or the ``content`` that it had.
 
     Raises:
         DataError: the package is not installed, or the file is missing or not a tokeniser.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, content: str | None = None) -> None:
         path = Path(path)
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
             raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install tokenizers") from None
         try:
-            content = read_file(path)
+            self.content = read_file(path).decode("utf-8") if content is None else content
         except OSError as error:
             raise DataError(f"tokenizer {path}: can't be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json (not UTF-8)") from None
         try:
-            self._backend = Backend.from_str(content.decode("utf-8"))
+            self._backend = Backend.from_str(self.content)
         except Exception as error:  # the package raises plain Exception
             reason = " ".join(str(error).split())[:160]
             raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({reason})") from None
@@ -150,7 +157,7 @@ class HFTokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         if self.vocab_size == 0:
             raise DataError(f"tokenizer {path}: its vocabulary is empty")
-        self.fingerprint = "hf:" + hashlib.sha256(content).hexdigest()[:16]
+        self.fingerprint = "hf:" + hashlib.sha256(self.content.encode()).hexdigest()[:16]
         self.eos = next((found for name in _ENDS if (found := self.id_of(name)) is not None), None)
 
     def encode(self, text: str) -> Ids:
@@ -205,6 +212,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if not spec.endswith(".json") and not Path(spec).is_file():
         raise DataError(f"tokenizer {spec!r}: use byte, ids:N, or the path of a tokenizer.json")
     return HFTokenizer(spec)
+
+
+def stored_tokenizer(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a checkpoint keeps of it: JSON that :func:`kept_tokenizer` makes the same tokeniser of."""
+    named = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+    return named if tokenizer.content is None else {**named, "json": tokenizer.content}
+
+
+def kept_tokenizer(stored: object, spec: str) -> Tokenizer:
+    """The tokeniser that a checkpoint keeps; of an older one, the one that ``spec`` names, as :func:`load_tokenizer`."""
+    content = stored.get("json") if isinstance(stored, dict) else None
+    return HFTokenizer(spec, content) if isinstance(content, str) else load_tokenizer(spec)
 
 
 def check_ids(ids: Ids, tokenizer: Tokenizer, first: int = 0) -> None:

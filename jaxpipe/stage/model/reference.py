@@ -3,17 +3,22 @@
 Tests compare pipelines with it, evaluation and generation use it, and it needs nothing of the pipeline. Layer i of the model
 draws from ``fold_in(key, i)``, in ``init`` as in ``apply``, with i counted over the whole model: a cut into stages changes no
 random number. :func:`resolve_model` finds a model by a name such as ``models.gpt:GPT``.
+
+The models that come with jaxpipe are ``jaxpipe.models``; ``models``, as they are called in a checkout, means them wherever
+there is no other module of that name.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path as FilePath
 from types import ModuleType
@@ -32,6 +37,7 @@ from jaxpipe.stage.model.params import with_tied_leaves
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)
 """What besides arrays may go from layer to layer."""
 _MOST_KNOWN = 20  # names in a message
+_OURS = "jaxpipe.models"
 
 
 def init_params(model: Model, seed: int) -> dict[str, Params]:
@@ -67,7 +73,12 @@ def metrics_of(
     """Of the whole model on one microbatch, ``loss`` and the metrics of its loss layer: what is summed and what that is divided
     by. Of several losses each stands there under its layer's name too (but one named ``loss``). Arguments as in
     :func:`apply_model`."""
-    heads = _heads(model, params, batch, key, train)
+    return named_metrics(model, _results(model, model.losses, params, batch, key, train))
+
+
+def named_metrics(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+    """:func:`metrics_of` by what the losses return."""
+    heads = _named_heads(model, found)
     named: dict[str, Any] = {"loss": combined(heads.values())}
     for layer, (loss_sum, weight_sum, *rest) in heads.items():
         if len(heads) > 1 and layer != "loss":
@@ -175,8 +186,9 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     """What the function or class ``module:attribute`` makes of ``options``, and of what it takes of ``offered``. ``what`` it
     is to be: ``model``.
 
-    Modules are looked for on ``sys.path`` and then in the working directory. Nothing of the standard library is imported or
-    called, nor what the module has only imported from another package.
+    Modules are looked for on ``sys.path``, then in the working directory, and those called ``models.…`` last among the models
+    that come with jaxpipe. Nothing of the standard library is imported or called, nor what the module has only imported from
+    another package.
 
     Raises:
         ConfigError: with the nearest name that exists, for a wrong module, attribute or option; importing the module or calling
@@ -189,14 +201,15 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     if package in sys.stdlib_module_names:
         raise ConfigError(f"{what} {name}: {package} is part of Python; name a function of yours that makes a {what}")
     module = _import(module_name, f"{what} {name}")
+    home = _OURS if f"{module.__name__}.".startswith(f"{_OURS}.") else package
     factory: Any = getattr(module, attribute, None)
     if not _is_function_or_class(factory):
-        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module_name]
+        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module.__name__]
         hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
         raise ConfigError(f"{what} {name}: {module_name} has no function or class {attribute!r}{hint}")
     origin = str(factory.__module__)
-    if origin.partition(".")[0] != package:
-        raise ConfigError(f"{what} {name}: {attribute} is of {origin}; name a function or class that {package} defines")
+    if not f"{origin}.".startswith(f"{home}."):
+        raise ConfigError(f"{what} {name}: {attribute} is of {origin}; name a function or class that {home} defines")
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:
@@ -212,11 +225,26 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
         raise ConfigError(f"{what} {name} can't be made: {_told(error)}") from error
 
 
+def ours(name: str) -> str | None:
+    """``name`` (``module:attribute``) among the models that come with jaxpipe, as ``jaxpipe.models.gpt:GPT``; None if its
+    module is not there. Imports nothing but their package."""
+    module, colon, attribute = name.removeprefix("jaxpipe.").partition(":")
+    if not module.startswith("models."):
+        return None
+    with suppress(ModuleNotFoundError, ValueError):
+        if importlib.util.find_spec(f"jaxpipe.{module}") is not None:
+            return f"jaxpipe.{module}{colon}{attribute}"
+    return None
+
+
 def _heads(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
 ) -> dict[str, tuple[Any, ...]]:
     """What the losses return, by name of the layer."""
-    found = _results(model, model.losses, params, batch, key, train)
+    return _named_heads(model, _results(model, model.losses, params, batch, key, train))
+
+
+def _named_heads(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
     heads = {model.layers[i].name: head for i, head in zip(model.losses, found, strict=True)}
     for name, head in heads.items():
         if not (isinstance(head, tuple) and len(head) in (2, 3)):
@@ -228,10 +256,10 @@ def _heads(
 
 def read_by(model: Model, wanted: Sequence[int]) -> tuple[str, ...]:
     """The batch arrays that the layers at ``wanted``, and those behind them, read."""
-    return tuple(dict.fromkeys(name for i in sorted(_last_readers(model, wanted)) for name in model.layers[i].reads))
+    return tuple(dict.fromkeys(name for i in sorted(last_readers(model, wanted)) for name in model.layers[i].reads))
 
 
-def _last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
+def last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
     """The layers that those at ``wanted`` need, with the last that takes each: past the end for those."""
     taken = taken_by(model.layers)
     found = dict.fromkeys(wanted, len(model.layers))
@@ -250,11 +278,28 @@ def _results(
     train: bool,
 ) -> list[Any]:
     """What the layers at ``wanted`` return; runs those that they need and holds no result longer than that."""
+    needed = last_readers(model, wanted)
+    made = run_layers(model, needed, needed, {}, params, batch, key, train)
+    return [made[i] for i in wanted]
+
+
+def run_layers(
+    model: Model,
+    needed: Mapping[int, int],
+    among: Iterable[int],
+    made: Mapping[int, Any],
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    train: bool = False,
+) -> dict[int, Any]:
+    """Run the layers ``among`` those ``needed`` (:func:`last_readers`). ``made``: results of layers before them by index; with
+    theirs added and without those that no later layer takes, they are returned. ``params``: of these layers, and of the owners
+    of what is tied there."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    taken, last_reader = taken_by(model.layers), _last_readers(model, wanted)
-    made: dict[int, Any] = {}
-    for index in sorted(last_reader):
+    taken, made = taken_by(model.layers), dict(made)
+    for index in sorted(needed.keys() & set(among)):
         layer = model.layers[index]
         absent = [name for name in layer.reads if name not in batch]
         if absent:
@@ -271,12 +316,13 @@ def _results(
         )
         x = given_to(layer, [made[k] for k in taken[index]])
         made[index] = layer.apply(with_tied_leaves(layer, params), x, context)
-        made = {k: y for k, y in made.items() if last_reader[k] > index}
-    return [made[i] for i in wanted]
+        made = {k: y for k, y in made.items() if needed[k] > index}
+    return made
 
 
 def _import(module_name: str, name: str) -> ModuleType:
-    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout."""
+    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout, or from
+    ``jaxpipe.models``."""
     here = str(FilePath.cwd())
     added = not {"", here} & set(sys.path)
     if added:
@@ -289,6 +335,8 @@ def _import(module_name: str, name: str) -> ModuleType:
         missing = error.name or module_name
         if not (module_name == missing or module_name.startswith(missing + ".")):
             raise ConfigError(f"{name}: {module_name} imports {missing}, which is not installed") from error
+        if module_name.startswith("models.") and (missing == "models" or ours(module_name)):
+            return _import(f"jaxpipe.{module_name}", name)
         package, _, last = module_name.rpartition(".")
         hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
         raise ConfigError(f"{name}: no module {missing!r} on sys.path or in {here}{hint}") from error

@@ -1,0 +1,104 @@
+"""What ``pip install`` gives: a wheel with the models, its pictures and its metadata, that trains from an empty folder.
+
+Built without a package index, by the setuptools that is there, out of a copy of what git has: what a build leaves behind is not
+left here.
+"""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+
+
+def test_pictures_are_found_from_anywhere() -> None:
+    """An index of packages shows the README without the files beside it."""
+    raw = URLS["Homepage"].replace("github.com", "raw.githubusercontent.com") + "/main/"
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture.removeprefix(raw)).is_file() and picture.startswith(raw)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    names = [name for name in listed.decode().split("\0") if name and not name.startswith("tests/")]
+    with tarfile.open(folder / "source.tar", "w") as archive:  # which keeps links
+        for name in names:
+            if os.path.lexists(ROOT / name):
+                archive.add(ROOT / name, name)
+    with tarfile.open(folder / "source.tar") as archive:
+        archive.extractall(folder / "source", filter="data")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
+    have = importlib.util.find_spec("setuptools") and importlib.import_module("setuptools").__version__
+    if have and int(have.partition(".")[0]) >= 77:
+        pip.append("--no-build-isolation")
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode and "--no-build-isolation" not in pip:
+        pytest.skip(f"no setuptools of version 77 here, and none to be had: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.mark.soak
+def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = next(name for name in names if name.endswith("/METADATA"))
+        said = email.message_from_bytes(archive.read(metadata))
+    models = {f"jaxpipe/models/{path.name}" for path in (ROOT / "models").glob("*.py")}
+    assert models <= names and "jaxpipe/models/README.md" in names
+    assert {"jaxpipe/py.typed", "jaxpipe/plot/viewer.html", "jaxpipe/plot/viewer.js"} <= names
+    assert {name.partition("/")[0] for name in names} == {"jaxpipe", metadata.partition("/")[0]}
+    assert said["License-Expression"] == "Apache-2.0" and said["Author"] and said["Keywords"]
+    assert len(said.get_all("Project-URL")) == len(URLS) and "Typing :: Typed" in said.get_all("Classifier")
+
+
+@pytest.mark.soak
+def test_what_is_installed_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    """In a virtual environment of its own, which sees the packages of this one but not this checkout."""
+    venv, here = tmp_path / "venv", tmp_path / "empty"
+    here.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (site,) = venv.glob("lib/*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    packages = [path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages")]
+    (site / "others.pth").write_text(
+        "".join(f"{path}\n" for path in packages)
+    )  # a line of code in a .pth is not followed
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*argv: str) -> str:
+        done = subprocess.run(
+            [str(venv / "bin" / "python"), "-P", "-m", "jaxpipe", *argv],
+            cwd=here, env=env, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (here / "text.txt").write_text("the cat sat on the mat\n" * 300)
+    tiny = "{d_model=16,num_layers=2,num_heads=2}"
+    call("train", "--pp", "2", "run.steps=2", "data.path=text.txt", "data.seq_len=16", f"model.options={tiny}",
+         "run.batch=8", "pipeline.microbatches=2", "run.eval_every=0", "run.out_dir=run", "run.platform=cpu")  # fmt: skip
+    assert "step 2" in call("eval", "run")
+    shutil.rmtree(here / "run")

@@ -4,6 +4,7 @@
     python scripts/torture.py --quick                # a little of everything
     python scripts/torture.py --only R3,R5 --seed 7  # some parts, other random choices
     python scripts/torture.py --only R5 --case 17    # one case again
+    python scripts/torture.py --only R15,R16 --most 2  # two chains of kills and two of signals, of several processes
 
 Prints JSON on stdout: what was tried how often, and what failed, with the number of the case. A table for people goes to
 stderr. Exit code 1 if anything failed. Numbers of the parts are those of the reliability goals (R6, R7, R9, R12 are tests).
@@ -71,11 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="other random choices")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, such as R1,R3")
     parser.add_argument("--case", type=int, help="only the case of this number")
+    parser.add_argument("--most", type=int, help="at most so many cases of a part, evenly spread")
     args = parser.parse_args(arguments)
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"no part {unknown[0]}; there are {', '.join(PARTS)}")
-    report = torture(names, quick=args.quick, seed=args.seed, only=args.case)
+    report = torture(names, quick=args.quick, seed=args.seed, only=args.case, most=args.most)
     print(json.dumps(report, indent=1))
     return 1 if any(part["failed"] for part in report["parts"].values()) else 0
 

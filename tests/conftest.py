@@ -7,6 +7,9 @@ many tests compile the same small stages.
 
 Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). ``pytest -m soak`` or
 ``HYPOTHESIS_PROFILE=soak`` selects ``soak``: fresh seeds and many examples.
+
+``pytest --fast`` keeps no list of tests: one that asks XLA to compile is skipped at that moment, and so is one that starts a
+process that trains. Only what is marked ``compiles`` may.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -37,6 +41,12 @@ if "--xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Wrong reductions (jax#39103), as in train/devices.py.
     os.environ["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="
+    # Each program that XLA's newer emitters compile sets up MLIR's patterns again: half of what compiling takes. The soak
+    # compiles as users do. A worker does as it was started.
+    if not {"soak", "--xla_cpu_use_fusion_emitters=true"} & {*sys.argv, *os.environ["XLA_FLAGS"].split()} and (
+        "PYTEST_XDIST_WORKER" not in os.environ
+    ):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # same as jax.config.update("jax_numpy_rank_promotion", "raise")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ log: errors only
@@ -58,6 +68,45 @@ def pytest_configure(config: pytest.Config) -> None:
     """``-m soak`` means many fresh examples, unless the environment names another profile."""
     if config.option.markexpr == "soak" and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("soak")
+    if config.getoption("--fast"):
+        _fast.begin()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip tests that compile, except those marked compiles")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _fast.may_compile = item.get_closest_marker("compiles") is not None
+    return (yield)
+
+
+class _Fast:
+    """Skips the test at hand where it compiles; in effect once :meth:`begin` was called."""
+
+    may_compile = True
+
+    def begin(self) -> None:
+        import jax.monitoring
+
+        jax.monitoring.register_event_listener(self._heard)
+        sys.addaudithook(self._seen)
+
+    def _heard(self, event: str, **_: object) -> None:
+        if event == "/jax/compilation_cache/compile_requests_use_cache" and not self.may_compile:
+            pytest.skip("compiles")
+
+    def _seen(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and not self.may_compile and _trains([str(a) for a in args[1]]):
+            pytest.skip("compiles in another process")
+
+
+def _trains(command: list[str]) -> bool:
+    return "train" in command or any(a.endswith("divided_run.py") for a in command)
+
+
+_fast = _Fast()
 
 
 def pytest_unconfigure() -> None:
@@ -72,6 +121,19 @@ def x64() -> Iterator[None]:
 
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test compiles, XLA compiles as it does for users: for bits of different programs that must agree."""
+    import jax
+
+    jit = jax.jit
+
+    def as_users_do(f: Any, *, compiler_options: Any = None, **more: Any) -> Any:
+        return jit(f, compiler_options={"xla_cpu_use_fusion_emitters": True, **(compiler_options or {})}, **more)
+
+    monkeypatch.setattr(jax, "jit", as_users_do)
 
 
 MOST_MAPS = 30_000

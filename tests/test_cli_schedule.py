@@ -277,8 +277,8 @@ def test_compare_draws_the_front(cli: Callable[..., str], tmp_path: Path, suffix
 
 
 def test_best_is_no_worse_than_any_row_of_compare(cli: Callable[..., str], tmp_path: Path) -> None:
-    for limit in (1, 2.5, 4, 100):
-        sizes = ("--ranks", 4, "--microbatches", 6, "--memory-limit", limit, "--comm", 0.1, "--json")
+    for limit in (1, 2.5, 100):
+        sizes = ("--ranks", 3, "--microbatches", 5, "--memory-limit", limit, "--comm", 0.1, "--json")
         best = json.loads(cli("best", *sizes, "-o", tmp_path / f"{limit}.sched"))
         assert max(best["peak_activations"]) <= limit * (1 + 1e-9)
         rows = [e for e in json.loads(cli("compare", *sizes))["schedules"] if "error" not in e]

@@ -88,14 +88,14 @@ def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int) -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    found = [best_schedule(3, 5, memory_limit=x).makespan for x in (1, 1.5, 2, 4, 8)]
+    found = [best_schedule(2, 4, memory_limit=x).makespan for x in (1, 1.5, 2, 4)]
     assert found == sorted(found, reverse=True)
 
 
 def test_span_as_the_objective() -> None:
-    by_span = best_schedule(4, 8, memory_limit=8, objective="span")
-    assert by_span.span <= best_schedule(4, 8, memory_limit=8).span
-    assert by_span.span <= simulate(generate("zb-2p", 4, 8), CostProfile.uniform(4)).max_span
+    by_span = best_schedule(3, 5, memory_limit=6, objective="span")
+    assert by_span.span <= best_schedule(3, 5, memory_limit=6).span
+    assert by_span.span <= simulate(generate("zb-2p", 3, 5), CostProfile.uniform(3)).max_span
 
 
 def test_a_profile_fixes_the_stages() -> None:
@@ -117,17 +117,17 @@ def test_given_chunks_and_group_are_kept() -> None:
 
 
 def test_the_host_is_used_only_where_its_cost_is_known() -> None:
-    plain, low = best_schedule(3, 6, memory_limit=1), best_schedule(3, 6, slow_host, memory_limit=1)
+    plain, low = best_schedule(2, 4, memory_limit=1), best_schedule(2, 4, slow_host, memory_limit=1)
     assert offloaded_share(plain.schedule, plain.costs) == 0
     assert offloaded_share(low.schedule, low.costs) > 0
     assert low.peak <= 1
     assert low.makespan < plain.makespan
-    assert best_schedule(3, 6, slow_host, memory_limit=1, offload=False).makespan == plain.makespan
+    assert best_schedule(2, 4, slow_host, memory_limit=1, offload=False).makespan == plain.makespan
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(ScheduleError, match=r"keeps a memory limit of 0.9; the smallest found to work is 1$"):
-        best_schedule(3, 4, memory_limit=0.9)
+        best_schedule(2, 3, memory_limit=0.9)
     with pytest.raises(ScheduleError, match=r"limit of 0.01; the smallest found to work is 0.\d+$") as caught:
         best_schedule(2, 3, slow_host, memory_limit=0.01)
     least = float(str(caught.value).split()[-1])

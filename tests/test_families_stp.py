@@ -153,7 +153,7 @@ def test_published_counts_and_small_sizes() -> None:
 
 def test_memory_limit() -> None:
     """It is kept from p + 1 activations on, and room makes it shorter; less is refused in one line."""
-    for p, m in [(2, 6), (4, 16), (5, 11)]:
+    for p, m in [(2, 6), (3, 10)]:
         costs = chunk_costs(p, 1, 1.1, 0.8, 0.2)
         found = []
         for chunks in range(2 * p + 2, 4 * p + 1):

@@ -240,6 +240,7 @@ def check_whole(pipe: Pipeline, params: Any, batch: Mapping[str, np.ndarray]) ->
     assert measured_peaks(pipe, pipe.place(params), batch).live_peak_bytes == pipe.peak_bytes
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
     head = TWO_RANKS.split("rank 0")[0].replace("microbatches: 4", "microbatches: 2")
     schedule = parse_schedule(head + "rank 0: F0.0 F0.1 BW0.0+BW0.1\nrank 1: F1.0 F1.1+BW1.0 BW1.1\n")

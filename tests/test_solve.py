@@ -136,7 +136,7 @@ def test_progress_is_told_as_it_happens() -> None:
 
 def test_a_start_is_used() -> None:
     task = task_of(v_shape(4), 8, 1.5, objective="span")
-    good = solve(task, Options(time_limit_s=6))
+    good = solve(task, Options(time_limit_s=2))
     again = solve_any([task], Options(time_limit_s=0.05), starts=[good.schedule])
     assert again.value <= good.value
 
@@ -177,13 +177,13 @@ def test_infeasible_limits_say_the_smallest_that_works(offload: bool) -> None:
     with pytest.raises(ScheduleError, match=r"smallest found to work is 1 without offload and 0\.5 with it"):
         solve(task, QUICK)
     smallest = dataclasses.replace(task, memory_limit=0.5 if offload else 1.0)
-    assert_sound(solve(smallest, Options(time_limit_s=4)))
+    assert_sound(solve(smallest, Options(time_limit_s=1)))
 
 
 def test_the_same_seed_gives_the_same_schedule() -> None:
     task = task_of(v_shape(4), 6, 1.5, TABLE_5)
-    options = Options(time_limit_s=4, seed=3, reproducible=True)
-    found = {solve(task, options).schedule for _ in range(3)}
+    options = Options(time_limit_s=2, seed=3, reproducible=True)
+    found = {solve(task, options).schedule for _ in range(2)}
     assert len(found) == 1
 
 
@@ -231,7 +231,7 @@ def check_random_tasks(seeds: range, seconds: float) -> None:
 
 
 def test_random_tasks_are_answered_soundly() -> None:
-    check_random_tasks(range(8), 1.5)
+    check_random_tasks(range(6), 1.0)
 
 
 @pytest.mark.soak
@@ -426,7 +426,7 @@ def test_limit_in_bytes_counts_workspace_and_cotangents() -> None:
     task = SolveTask(one_to_one(4), 8, costs)
     assert task.limits() == (3.5,) * 4
     assert task.safe_limits() == (2.75,) * 4
-    solution = solve(task, Options(time_limit_s=4.0))
+    solution = solve(task, Options(time_limit_s=1))
     assert max(solution.timeline.peak_bytes) <= 3.5
     assert max(simulate(solution.schedule, costs).peak_bytes) <= 3.5
     assert solution.lower_bound <= solution.value

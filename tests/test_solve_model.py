@@ -399,7 +399,7 @@ def test_uneven_costs_have_no_common_step() -> None:
         time_grid([1e-12, 1.23456789123456e3], 1e18)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from(["makespan", "span"]))
 def test_real_costs(seed: int, offload: bool, objective: Literal["makespan", "span"]) -> None:
     """Costs on no grid: limits hold in real numbers, the bound stays below and within the rounding."""

@@ -94,6 +94,7 @@ def assert_same_run(out_dir: Path, other: Path) -> None:
 # -- stopping and going on ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.compiles
 def test_straight_run(straight: tuple[Path, TrainResult, str]) -> None:
     out_dir, result, printed = straight
     assert (result.out_dir, result.step, result.steps_run, result.stopped) == (out_dir, STEPS, STEPS, False)

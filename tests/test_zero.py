@@ -187,6 +187,7 @@ def _aval(a: Any) -> tuple[Any, ...]:
 # -- dividing the update changes no bit ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_two_devices_with_and_without_zero_agree_in_every_bit(dtype: str) -> None:
     """Sums of two are the same in any order, and without clipping nothing else differs. A step that is not finite changes

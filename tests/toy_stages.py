@@ -232,6 +232,14 @@ def reference(
     return x
 
 
+def loss_and_grads(
+    layers: Sequence[Layer], params: Any, batch: Mapping[str, Any]
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    """``((loss_sum, weight_sum), gradients)`` of the uncut layers by ``jax.value_and_grad``, compiled as one program."""
+    program = jax.jit(jax.value_and_grad(lambda p, b: reference(layers, p, b), has_aux=True))
+    return program(params, dict(batch))  # type: ignore[no-any-return]
+
+
 class Runner:
     """Runs the functions of a chain of stages, microbatch by microbatch, and accumulates gradients.
 

@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5867, 55),
-    "train": (65, 8592, 96),
+    "train": (65, 8597, 96),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

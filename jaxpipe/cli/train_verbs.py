@@ -144,11 +144,16 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
+    many = "devices to put the layers on, emulated on a CPU; by default as few as hold them"
+    add_value(parser, "--devices", "N", whole_number("devices", 512), many)
+
+
 def _load(args: argparse.Namespace) -> Trained:
     """The model that the flags name; what its config holds that is not known is told on stderr."""
     from jaxpipe.train.evaluate import load_trained
 
-    trained = load_trained(args.checkpoint, step=args.step, model=args.model)
+    trained = load_trained(args.checkpoint, step=args.step, model=args.model, devices=args.devices)
     if trained.ignored:
         print(f"ignored settings that this version does not know: {', '.join(trained.ignored)}", file=sys.stderr)
     return trained
@@ -165,6 +170,7 @@ def _step(text: str) -> int | str:
 
 def _configure_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
+    _add_devices_flag(parser)
     add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
     add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
     parser.add_argument(
@@ -182,7 +188,7 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
 def _eval(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, request_devices
 
-    request_devices(1)
+    request_devices(args.devices or 1)
     from jaxpipe.train import ngram
     from jaxpipe.train.evaluate import held_out_score, load_data
 
@@ -197,8 +203,9 @@ def _eval(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
         return 0
+    where = "one device" if len(trained.devices) == 1 else f"{len(trained.devices)} devices"
     print(
-        f"step {trained.step}, one device, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
+        f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
         f"{' of other data than it was trained on' if other else ''}"
     )
     print(score_table(scores, trained.model.loss_unit))
@@ -207,6 +214,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _configure_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
+    _add_devices_flag(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
     add_value(parser, "--tokens", "N", whole_number("tokens", 10**6), "tokens to add", 200)
     add_value(parser, "--temperature", "T", amount("temperature", most=100), "0 takes the likeliest token", 0.8)
@@ -218,7 +226,7 @@ def _configure_generate(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, request_devices
 
-    request_devices(1)
+    request_devices(args.devices or 1)
     from jaxpipe.train.evaluate import generate
 
     trained = _load(args)

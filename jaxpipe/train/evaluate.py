@@ -1,4 +1,5 @@
-"""Evaluation and generation from a checkpoint, without any pipeline: one device, the model's layers one after another.
+"""Evaluation and generation from a checkpoint, without any pipeline: the model's layers one after another, on one device or,
+where that does not hold them, on several (:mod:`jaxpipe.train.spread`).
 
 This is what an evaluator does who gets a checkpoint and the model's name: nothing here knows of ranks, stages or schedules.
 
@@ -9,7 +10,8 @@ named by whoever evaluates it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +23,8 @@ import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.tokenizer import TOKENIZER
-from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.stage.model.reference import init_params, logits, metrics_of, ours
+from jaxpipe.stage.model.layer import Model, Params, taken_by
+from jaxpipe.stage.model.reference import init_params, logits, named_metrics, ours
 from jaxpipe.train import ngram
 from jaxpipe.train.checkpoint_format import read_manifest
 from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
@@ -31,15 +33,16 @@ from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.sections import names_function
 from jaxpipe.train.setup import build_model, load_dataset, read_by
+from jaxpipe.train.spread import devices_for, placement_over, results_over
 from jaxpipe.train.stored import stored_params
 from jaxpipe.train.tokenizers import Tokenizer, kept_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained model on one device. ``config``: its model and data are those of the run, other sections are defaults.
-    ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known. ``ignored``: settings
-    of the run that this version does not know. ``began_in``: the working directory of the run, if it is known."""
+    """A trained model, its layers on ``devices`` in turn. ``config``: its model and data are those of the run, other sections
+    are defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known.
+    ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if known."""
 
     config: TrainConfig
     model: Model
@@ -49,19 +52,28 @@ class Trained:
     fingerprint: str = ""
     ignored: tuple[str, ...] = ()
     began_in: str = ""
+    devices: tuple[jax.Device, ...] = ()  # JAX's first one
+
+    def results(self, wanted: Sequence[int]) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """A function of a batch: what the layers at ``wanted`` return."""
+        return results_over(self.model, self.params, self.devices or jax.local_devices()[:1], wanted)
 
 
-def load_trained(path: str | os.PathLike[str], *, step: StepName = None, model: str | None = None) -> Trained:
+def load_trained(
+    path: str | os.PathLike[str], *, step: StepName = None, model: str | None = None, devices: int | None = None
+) -> Trained:
     """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
     ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
-    ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names.
+    ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names. ``devices``: how many to
+    put its layers on, by default as few as hold them.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
-        ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``.
+        ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``; or
+            there are fewer devices.
     """
-    return reading(partial(find, path, step), partial(_trained, named=model))
+    return reading(partial(find, path, step), partial(_trained, named=model, count=devices))
 
 
 def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool]:
@@ -128,15 +140,16 @@ def described(folder: Path, named: str | None = None) -> Described:
     return Described(manifest, config, build_model(config, tokenizer.vocab_size), tokenizer, ignored)
 
 
-def _trained(folder: Path, named: str | None) -> Trained:
+def _trained(folder: Path, named: str | None, count: int | None) -> Trained:
     found = described(folder, named)
     want, manifest = {"params": stored_params(found.model)}, found.manifest
-    params = load_group(folder, "params", manifest, want, jax.local_devices()[0])
+    devices = devices_for(found.model, count)
+    params = load_group(folder, "params", manifest, want, placement_over(found.model, devices))
     data = manifest.meta.get("data")
     fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
     began_in = str(manifest.meta.get("began_in") or "")
     return Trained(
-        found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored, began_in
+        found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored, began_in, devices
     )
 
 
@@ -154,11 +167,14 @@ def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[s
 
 def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: float | None) -> ngram.Score:
     """Over ``batches``: mean loss (in the model's ``loss_unit``), bits per byte, and the model's own metrics."""
-    run = jax.jit(lambda params, batch: metrics_of(trained.model, params, batch))
+    run = trained.results(trained.model.losses)
     sums: dict[str, Any] = {}
-    for batch in batches:
-        found = jax.device_get(run(trained.params, batch))
-        sums = {name: np.add(np.float64(pair), sums.get(name, 0)) for name, pair in found.items()}
+    under_way: deque[list[Any]] = deque()
+    for n, batch in enumerate(batches, 1):
+        under_way.append(run(batch))
+        while len(under_way) > (len(trained.devices) if n < len(batches) else 0):
+            found = named_metrics(trained.model, jax.device_get(under_way.popleft()))
+            sums = {name: np.add(np.asarray(pair, np.float64), sums.get(name, 0)) for name, pair in found.items()}
     means = {name: float(total / weight) for name, (total, weight) in sums.items()}
     loss = means.pop("loss")
     return ngram.Score(loss, ngram.bits_per_byte(loss, bytes_per_token), means)
@@ -219,7 +235,7 @@ def _continue(
     trained: Trained, ids: list[int], tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[str]:
     length = trained.model.seq_len
-    pick = jax.jit(partial(_pick, trained.model, top_k=top_k))
+    run, pick = trained.results(taken_by(trained.model.layers)[-1]), jax.jit(partial(_pick, top_k=top_k))
     key = jax.random.key(seed)
     start = len(ids)
     shown = ""
@@ -227,20 +243,17 @@ def _continue(
         window = np.zeros((1, length), np.int32)
         recent = ids[-length:]
         window[0, : len(recent)] = recent
-        ids.append(
-            int(pick(trained.params, window, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature)))
-        )
+        (scores,) = run({"tokens": window})
+        ids.append(int(pick(scores, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature))))
         text = printable(trained.tokenizer.decode(ids[start:]))
         stable = text.rstrip("\ufffd") if n + 1 < tokens else text
         yield stable[len(shown) :]
         shown = stable if len(stable) > len(shown) else shown
 
 
-def _pick(
-    model: Model, params: Any, window: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int
-) -> jax.Array:
-    """The next token id after position ``last`` of ``window`` [1, T]."""
-    scores = logits(model, params, window)[0, last].astype(jnp.float32)
+def _pick(found: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int) -> jax.Array:
+    """The next token id, by the logits ``found`` [1, T, V], after position ``last``."""
+    scores = found[0, last].astype(jnp.float32)
     if top_k:
         threshold = jax.lax.top_k(scores, top_k)[0][-1]
         scores = jnp.where(scores < threshold, -jnp.inf, scores)

@@ -117,13 +117,18 @@ def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, A
         return ids | {"bos_token_id": 0, "eos_token_id": 0}
     if tokenizer.content is None:
         return ids
+    (to / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
     kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
-    came_with = kept if (kept / "tokenizer.json").is_file() else Path(spec).parent
-    for name in FILES if (came_with / "tokenizer_config.json").is_file() else ():
-        if (came_with / name).is_file():
-            shutil.copyfile(came_with / name, to / name)
-    if not (to / "tokenizer_config.json").is_file():
-        (to / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    for place in (kept, Path(spec).parent):
+        same = (place / "tokenizer.json").is_file() and (
+            place / "tokenizer.json"
+        ).read_bytes() == tokenizer.content.encode()
+        if same and (place / "tokenizer_config.json").is_file():
+            for name in FILES:
+                if (place / name).is_file():
+                    shutil.copyfile(place / name, to / name)
+            break
+    else:
         write_tokenizer_config(to, length, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
     said = read_json(to / "tokenizer_config.json")
     for name in _IDS:

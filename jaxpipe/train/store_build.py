@@ -35,7 +35,7 @@ from jaxpipe.files import write_atomically
 from jaxpipe.train.documents import PIECE_BYTES, Piece, files_at, pieces
 from jaxpipe.train.encoding import Encoder, Reading
 from jaxpipe.train.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
-from jaxpipe.train.tokenizers import HFTokenizer, Tokenizer
+from jaxpipe.train.tokenizers import Tokenizer
 
 _PIECES = ".pieces-"
 _OURS = (IDS, EDGES, ANSWERS, JOURNAL, "tokenizer.json")
@@ -95,8 +95,8 @@ def build_store(
         store = Store(folder, spec, tuple(parts))
         if not store.tokens:
             raise DataError(f"data {', '.join(map(str, sources))}: no document has a token")
-        if isinstance(tokenizer, HFTokenizer):
-            (folder / "tokenizer.json").write_bytes(Path(tokenizer.name).read_bytes())
+        if tokenizer.content is not None:
+            (folder / "tokenizer.json").write_bytes(tokenizer.content.encode())
         write_atomically(folder / MANIFEST, store.to_json())
         (folder / JOURNAL).unlink()
     except OSError as error:

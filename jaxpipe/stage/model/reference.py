@@ -73,7 +73,12 @@ def metrics_of(
     """Of the whole model on one microbatch, ``loss`` and the metrics of its loss layer: what is summed and what that is divided
     by. Of several losses each stands there under its layer's name too (but one named ``loss``). Arguments as in
     :func:`apply_model`."""
-    heads = _heads(model, params, batch, key, train)
+    return named_metrics(model, _results(model, model.losses, params, batch, key, train))
+
+
+def named_metrics(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+    """:func:`metrics_of` by what the losses return."""
+    heads = _named_heads(model, found)
     named: dict[str, Any] = {"loss": combined(heads.values())}
     for layer, (loss_sum, weight_sum, *rest) in heads.items():
         if len(heads) > 1 and layer != "loss":
@@ -236,7 +241,10 @@ def _heads(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
 ) -> dict[str, tuple[Any, ...]]:
     """What the losses return, by name of the layer."""
-    found = _results(model, model.losses, params, batch, key, train)
+    return _named_heads(model, _results(model, model.losses, params, batch, key, train))
+
+
+def _named_heads(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
     heads = {model.layers[i].name: head for i, head in zip(model.losses, found, strict=True)}
     for name, head in heads.items():
         if not (isinstance(head, tuple) and len(head) in (2, 3)):
@@ -248,10 +256,10 @@ def _heads(
 
 def read_by(model: Model, wanted: Sequence[int]) -> tuple[str, ...]:
     """The batch arrays that the layers at ``wanted``, and those behind them, read."""
-    return tuple(dict.fromkeys(name for i in sorted(_last_readers(model, wanted)) for name in model.layers[i].reads))
+    return tuple(dict.fromkeys(name for i in sorted(last_readers(model, wanted)) for name in model.layers[i].reads))
 
 
-def _last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
+def last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
     """The layers that those at ``wanted`` need, with the last that takes each: past the end for those."""
     taken = taken_by(model.layers)
     found = dict.fromkeys(wanted, len(model.layers))
@@ -270,11 +278,28 @@ def _results(
     train: bool,
 ) -> list[Any]:
     """What the layers at ``wanted`` return; runs those that they need and holds no result longer than that."""
+    needed = last_readers(model, wanted)
+    made = run_layers(model, needed, needed, {}, params, batch, key, train)
+    return [made[i] for i in wanted]
+
+
+def run_layers(
+    model: Model,
+    needed: Mapping[int, int],
+    among: Iterable[int],
+    made: Mapping[int, Any],
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    key: jax.Array | None = None,
+    train: bool = False,
+) -> dict[int, Any]:
+    """Run the layers ``among`` those ``needed`` (:func:`last_readers`). ``made``: results of layers before them by index; with
+    theirs added and without those that no later layer takes, they are returned. ``params``: of these layers, and of the owners
+    of what is tied there."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    taken, last_reader = taken_by(model.layers), _last_readers(model, wanted)
-    made: dict[int, Any] = {}
-    for index in sorted(last_reader):
+    taken, made = taken_by(model.layers), dict(made)
+    for index in sorted(needed.keys() & set(among)):
         layer = model.layers[index]
         absent = [name for name in layer.reads if name not in batch]
         if absent:
@@ -291,8 +316,8 @@ def _results(
         )
         x = given_to(layer, [made[k] for k in taken[index]])
         made[index] = layer.apply(with_tied_leaves(layer, params), x, context)
-        made = {k: y for k, y in made.items() if last_reader[k] > index}
-    return [made[i] for i in wanted]
+        made = {k: y for k, y in made.items() if needed[k] > index}
+    return made
 
 
 def _import(module_name: str, name: str) -> ModuleType:

@@ -293,7 +293,7 @@ def _check_named(trial: Trial, launched: Launched, victim: int, what: str, how: 
     said = [line for k in range(launched.number) for line in launched.said_by(k)]
     limits = [float(x) for line in said for x in re.findall(r"has not ended after ([\d.e+]+) s", line)]
     trial.measured.setdefault(f"ended after the limit, {what.split()[-1]} (s)", []).append(
-        took_s - max(limits, default=0)
+        took_s - max(limits, default=_SILENCE_S)
     )
     _check_shown(launched, what)
     allowed = max([*limits, _SILENCE_S if not limits else 0]) + _NAMED_S

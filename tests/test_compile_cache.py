@@ -112,8 +112,8 @@ def test_processes_keep_what_they_compile_in_folders_of_their_own(unset: Path, m
 
     monkeypatch.setattr("jax._src.distributed.global_state.process_id", 2)
     monkeypatch.setattr("jax._src.compiler._cache_write", compiler._cache_write)  # put back afterwards
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     assert use_compile_cache(str(unset / "mine"), 2) == ""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     compilation_cache.reset_cache()
     jax.jit(lambda x: x * 3.5 + 1)(1.0)
     compilation_cache.reset_cache()

@@ -336,7 +336,8 @@ def test_another_order_of_the_same_stages(trainer: Trainer) -> None:
     other = trainer.with_schedule("1f1b")
     assert (other.schedule.name, trainer.schedule.name) == ("1f1b", "zb-h1")
     states = [run(t, t.init(), 2)[0] for t in (trainer, other)]
-    assert_close(*(t.params(s) for t, s in zip((trainer, other), states, strict=True)), rtol=1e-5, atol=1e-7)
+    found, wanted = (t.params(s) for t, s in zip((trainer, other), states, strict=True))
+    assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # Adam divides rounding by rounding: 4e-7 of a step of 1e-2
     mixed, _ = other.step(trainer.init(), batch_at(0))
     assert mixed.step == 1
     with pytest.raises(ProgramError, match="places stages differently"):

@@ -1,6 +1,6 @@
 """The only file that may say ``jax._src`` or branch on a JAX version.
 
-Borrowed names, why, and where they were checked (jax 0.10.2 on Python 3.11, jax 0.12.0.1 on Python 3.12):
+Borrowed names, why, and where they were checked (jax 0.10.2 on Python 3.11, jax 0.12.0.1 on Python 3.13):
 
 =============================  ==========================================================================================
 name                           why
@@ -20,7 +20,6 @@ name                           why
 ``source_info_util.summarize`` (``jax._src``) file and line of an equation, for error messages; has no public equivalent.
 ``source_info_util.user_       (``jax._src``) the functions that led to an equation, by qualified name: which optax
 frames``                       transformation an equation belongs to.
-``partial_eval.dce_rules``     (``jax._src``) how a loop or branch equation loses results that are not used.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_bridge.backends_are_     (``jax._src``) whether devices were looked for: emulated ones must be asked for before.
 initialized``
@@ -59,7 +58,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
 
 __all__ = [
     "Atom",
@@ -256,9 +255,11 @@ def source_functions(eqn: JaxprEqn) -> tuple[tuple[str, str], ...]:
 
 def pruned(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
     """The equation without the results that are not used, as far as JAX can take loops and branches apart."""
-    rule = _partial_eval.dce_rules.get(eqn.primitive)
-    smaller = rule(list(used), eqn)[1] if rule is not None and not all(used) else eqn
-    assert smaller is not None, "an equation of which something is used"
+    if all(used):
+        return eqn
+    alone = close_jaxpr([], list(dict.fromkeys(variables(eqn.invars))), [eqn], eqn.outvars)
+    smaller: JaxprEqn
+    (smaller,) = only_results(alone, [k for k, use in enumerate(used) if use])[0].jaxpr.eqns
     return smaller
 
 

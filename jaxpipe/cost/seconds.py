@@ -153,7 +153,7 @@ def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up
     for sample in chain.from_iterable(samplers):
         sample(1)  # compiles
     behind = set(range(len(ranks)))
-    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # of this thread
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined,unused-ignore]  # of this thread
 
     def run(rank: int) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in samplers[rank]]

@@ -26,9 +26,9 @@ def use_compile_cache(setting: str, process: int = 0) -> str:
     is compiled. Processes of a run but the first have folders of their own below it. Returns why nothing is kept, if that was
     not asked for."""
     remark = _use(setting)
-    if process and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+    if process and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined,unused-ignore]
         keep_compiled()
-        folder = f"{jax.config.jax_compilation_cache_dir}/process-{process}"  # type: ignore[attr-defined]
+        folder = f"{jax.config.jax_compilation_cache_dir}/process-{process}"  # type: ignore[attr-defined,unused-ignore]
         jax.config.update("jax_compilation_cache_dir", folder)
     return remark
 
@@ -37,7 +37,7 @@ def _use(setting: str) -> str:
     if setting == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return ""
-    if setting == "auto" and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+    if setting == "auto" and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined,unused-ignore]
         return ""
     folder = _default() if setting == "auto" else Path(setting).expanduser().absolute()
     try:

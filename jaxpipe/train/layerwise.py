@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxpipe._jax_compat import (
     ClosedJaxpr,
     JaxprEqn,
+    dtype_of,
     eval_jaxpr,
     is_key_dtype,
     only_results,
@@ -131,7 +132,7 @@ class OptimizerPart:
         count = len(jax.tree.leaves(params))
         given = [leaf for tree in (grads, state, params) for leaf in jax.tree.leaves(tree)]
         more = zip(jax.tree.leaves(dict(extra)), program.jaxpr.invars[len(given) :], strict=True)
-        made = eval_jaxpr(program.jaxpr, program.consts, *given, *(jnp.asarray(a, v.aval.dtype) for a, v in more))
+        made = eval_jaxpr(program.jaxpr, program.consts, *given, *(jnp.asarray(a, dtype_of(v)) for a, v in more))
         return jax.tree.unflatten(structure, made[:count]), jax.tree.unflatten(self.structure, made[count:])
 
 

@@ -35,7 +35,7 @@ class TraceWindow:
         running, self._running = self._running, False
         return running and self._tried(jax.profiler.stop_trace)
 
-    def _tried(self, call: Callable[[], None]) -> bool:
+    def _tried(self, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as error:

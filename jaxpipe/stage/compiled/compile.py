@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe import dump
-from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, variables
+from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
@@ -231,7 +231,7 @@ def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
     data = tuple((name, v.shape, np.dtype(v.dtype)) for name, v in spec.data.items())
     return (
         layers, slots, shards, aliases, treedef, statics, data, spec.links.kind, np.dtype(spec.acc_dtype),
-        tuple(mesh.shape.items()), mesh.abstract_mesh.abstract_device, jax.config.jax_enable_x64,  # type: ignore[attr-defined]
+        tuple(mesh.shape.items()), mesh.abstract_mesh.abstract_device, jax.config.jax_enable_x64,  # type: ignore[attr-defined,unused-ignore]
     )  # fmt: skip
 
 
@@ -415,7 +415,7 @@ def jit_per_shard(
     """``closed``, a program of one shard, jitted over ``mesh``; of its results, which lie as ``avals_out`` say, only
     ``results``."""
     program = for_cpu(closed) if _platform(mesh) == "cpu" else closed
-    shapes = [v.aval.shape for v in closed.jaxpr.invars]
+    shapes = [shape_of(v) for v in closed.jaxpr.invars]
     leaving = [avals_out[k] for k in results]
 
     def run(*arrays: Any) -> tuple[Any, ...]:

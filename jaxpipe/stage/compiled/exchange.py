@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of
+from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.mesh import DP, TP, device_sharded
 from jaxpipe.stage.compiled.braid import mesh_of
 from jaxpipe.stage.functions import StageFunction
@@ -32,7 +32,7 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
         for eqn, shard in zip(eqns, shards, strict=True):
             if results:  # one after another
                 shard, results[-1] = jax.lax.optimization_barrier((shard, results[-1]))
-            one = close_jaxpr([], eqn.invars[:1], [eqn], eqn.outvars)
+            one = close_jaxpr([], list(variables(eqn.invars[:1])), [eqn], eqn.outvars)
             results += eval_jaxpr(one.jaxpr, one.consts, shard)
         return results
 

@@ -30,10 +30,12 @@ from jaxpipe._jax_compat import (
     ScanParts,
     Var,
     close_jaxpr,
+    dtype_of,
     eval_jaxpr,
     fresh_var,
     pruned,
     scan_parts,
+    shape_of,
     sub_jaxprs,
     variables,
     with_outer_names,
@@ -282,8 +284,8 @@ def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom]
         ends, ys = jax.lax.scan(step, start, stacked, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
         return (*ends, *ys)
 
-    avals = [v.aval for v in body.jaxpr.invars[: consts + carries]] + [a.aval for a in xs]
-    return jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    given = [*body.jaxpr.invars[: consts + carries], *xs]
+    return jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in given))
 
 
 def _splice(

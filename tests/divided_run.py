@@ -158,7 +158,7 @@ def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
     devices = max(-(-case.get("ranks", 2) // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
     processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
     with ending_together(processes):
-        request_devices(devices, "cpu")
+        request_devices(devices, "cpu", processes=number)
         if number > 1 and any(case.get("transport") == "nccl" for case in cases):
             put_between_cpus()
         processes.start_jax()

@@ -88,6 +88,17 @@ def test_cpu_flags_are_set_unless_given(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+def test_several_processes_have_threads_for_what_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's pool was full of calls that waited for room, and the results that they waited for could not come in: v-zb on dp 2
+    in 4 processes on 2 cores stood still (the soak runs it)."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("NPROC", raising=False)
+    devices.request_devices(3)
+    assert "NPROC" not in os.environ
+    devices.request_devices(3, processes=2)
+    assert int(os.environ["NPROC"]) == max(3, len(os.sched_getaffinity(0))) + 3
+
+
 @pytest.mark.parametrize(("name", "value"), [("MALLOC_TOP_PAD_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=1")])
 def test_malloc_is_the_users_own(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)

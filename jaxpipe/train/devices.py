@@ -75,7 +75,8 @@ def keep_heap() -> bool:
 def cpu_settings(kept: bool) -> str:
     """What a run on emulated devices has set, in a line; ``kept``: as :func:`keep_heap` says."""
     heap = "malloc keeps what is freed" if kept else "malloc as the environment has it"
-    return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}"
+    threads = f"; {_THREADS}={os.environ[_THREADS]}" if _THREADS in os.environ else ""
+    return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}{threads}"
 
 
 def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:

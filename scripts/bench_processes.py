@@ -127,7 +127,7 @@ class Group:
 
 def work(args: argparse.Namespace, port: int, number: int, mine: int) -> int:
     processes: Processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
-    request_devices(len(processes.ranks(args.ranks)[mine]), "cpu")
+    request_devices(len(processes.ranks(args.ranks)[mine]), "cpu", processes=number)
     keep_heap()
     processes.start_jax()
     train, pipe, shape = trained(args, processes)

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def steps(
     import numpy as np
     import optax
 
+    from jaxpipe.errors import ProgramError
     from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import generate, parse_schedule
@@ -86,6 +88,10 @@ def steps(
         state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
         assert bool(metrics.stop) == (n == 1), "all hear of it after the same step"
     assert bool(metrics.finite)
+    if processes.number > 1:
+        with suppress(ProgramError):
+            pipe.loss_and_grads(state.compute, batch)
+            raise AssertionError("other processes have ranks that it reads")
     if folder:
         trainer.save(state, folder)
     params, optimizer = step.by_layer(state)
@@ -158,7 +164,7 @@ def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
     devices = max(-(-case.get("ranks", 2) // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
     processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
     with ending_together(processes):
-        request_devices(devices, "cpu")
+        request_devices(devices, "cpu", processes=number)
         if number > 1 and any(case.get("transport") == "nccl" for case in cases):
             put_between_cpus()
         processes.start_jax()

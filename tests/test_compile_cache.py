@@ -74,6 +74,7 @@ def test_cpu_flags_are_set_unless_given(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda _: "0.10.2")
     emulated, without = "--xla_force_host_platform_device_count=2", "--xla_cpu_experimental_ynn_fusion_type="
     monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("NPROC", raising=False)
     devices.request_devices(2)
     assert os.environ["XLA_FLAGS"].split() == [emulated, without]
     assert devices.cpu_settings(True) == f"on a CPU: malloc keeps what is freed; XLA_FLAGS={emulated} {without}"
@@ -86,6 +87,18 @@ def test_cpu_flags_are_set_unless_given(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["XLA_FLAGS"].split() == ["--xla_force_host_platform_device_count=2"], (
         "others may not know the flags"
     )
+
+
+def test_several_processes_have_threads_for_what_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's pool was full of calls that waited for room, and the results that they waited for could not come in: v-zb on dp 2
+    in 4 processes on 2 cores stood still (the soak runs it)."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("NPROC", raising=False)
+    devices.request_devices(3)
+    assert "NPROC" not in os.environ
+    devices.request_devices(3, processes=2)
+    assert devices.cpu_settings(False).endswith(f"; NPROC={os.environ['NPROC']}")
+    assert int(os.environ["NPROC"]) == max(3, len(os.sched_getaffinity(0))) + 3
 
 
 @pytest.mark.parametrize(("name", "value"), [("MALLOC_TOP_PAD_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=1")])

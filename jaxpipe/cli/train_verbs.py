@@ -95,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
             if processes.number > 1:
                 mine = processes.ranks(config.pipeline.ranks)[processes.mine]
                 devices = len(mine) * config.pipeline.dp * config.pipeline.tp
-            request_devices(devices, config.run.platform)
+            request_devices(devices, config.run.platform, processes=processes.number)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train

@@ -84,8 +84,10 @@ def measured_peaks(
         resident: a pytree of other arrays that belong to the run (masters, optimizer state).
 
     Raises:
+        ProgramError: ranks are other processes'.
         RunError: an instruction failed.
     """
+    pipeline.ownership.refuse_divided("measured_peaks")
     acc = acc if acc is not None else {at: pipeline.zeros(at) for at in pipeline.own_instances}
     inputs = pipeline.step_inputs(params, acc, batch, key)
     del acc

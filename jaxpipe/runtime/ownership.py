@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpipe._jax_compat import puts_between_processes
+from jaxpipe.errors import ProgramError
 from jaxpipe.program.deadlock import NATIVE, TAGGED, Lanes
 from jaxpipe.program.ir import Program, Send
 from jaxpipe.runtime.mail import Mail
@@ -60,6 +61,15 @@ class Ownership:
     def first(self) -> bool:
         """Whether rank 0 is here."""
         return 0 in self.ranks
+
+    def refuse_divided(self, what: str) -> None:
+        """Raises:
+        ProgramError: there is more than one process, and ``what`` needs all ranks in one.
+        """
+        if self.divided:
+            raise ProgramError(
+                f"{what} reads all {len(self.process_of)} ranks; {self.processes.number} processes have them"
+            )
 
     def apart(self, one: int, other: int) -> bool:
         """Whether two ranks are in two processes."""

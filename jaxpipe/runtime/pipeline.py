@@ -258,8 +258,12 @@ class Pipeline(Assembly):
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Params]]:
-        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses in one
-        process."""
+        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses.
+
+        Raises:
+            ProgramError: stages are other processes'.
+        """
+        self.ownership.refuse_divided("loss_and_grads")
         out = self.run(params, {at: self.zeros(at) for at in self.own_instances}, batch, key)
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)

@@ -29,6 +29,8 @@ _FLAG = "--xla_force_host_platform_device_count"
 _NO_FUSED_SUMS = "--xla_cpu_experimental_ynn_fusion_type="
 """With jaxlib 0.10, unless XLA_FLAGS names the flag: its fused reductions give wrong sums for some shapes (jax#39103); without
 them a step takes about 10% more."""
+_THREADS = "NPROC"
+"""Of XLA's pools on a CPU: as many as cores or emulated devices, where the environment has none."""
 _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
 """Options of mallopt(3) and values: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MAX_EMULATED = 512
@@ -37,8 +39,9 @@ _LESS_STATE = "more pipeline.ranks or tp, pipeline.zero1 with dp, run.dtype=bflo
 _LESS_WORK = "a smaller run.batch, more microbatches or ranks, pipeline.recompute=full, or a schedule that offloads"
 
 
-def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto") -> None:
+def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, processes: int = 1) -> None:
     """Ask XLA to emulate at least ``count`` CPU devices (it changes nothing for accelerators), and pick the platform.
+    ``processes``: of the run; ``count`` is of this one.
 
     Raises:
         ConfigError: ``count`` is absurd.
@@ -53,6 +56,8 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
     if importlib.metadata.version("jaxlib").startswith("0.10.") and _NO_FUSED_SUMS not in flags:
         os.environ["XLA_FLAGS"] += f" {_NO_FUSED_SUMS}"
+    if processes > 1:  # a call keeps a thread per device while too many are under way; what others send needs one, too
+        os.environ.setdefault(_THREADS, str(max(count, len(os.sched_getaffinity(0))) + count))
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -70,7 +75,8 @@ def keep_heap() -> bool:
 def cpu_settings(kept: bool) -> str:
     """What a run on emulated devices has set, in a line; ``kept``: as :func:`keep_heap` says."""
     heap = "malloc keeps what is freed" if kept else "malloc as the environment has it"
-    return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}"
+    threads = f"; {_THREADS}={os.environ[_THREADS]}" if _THREADS in os.environ else ""
+    return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}{threads}"
 
 
 def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:

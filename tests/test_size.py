@@ -28,7 +28,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
-    "runtime": (18, 2382, 27),
+    "runtime": (18, 2390, 27),
     "schedule": (24, 2800, 26),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
     "stage": (46, 5867, 55),
-    "train": (65, 8597, 96),
+    "train": (65, 8602, 96),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 772, 16),
+    "(top)": (9, 774, 16),
     "cli": (20, 2302, 6),
     "cost": (5, 747, 6),
     "interop": (6, 423, 7),
@@ -36,8 +36,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (35, 4144, 42),
-    "stage": (46, 5867, 55),
-    "train": (65, 8602, 96),
+    "stage": (46, 5869, 55),
+    "train": (65, 8603, 96),
 }
 MOST_OF_SCHEDULE = 7237
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import hub_folders
 import jax
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from jaxpipe.schedule import CostProfile, generate, write_schedule
 from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.solve import Options, SolveTask, solve
+from jaxpipe.train.config import load_config
 from jaxpipe.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,6 +189,25 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     assert not err and out.count("step 2  held-out loss") == 1, "process 0 alone tells"
     train_runs.run(config(text, tmp_path / "parts", *more, "run.steps=4"))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pipe", ["pipeline.schedule=v-zb pipeline.chunks=2", "pipeline.tp=2"])
+def test_processes_begin_with_a_folder_of_the_hub(pipe: str, tmp_path: Path) -> None:
+    """Each with its own layers, tied ones too; the vocabulary is one that tp does not divide."""
+    folder = hub_folders.write_folder(tmp_path / "given", "qwen2")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, hub_folders.V, 4000).astype(np.uint16))
+    more = [
+        f"run.init_from={folder}", "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24",
+        "model.options.vocab_multiple=2", "pipeline.ranks=2", "pipeline.microbatches=2", "pipeline.split_backwards=never",
+        "run.batch=4", "run.steps=3", "run.log_every=1", "run.eval_every=3", "run.platform=cpu", "optimizer.warmup_steps=1",
+        *pipe.split(),
+    ]  # fmt: skip
+    train_runs.run(load_config(None, [*more, f"run.out_dir={tmp_path / 'whole'}"]))
+    child = launch(2, [*more, f"run.out_dir={tmp_path / 'parts'}"])
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 3)
 
 
 @pytest.mark.soak

@@ -28,6 +28,9 @@ from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from tests.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
 from tests.test_processes import HOST, free_port, together
 
+pytestmark = pytest.mark.compiles
+"""A little, in threads, with jax 0.12."""
+
 OWNERS = {"embed": (0,), "h.0": (1,), "dropout": (2,), "head": (0, 2)}
 """By layer, the processes that have it."""
 

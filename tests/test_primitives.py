@@ -15,7 +15,7 @@ from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.primitives import PRIMITIVES, Kind, has_body, is_cheap, is_product, kind, row, row_of
 from jaxpipe.stage.weave.units import is_heavy
 
-NO_EXCHANGE = {"axis_index", "preduced", "vary_unreduced_cast_p"}
+NO_EXCHANGE = {"axis_index", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"}
 """What stands beside the collectives in JAX's source and moves nothing: an index, and casts of types."""
 
 

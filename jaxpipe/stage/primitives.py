@@ -85,11 +85,12 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (Row(Kind.REDUCTION), "reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
                           " reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add"),
     (Row(Kind.ELEMENTWISE), "abs add add_any and bessel_i0e bessel_i1e ceil clamp clz complex conj eq eq_to floor ge gt imag"
-                            " integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not or"
-                            " population_count real round select_n shift_left shift_right_arithmetic shift_right_logical sign"
-                            " square sub xor"),
+                            " integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or"
+                            " polynomial population_count real round select_n shift_left shift_right_arithmetic"
+                            " shift_right_logical sign square sub xor"),
     (Row(Kind.ELEMENTWISE, TRANSCENDENTAL), "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc"
-                                            " exp exp2 expm1 lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"),
+                                            " exp exp2 expm1 lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan"
+                                            " tanh"),
     (Row(Kind.CAST, view=True), "convert_element_type"),
     (Row(Kind.CAST), "reduce_precision"),
     (Row(Kind.MOVE), "bitcast_convert_type"),
@@ -100,7 +101,7 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (Row(Kind.RESHAPE, 0, view=True), "reshape squeeze expand_dims"),
     (Row(Kind.SAME, 0), "name pvary pcast copy copy_p"),
     (Row(Kind.BARRIER, 0), "stop_gradient optimization_barrier sharding_constraint layout_constraint preduced"
-                           " vary_unreduced_cast_p reduced_vary_cast_p"),
+                           " vary_unreduced_cast vary_unreduced_cast_p reduced_vary_cast_p"),
     (Row(Kind.MAKE), "iota axis_index platform_index empty empty2 zeros_like random_bits threefry2x32 threefry4x32 philox2x32"
                      " philox4x32 rng_bit_generator rng_uniform iota_2x32_shape"),
     (Row(Kind.KEY), "random_seed random_split random_fold_in random_clone"),
@@ -109,8 +110,8 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (Row(Kind.EXCHANGE, exchange="reduce-scatter"), "reduce_scatter unreduced_reduce_scatter"),
     (Row(Kind.EXCHANGE, exchange="all-gather"), "all_gather all_gather_invariant all_gather_reduced"),
     (Row(Kind.EXCHANGE, exchange="all-to-all"), "all_to_all ragged_all_to_all"),
-    (Row(Kind.EXCHANGE, exchange="permute"), "ppermute pbroadcast psend precv"),
-    (Row(Kind.EXCHANGE), "pmax pmin"),
+    (Row(Kind.EXCHANGE, exchange="permute"), "ppermute pbroadcast pbroadcast_dynamic psend precv"),
+    (Row(Kind.EXCHANGE), "pmax pmin unreduced_pmax unreduced_pmin"),
 )  # fmt: skip
 PRIMITIVES: Mapping[str, Row] = MappingProxyType({name: row for row, names in _ROWS for name in names.split()})
 """Name → what the primitive does."""

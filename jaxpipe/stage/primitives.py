@@ -85,9 +85,9 @@ _ROWS: tuple[tuple[Row, str], ...] = (
     (Row(Kind.REDUCTION), "reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
                           " reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add"),
     (Row(Kind.ELEMENTWISE), "abs add add_any and bessel_i0e bessel_i1e ceil clamp clz complex conj eq eq_to floor ge gt imag"
-                            " integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or"
-                            " polynomial population_count real round select_n shift_left shift_right_arithmetic"
-                            " shift_right_logical sign square sub xor"),
+                            " integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not or"
+                            " one_minus_square polynomial population_count real round select_n shift_left"
+                            " shift_right_arithmetic shift_right_logical sign square sub xor"),
     (Row(Kind.ELEMENTWISE, TRANSCENDENTAL), "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc"
                                             " exp exp2 expm1 lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan"
                                             " tanh"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
-from jaxpipe.cli.exit_codes import EXIT_CODES, STOPPED, explained
+from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
@@ -128,7 +128,7 @@ def ending_together(processes: Processes) -> Iterator[None]:
         line, code = explained(error) or (f"{type(error).__name__}: {gist(error)}", 1)
         if code == 1 and processes.number > 1:
             traceback.print_exc()
-        processes.end(f"failed: {line}", code)
+        processes.end("was interrupted" if code == INTERRUPTED else f"failed: {line}", code)
         raise
     processes.leave()
 

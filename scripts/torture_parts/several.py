@@ -225,7 +225,7 @@ def _stopped(yard: Yard, trial: Trial) -> None:
             what = "; ".join(history)
             if code == 0:
                 break
-            before = "before the first step" in said or "was stopped by a signal" in said
+            before = any(x in said for x in ("before the first step", "was stopped by a signal", "was interrupted"))
             trial.tried[f"{signalled.name} to {'the launcher' if whom is None else 'a process'}"] += 1
             trial.tried["… before the first step"] += before
             _check_shown(launched, what)

@@ -31,6 +31,7 @@ sharding``
 transfers``
 ``partial_eval.dce_jaxpr``     (``jax.interpreters``) drops what given results do not depend on, inside calls and loops too.
 ``scan`` parameters            ``num_consts`` and ``num_carry`` in 0.10; a tree ``ft_in`` in 0.12.
+``flattree.FlatTree``          (``jax._src``) what those trees are: equal by their structure and what it holds.
 ``jax.experimental.topologies`` ``get_topology_desc(name, "cuda", target_config=…)``: devices that only compile. Experimental;
                                needs the plugin's wheels, and works without a driver when JAX itself runs on the CPU.
 ``fused_attention_stablehlo.   (``jax._src.cudnn``) what asks for the installed cuDNN before its attention can be traced;
@@ -43,7 +44,7 @@ Not handled: jaxprs with mutable references or "high" types.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
@@ -61,6 +62,7 @@ from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
 
 __all__ = [
+    "STRUCTURES",
     "Atom",
     "ClosedJaxpr",
     "DropVar",
@@ -105,6 +107,13 @@ __all__ = [
 Atom: TypeAlias = Var | Literal
 
 eval_jaxpr = jax.core.eval_jaxpr
+
+STRUCTURES: tuple[type, ...] = (jax.tree_util.PyTreeDef,)
+"""Trees that are equal by their structure and what they hold."""
+with suppress(ImportError):  # before 0.12
+    from jax._src.flattree import FlatTree as _FlatTree  # type: ignore[import-not-found,unused-ignore]
+
+    STRUCTURES += (_FlatTree,)
 
 _CALLS = frozenset(
     {

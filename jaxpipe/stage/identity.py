@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe._jax_compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, called_jaxpr, is_key_dtype
+from jaxpipe._jax_compat import STRUCTURES, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, called_jaxpr, is_key_dtype
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BY_VALUE = (str, bytes, np.dtype, type)
@@ -28,7 +28,7 @@ _HASHED_WHOLE = (
     jax.sharding.AbstractMesh,
     jax.sharding.PartitionSpec,
     jax.sharding.Sharding,
-    jax.tree_util.PyTreeDef,
+    *STRUCTURES,
 )
 
 

@@ -32,6 +32,7 @@ def table() -> str:
     lines += [_row(report, name, s) for report in reports for name, s in report["schedules"].items()]
     lines += ["", *(_origin(report) for report in reports)]
     lines += ["", *torch_table(json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8")))]
+    lines += ["", processes(json.loads((RESULTS / "processes.json").read_text(encoding="utf-8")))]
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
@@ -73,6 +74,20 @@ def torch_table(report: dict[str, Any]) -> list[str]:
         f"Other processes used at most {foreign:.0%} of the machine. `{report['command']}`, commit {report['commit']}, "
         f"{report['date']}, {report['machine']}, torch {versions['torch']}, jax {versions['jax']}.",
     ]
+
+
+def processes(report: dict[str, Any]) -> str:
+    """Steps of several processes beside one, and what a message costs the host (``bench_processes.py``)."""
+    one, several = (report["host_us"][name] for name in ("in_process", "tagged"))
+    low, high = min(report["step_ratios"]), max(report["step_ratios"])
+    return (
+        f"{report['ranks']} ranks in {report['processes']} processes beside one, on the same cores, in turn: a step takes "
+        f"{report['step_ratio']:.2f} times as long ({low:.2f} to {high:.2f}), {report['cpu_ratio']:.2f} times the CPU seconds. "
+        f"Host µs of a message between processes: send {several['send']:.0f}, receive {several['receive']:.0f}, until it is "
+        f"there {several['arrives']:.0f}; in one process {one['send']:.0f}, {one['receive']:.0f}, {one['arrives']:.0f}. "
+        f"`{report['command']}`, commit {report['commit']}, {report['date']}, {report['machine']}; {report['schedule']}, "
+        f"m={report['microbatches']}."
+    )
 
 
 def speed() -> str:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 774, 16),
+    "(top)": (9, 780, 16),
     "cli": (20, 2302, 6),
     "cost": (5, 747, 6),
     "interop": (6, 423, 7),

@@ -23,7 +23,16 @@ from train_runs import ROOT, config, deterministic, final, run, write_text
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import CostProfile, Schedule, check_schedule, generate, read_schedule, simulate, write_schedule
+from jaxpipe.schedule import (
+    CostProfile,
+    Schedule,
+    check_schedule,
+    generate,
+    one_to_one,
+    read_schedule,
+    simulate,
+    write_schedule,
+)
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
@@ -455,6 +464,17 @@ DISASTERS = {
     "rows[0][5:5] = ['O0.0', 'L0.0']; print(answer(rows=rows))": "refused: it offloads, which this run does not",
     "print(answer())": "ended before it was done (exit code 0); ",
 }
+
+
+def test_a_failure_is_not_told_as_the_end_that_follows_it() -> None:
+    """Both may have come by the time somebody asks."""
+    task = SolveTask(one_to_one(2), 4, CostProfile.uniform(2), 2.0)
+    script = f"print({json.dumps({'done': True, 'error': 'no'})!r})"
+    solver = BackgroundSolve(task, Options(), (sys.executable, "-S", "-c", script))
+    (member,) = solver._pool._members
+    member.threads[1].join()
+    assert solver.take() == [Failed("failed (no)")]
+    solver.close()
 
 
 @pytest.mark.parametrize("script", DISASTERS)

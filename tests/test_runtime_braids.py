@@ -44,7 +44,7 @@ from jaxpipe.stage.compiled.braid import braid
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import init_params
-from tests.pipelines import assert_same_arrays, parameters, pipeline_for, random_batch, some_schedule
+from tests.pipelines import assert_same_arrays, compiled, parameters, pipeline_for, random_batch, some_schedule
 from tests.schedule_strategies import random_schedule
 from tests.test_sharded_stages import toy_model
 
@@ -244,7 +244,8 @@ def check_whole(pipe: Pipeline, params: Any, batch: Mapping[str, np.ndarray]) ->
 def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
     head = TWO_RANKS.split("rank 0")[0].replace("microbatches: 4", "microbatches: 2")
     schedule = parse_schedule(head + "rank 0: F0.0 F0.1 BW0.0+BW0.1\nrank 1: F1.0 F1.1+BW1.0 BW1.1\n")
-    pipe = pipeline_for("gpt", schedule, dropout=0.1)
+    build = compiled.__wrapped__  # what other modules compiled is not as users do
+    pipe = build("gpt", circular(2, 1), dropout=0.1).with_schedule(schedule)
     params, batch = pipe.place(parameters("gpt")), random_batch(2)
     got, want = (p.loss_and_grads(params, batch, jax.random.key(1)) for p in (pipe, separate(pipe)))
     assert_same_arrays(got, want)

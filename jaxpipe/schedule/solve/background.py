@@ -67,9 +67,11 @@ class BackgroundSolve:
             while (message := self._pool.receive(0.0)) is not None:
                 match message:
                     case {"gone": how}:
-                        answers.append(Failed(how))
+                        return [*answers, Failed(how)]
+                    case {"error": ""}:
+                        pass
                     case {"error": error}:
-                        answers += [Failed(f"failed ({clipped(' '.join(error.split()), _LONGEST)})")] if error else []
+                        return [*answers, Failed(f"failed ({clipped(' '.join(error.split()), _LONGEST)})")]
                     case {"schedule": schedule, "source": source}:
                         answers.append(Found(from_schedule(schedule), source))
                     case {"source": remark}:

@@ -270,11 +270,7 @@ def _check(seed: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
 
 
-USUAL = (2, 3, 4, 6)
-"""One to three ranks; dropout, frozen layers, joins, several sources and losses."""
-
-
-@pytest.mark.parametrize("seed", [k if k in USUAL else pytest.param(k, marks=pytest.mark.soak) for k in range(150)])
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(k, marks=pytest.mark.soak) for k in range(15, 150))])
 def test_random_graphs(seed: int) -> None:
     with jax.enable_x64(True):
         _check(seed)

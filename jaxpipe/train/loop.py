@@ -342,7 +342,7 @@ class _Run:
             bubble_predicted=self.predicted.bubble_rate,
             bubble_measured=self.bubbles[-1] if self.bubbles else None,
             peak_predicted=self.peak_bytes,
-            peak_measured=self._peak_measured(),
+            peak_measured=self._peak_measured() if self.line.draws(state.step) else None,
             extra="  ".join(self._remarks()),
         )
         if traced:

@@ -87,6 +87,10 @@ class LiveLine:
         self._done, self._last_s, self._step_s, self._drawn = start, clock(), math.nan, 0
         self._first = start
 
+    def draws(self, step: int) -> bool:
+        """Whether :meth:`update` shows this step."""
+        return self._live or step % self._every == 0 or step == self._steps
+
     def update(
         self,
         step: int,
@@ -109,7 +113,7 @@ class LiveLine:
         if self._done > self._first:
             self._step_s = taken_s if math.isnan(self._step_s) else 0.9 * self._step_s + 0.1 * taken_s
         self._done, self._last_s = step, now
-        if not self._live and step % self._every and step != self._steps:
+        if not self.draws(step):
             return
         step_s = taken_s if math.isnan(self._step_s) else self._step_s
         rate = tokens / max(step_s, 1e-9)

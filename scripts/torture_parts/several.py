@@ -153,6 +153,22 @@ def _moment(rng: Random, history: list[str]) -> str:
     return rng.choice(("warm-up", "step", "step", "save", "save", "evaluation"))
 
 
+_Once = Callable[[Trial, Launched, str, list[str]], bool]
+"""Disturb a run at a moment, and check how it ends. Adds to what has happened; whether the chain goes on."""
+
+
+def _chain(yard: Yard, once: _Once, trial: Trial) -> None:
+    """Runs of one directory, each disturbed ``once``, then one to the last step."""
+    yard.straight(RECIPE)  # so that everything is compiled
+    out_dir, history = trial.folder / "run", list[str]()
+    for _ in range(yard.bench.count(_PER_CHAIN, 2)):
+        number, phase = trial.rng.randint(2, 4), _moment(trial.rng, history)
+        with Launched(yard, trial.folder, out_dir, number) as launched:
+            if not once(trial, launched, phase, history):
+                break
+    _finish(yard, trial, out_dir, history)
+
+
 # R15
 
 
@@ -160,42 +176,37 @@ def kills(bench: Bench) -> Iterator[Case]:
     """R15: chains of runs of several processes, one of which is killed at some moment."""
     yard = yard_of(bench)
     for _ in range(bench.count(8, 1)):
-        yield Case("chain of kills of a process", partial(_killed, yard))
+        yield Case("chain of kills of a process", partial(_chain, yard, _killed))
 
 
-def _killed(yard: Yard, trial: Trial) -> None:
-    yard.straight(RECIPE)  # so that everything is compiled
-    out_dir, rng = trial.folder / "run", trial.rng
-    history: list[str] = []
-    for _ in range(yard.bench.count(_PER_CHAIN, 2)):
-        number, phase = rng.randint(2, 4), _moment(rng, history)
-        victim = rng.randrange(number)
-        with Launched(yard, trial.folder, out_dir, number) as launched:
-            await_moment(launched, out_dir, phase, rng)
-            launched.until(lambda launched=launched, number=number: len(launched.pids()) == number)
-            joined = "documents" in launched.output
-            launched.send(signal.SIGKILL, victim)
-            gone_s = launched.gone_after(2 * _BEFORE_JOINING_S, victim)
-            code = launched.end()
-            history.append(f"process {victim} of {number} killed in {phase} at step {last_step(out_dir)}")
-            what = f"{'; '.join(history)}: exit code {code}"
-            if code == 0:
-                history[-1] = "it ended before"
-                break
-            where = phase if joined else "start"
-            trial.tried[f"kills of a process in {where}"] += 1
-            trial.measured.setdefault(f"others gone, {where} (s)", []).append(gone_s)
-            _check_shown(launched, what)
-            if gone_s > (_GONE_S if joined else _BEFORE_JOINING_S):
-                raise FailedError(f"{what}: the others were gone after {gone_s:.1f} s: {launched.output[-900:]}")
-            told = f"jaxpipe: process {victim} was killed by SIGKILL; all ended; "
-            if code != 6 or launched.output.count(told) != 1:
-                raise FailedError(f"{what}: want 6, and {told}: {launched.output[-900:]}")
-            lines = [launched.said_by(k) for k in range(number) if k != victim]
-            named = re.compile(rf"jaxpipe: process {victim} \(host .*\) was lost: ")
-            if joined and not all(len(some) == 1 and named.match(some[0]) for some in lines):
-                raise FailedError(f"{what}: want one line each that names it: {lines}")
-    _finish(yard, trial, out_dir, history)
+def _killed(trial: Trial, launched: Launched, phase: str, history: list[str]) -> bool:
+    out_dir, rng, number = trial.folder / "run", trial.rng, launched.number
+    victim = rng.randrange(number)
+    await_moment(launched, out_dir, phase, rng)
+    launched.until(lambda: len(launched.pids()) == number)
+    joined = "documents" in launched.output
+    launched.send(signal.SIGKILL, victim)
+    gone_s = launched.gone_after(2 * _BEFORE_JOINING_S, victim)
+    code = launched.end()
+    history.append(f"process {victim} of {number} killed in {phase} at step {last_step(out_dir)}")
+    what = f"{'; '.join(history)}: exit code {code}"
+    if code == 0:
+        history[-1] = "it ended before"
+        return False
+    where = phase if joined else "start"
+    trial.tried[f"kills of a process in {where}"] += 1
+    trial.measured.setdefault(f"others gone, {where} (s)", []).append(gone_s)
+    _check_shown(launched, what)
+    if gone_s > (_GONE_S if joined else _BEFORE_JOINING_S):
+        raise FailedError(f"{what}: the others were gone after {gone_s:.1f} s: {launched.output[-900:]}")
+    told = f"jaxpipe: process {victim} was killed by SIGKILL; all ended; "
+    if code != 6 or launched.output.count(told) != 1:
+        raise FailedError(f"{what}: want 6, and {told}: {launched.output[-900:]}")
+    lines = [launched.said_by(k) for k in range(number) if k != victim]
+    named = re.compile(rf"jaxpipe: process {victim} \(host .*\) was lost: ")
+    if joined and not all(len(some) == 1 and named.match(some[0]) for some in lines):
+        raise FailedError(f"{what}: want one line each that names it: {lines}")
+    return True
 
 
 # R16
@@ -205,40 +216,36 @@ def stops(bench: Bench) -> Iterator[Case]:
     """R16: chains of runs of several processes, one of which, or the launcher, gets a signal."""
     yard = yard_of(bench)
     for _ in range(bench.count(10, 1)):
-        yield Case("chain of signals to a process", partial(_stopped, yard))
+        yield Case("chain of signals to a process", partial(_chain, yard, _stopped))
 
 
-def _stopped(yard: Yard, trial: Trial) -> None:
-    yard.straight(RECIPE)  # so that everything is compiled
-    out_dir, rng = trial.folder / "run", trial.rng
-    history: list[str] = []
-    for _ in range(yard.bench.count(_PER_CHAIN, 2)):
-        number, phase, signalled = rng.randint(2, 4), _moment(rng, history), rng.choice(_SIGNALS)
-        whom = rng.choice([None, *range(number)])
-        with Launched(yard, trial.folder, out_dir, number) as launched:
-            launched.until(lambda launched=launched: "documents" in launched.output)  # Python's own start is not tried
-            await_moment(launched, out_dir, phase, rng)
-            launched.send(signalled, whom)
-            code, said = launched.end(), launched.output
-            to = "the launcher" if whom is None else f"process {whom} of {number}"
-            history.append(f"{signalled.name} to {to} in {phase} (exit code {code})")
-            what = "; ".join(history)
-            if code == 0:
-                break
-            before = any(x in said for x in ("before the first step", "was stopped by a signal", "was interrupted"))
-            trial.tried[f"{signalled.name} to {'the launcher' if whom is None else 'a process'}"] += 1
-            trial.tried["… before the first step"] += before
-            _check_shown(launched, what)
-            if code != 75 and not (before and signalled is signal.SIGINT):
-                raise FailedError(f"{what}: want exit code 75: {said[-900:]}")
-            if before:
-                continue
-            step = int(checkpoints(out_dir)[-1].name)
-            if said.count(f"after step {step} of {STEPS}; the checkpoint is saved") != 1 or last_step(out_dir) != step:
-                raise FailedError(
-                    f"{what}: the newest checkpoint is of step {step}, the metrics end at {last_step(out_dir)}: {said[-900:]}"
-                )
-    _finish(yard, trial, out_dir, history)
+def _stopped(trial: Trial, launched: Launched, phase: str, history: list[str]) -> bool:
+    out_dir, rng, number = trial.folder / "run", trial.rng, launched.number
+    signalled = rng.choice(_SIGNALS)
+    whom = rng.choice([None, *range(number)])
+    launched.until(lambda: "documents" in launched.output)  # Python's own start is not tried
+    await_moment(launched, out_dir, phase, rng)
+    launched.send(signalled, whom)
+    code, said = launched.end(), launched.output
+    to = "the launcher" if whom is None else f"process {whom} of {number}"
+    history.append(f"{signalled.name} to {to} in {phase} (exit code {code})")
+    what = "; ".join(history)
+    if code == 0:
+        return False
+    before = any(x in said for x in ("before the first step", "was stopped by a signal", "was interrupted"))
+    trial.tried[f"{signalled.name} to {'the launcher' if whom is None else 'a process'}"] += 1
+    trial.tried["… before the first step"] += before
+    _check_shown(launched, what)
+    if code != 75 and not (before and signalled is signal.SIGINT):
+        raise FailedError(f"{what}: want exit code 75: {said[-900:]}")
+    if before:
+        return True
+    step = int(checkpoints(out_dir)[-1].name)
+    if said.count(f"after step {step} of {STEPS}; the checkpoint is saved") != 1 or last_step(out_dir) != step:
+        raise FailedError(
+            f"{what}: the newest checkpoint is of step {step}, the metrics end at {last_step(out_dir)}: {said[-900:]}"
+        )
+    return True
 
 
 # R17

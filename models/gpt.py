@@ -323,9 +323,9 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     c = build_options(GPTConfig, options, "models.gpt:GPT")
-    words = {"part": (0, 0, c.vocab_size), "padded": True} if c.vocab_rows > c.vocab_size else {}
+    words = c.vocab_size, c.vocab_rows
     rows = [
-        Tensor("transformer.wte.weight", "embed", ("tokens", "embedding"), "v d -> v d", **words),
+        Tensor.of_words("transformer.wte.weight", "embed", ("tokens", "embedding"), *words),
         Tensor("transformer.wpe.weight", "embed", ("positions",), "t d -> t d"),
     ]
     for i, layer in enumerate(block_names(c.num_layers)):
@@ -347,7 +347,7 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     rows.append(Tensor("transformer.ln_f.weight", "head", ("norm", "scale"), "d -> d"))
     rows.append(Tensor("transformer.ln_f.bias", "head", ("norm", "bias"), "d -> d"))
     if not c.tied:
-        rows.append(Tensor("lm_head.weight", "head", ("kernel",), "v d -> v d", **words))
+        rows.append(Tensor.of_words("lm_head.weight", "head", ("kernel",), *words))
     return rows
 
 

@@ -517,8 +517,8 @@ def _window_of(keys: Keys, kind: str) -> dict[str, Any]:
 def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     c = build_options(LlamaConfig, options, "models.llama:Llama")
     R = c.num_heads // c.kv_heads
-    words = {"part": (0, 0, c.vocab_size), "padded": True} if c.vocab_rows > c.vocab_size else {}
-    rows = [Tensor("model.embed_tokens.weight", "embed", ("tokens", "embedding"), "v d -> v d", **words)]
+    words = c.vocab_size, c.vocab_rows
+    rows = [Tensor.of_words("model.embed_tokens.weight", "embed", ("tokens", "embedding"), *words)]
     for i, layer in enumerate(block_names(c.num_layers)):
 
         def add(
@@ -547,7 +547,7 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
         add("post_attention_layernorm.weight", "norm_mlp/scale", "d -> d")
     rows.append(Tensor("model.norm.weight", "head", ("norm", "scale"), "d -> d"))
     if not c.tied:
-        rows.append(Tensor("lm_head.weight", "head", ("kernel",), "v d -> v d", **words))
+        rows.append(Tensor.of_words("lm_head.weight", "head", ("kernel",), *words))
     return rows
 
 

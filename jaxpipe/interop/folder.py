@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,7 +206,3 @@ def _write_file(path: Path, tensors: Iterable[Planned], dtype: str, size: int) -
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def matches(pattern: str, name: str) -> bool:
-    return re.search(pattern, name) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, matches, opened, read_json, read_tensor, stored_tensors
-from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, rows_by_leaf
+from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, opened, read_json, read_tensor, stored_tensors
+from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import by_path, nested
+from jaxpipe.stage.model.params import nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,12 @@ def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) ->
     Raises:
         ConfigError: a tensor is missing, has no place, or is of another shape or no float.
     """
-    shapes = {(layer, path): tuple(aval.shape) for layer, tree in want.items() for path, aval in by_path(tree).items()}
+    shapes = leaf_shapes(want)
     rows = rows_by_leaf(hub.exchange.tensors(options), shapes)
     stored = {
         _full(hub.exchange, name): found
         for name, found in stored_tensors(hub.folder).items()
-        if not matches(hub.exchange.ignored, name)
+        if not re.search(hub.exchange.ignored, name)
     }
     names = {row.name for found in rows.values() for row in found}
     if lost := sorted(names - stored.keys()):

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.layer import Path
+from jaxpipe.stage.model.params import by_path
 from jaxpipe.stage.model.reference import resolved
 
 Leaf = tuple[str, Path]
@@ -41,6 +42,11 @@ class Tensor:
     pattern: str
     part: tuple[int, int, int] | None = None
     padded: bool = False
+
+    @classmethod
+    def of_words(cls, name: str, layer: str, path: Path, words: int, rows: int) -> Tensor:
+        """A row for each of ``words``, of a leaf that has ``rows`` of them: an embedding or a head."""
+        return cls(name, layer, path, "v d -> v d", (0, 0, words) if rows > words else None, rows > words)
 
     @property
     def leaf(self) -> Leaf:
@@ -112,6 +118,11 @@ def hugging_face_of(target: str) -> HuggingFace:
             f"{module}:hugging_face returned a {type(found).__name__}; want jaxpipe.interop.table.HuggingFace"
         )
     return found
+
+
+def leaf_shapes(params: Mapping[str, Any]) -> dict[Leaf, tuple[int, ...]]:
+    """Of each leaf of ``params``, trees of arrays or their shapes by layer."""
+    return {(layer, path): tuple(a.shape) for layer, tree in params.items() for path, a in by_path(tree).items()}
 
 
 def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]) -> dict[Leaf, list[Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ from jaxpipe.interop.folder import write_json
 
 TOKENIZER = "tokenizer"
 """The folder in a run that keeps the files of :data:`FILES` that the model came with."""
+JSON = "tokenizer.json"
 FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    JSON, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 _PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+
+
+def copy_files(source: Path, to: Path, names: Iterable[str] = FILES) -> None:
+    """Copy those of ``names`` that the folder ``source`` has; ``to`` is made if there is any. Raises OSError."""
+    for name in names:
+        if (source / name).is_file():
+            to.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, to / name)
 
 
 def write_byte_tokenizer(folder: Path, seq_len: int) -> None:
@@ -44,7 +55,7 @@ def write_byte_tokenizer(folder: Path, seq_len: int) -> None:
         "model": model,
     }
     body |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
-    write_json(folder / "tokenizer.json", body)
+    write_json(folder / JSON, body)
     write_tokenizer_config(folder, seq_len, characters[0])
 
 

@@ -5,6 +5,7 @@ One layer of the checkpoint is read at a time, and one tensor written at a time;
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop.folder import CONFIG, Planned, new_folder, read_json, write_json, write_tensors
-from jaxpipe.interop.table import Tensor, hugging_face_of, rows_by_leaf
-from jaxpipe.interop.tokenizer import FILES, TOKENIZER, write_byte_tokenizer, write_tokenizer_config
+from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
+from jaxpipe.interop.tokenizer import JSON, TOKENIZER, copy_files, write_byte_tokenizer, write_tokenizer_config
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import by_path, get_leaf
+from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train.checkpoint_load import StepName, find, reading
 from jaxpipe.train.checkpoint_manifest import Manifest
@@ -73,7 +74,7 @@ def _write(folder: Path, found: Described, to: Path, out: Path, dtype: str, shar
     want = stored_params(found.model)
     if problems := differences(manifest.layers["params"], manifest.leaves["params"], want):
         raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
-    shapes = {(layer, path): tuple(aval.shape) for layer, tree in want.items() for path, aval in by_path(tree).items()}
+    shapes = leaf_shapes(want)
     table = exchange.tensors(options)
     rows_by_leaf(table, shapes)
     form.verify(folder, ("params",))
@@ -84,7 +85,7 @@ def _write(folder: Path, found: Described, to: Path, out: Path, dtype: str, shar
     write_json(to / CONFIG, {**made, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids})
     if not (to / "generation_config.json").is_file():
         write_json(to / "generation_config.json", {name: ids[name] for name in _IDS if ids[name] is not None})
-    parameters = sum(sum(leaf.size for leaf in by_path(tree).values()) for tree in want.values())
+    parameters = sum(map(math.prod, shapes.values()))
     return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files))
 
 
@@ -117,16 +118,12 @@ def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, A
         return ids | {"bos_token_id": 0, "eos_token_id": 0}
     if tokenizer.content is None:
         return ids
-    (to / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+    (to / JSON).write_text(tokenizer.content, encoding="utf-8")
     kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
     for place in (kept, Path(spec).parent):
-        same = (place / "tokenizer.json").is_file() and (
-            place / "tokenizer.json"
-        ).read_bytes() == tokenizer.content.encode()
+        same = (place / JSON).is_file() and (place / JSON).read_bytes() == tokenizer.content.encode()
         if same and (place / "tokenizer_config.json").is_file():
-            for name in FILES:
-                if (place / name).is_file():
-                    shutil.copyfile(place / name, to / name)
+            copy_files(place, to)
             break
     else:
         write_tokenizer_config(to, length, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))

@@ -8,7 +8,6 @@ layers of its own ranks.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import new_folder
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
-from jaxpipe.interop.tokenizer import FILES, TOKENIZER
+from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path
 from jaxpipe.train import checkpoint_directory as shelf
@@ -62,10 +61,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
     options = {"seq_len": config.data.seq_len, **config.model.options}
     weights = weights_of(hub, options, stored_params(model))
     with new_folder(out) as made:
-        for name in FILES:
-            if (hub.folder / name).is_file():
-                (made / TOKENIZER).mkdir(exist_ok=True)
-                shutil.copyfile(hub.folder / name, made / TOKENIZER / name)
+        copy_files(hub.folder, made / TOKENIZER)
         meta = {
             "jaxpipe": __version__,
             "program": model_digest(model),

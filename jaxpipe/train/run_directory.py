@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Self
 
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
-from jaxpipe.interop.tokenizer import FILES, TOKENIZER
+from jaxpipe.interop.tokenizer import FILES, JSON, TOKENIZER, copy_files
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
@@ -101,10 +100,9 @@ class RunDirectory:
             return
         came_from, kept = Path(tokenizer.name).absolute().parent, self.path.absolute() / TOKENIZER
         kept.mkdir(exist_ok=True)
-        write_atomically(kept / "tokenizer.json", tokenizer.content)
-        for name in FILES if came_from != kept else ():
-            if name != "tokenizer.json" and (came_from / name).is_file():
-                shutil.copyfile(came_from / name, kept / name)
+        write_atomically(kept / JSON, tokenizer.content)
+        if came_from != kept:
+            copy_files(came_from, kept, [name for name in FILES if name != JSON])
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

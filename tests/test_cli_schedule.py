@@ -361,6 +361,18 @@ def test_simulate_draws_too(cli: Callable[..., str], tmp_path: Path) -> None:
     assert read_schedule(tmp_path / "b.csv").rows == one_f_one_b(2, 2).rows
 
 
+def test_simulate_several_steps(cli: Callable[..., str], fails: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "a.sched"
+    cli("schedule", "zb-2p", "--microbatches", 9, "--w-residual", 0.4, "-o", path)
+    flags = ("simulate", path, "--w-residual", 0.4, "--steps", 3, "--update", 0.5)
+    assert "27.5 from step to step, 30.5 if ranks waited" in cli(*flags, "--post-validation", "-o", tmp_path / "a.svg")
+    assert "makespan 85" in (tmp_path / "a.svg").read_text()
+    assert "30.5 from step to step\n" in cli(*flags)
+    told = json.loads(cli(*flags, "--json"))
+    assert (told["period"], told["makespan"], told["steps"], told["post_validation"]) == (30.5, 30, 3, False)
+    assert "say how many with --steps" in fails("simulate", path, "--update", 1)
+
+
 def test_plot_predicted_over_measured(cli: Callable[..., str], tmp_path: Path) -> None:
     from dataclasses import replace
 

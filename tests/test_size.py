@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 780, 16),
-    "cli": (20, 2302, 6),
+    "cli": (20, 2328, 6),
     "cost": (5, 747, 6),
     "interop": (6, 435, 7),
     "launch": (3, 258, 2),
@@ -29,7 +29,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
     "runtime": (18, 2390, 27),
-    "schedule": (24, 2800, 26),
+    "schedule": (25, 2866, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
     "schedule/families": (20, 1656, 3),
@@ -39,7 +39,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (46, 5870, 55),
     "train": (65, 8596, 96),
 }
-MOST_OF_SCHEDULE = 7237
+MOST_OF_SCHEDULE = 7303
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -17,6 +17,7 @@ from jaxpipe.wording import aligned
 
 if TYPE_CHECKING:
     from jaxpipe.schedule import CostProfile, Schedule, Timeline
+    from jaxpipe.schedule.steps import StepsTimeline
 
 
 _MOST_STEPS = 400
@@ -154,8 +155,8 @@ def print_json(document: object) -> None:
     print(json.dumps(document, allow_nan=False))
 
 
-def print_summary(record: Record, units: Units) -> None:
-    """The record for people, one quantity a line."""
+def print_summary(record: Record, units: Units, steps: StepsTimeline | None = None) -> None:
+    """The record for people, one quantity a line; of several ``steps``, the time from one to the next too."""
     from jaxpipe.schedule.tolerance import at_most
 
     timeline, schedule = record.timeline, record.schedule
@@ -185,6 +186,10 @@ def print_summary(record: Record, units: Units) -> None:
     if units == "si":
         most = max(timeline.peak_bytes, default=0.0)
         rows.append(("peak memory", f"{memory_scale(most, units).show(most)} on the fullest rank"))
+    if steps is not None:
+        waiting = timeline.makespan + steps.update_s
+        less = f", {time.show(waiting)} if ranks waited" if not at_most(waiting, steps.period_s) else ""
+        rows.append((f"{len(steps.ends_s)} steps", f"{time.show(steps.period_s)} from step to step{less}"))
     chunks = f"{schedule.num_chunks} chunk{'s' if schedule.num_chunks > 1 else ''} per rank"
     print(f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, {chunks}")
     for label, text in rows:

@@ -23,7 +23,7 @@ from jaxpipe.cli.cost_flags import (
     require_file,
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import add_value, amount
+from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
     from jaxpipe.schedule.retime import Objective
+    from jaxpipe.schedule.steps import StepsTimeline
 
+MOST_STEPS = 1000
 OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
 
 
@@ -115,6 +117,13 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_cost_flags(parser)
     add_limit_flag(parser)
     add_pass_flags(parser)
+    group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
+    add_value(
+        group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), "how many; shows the time from step to step"
+    )
+    add_value(group, "--update", "T", amount("time of an update"), "time of a rank's update (default 0)")
+    text = "no rank waits for the others before its update: it is validated before the rank's first backward"
+    group.add_argument("--post-validation", action="store_true", help=text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 
@@ -127,7 +136,19 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     check_agreement(arguments, {arguments.file: schedule}, ("ranks", "microbatches", "chunks"))
     schedule, profile, timeline = simulated(schedule, arguments, costs)
     check_limit(timeline, arguments.memory_limit)
-    conclude(arguments, costs, Record.of(schedule, profile, timeline, arguments.memory_limit))
+    record = Record.of(schedule, profile, timeline, arguments.memory_limit)
+    if arguments.steps is None:
+        if arguments.post_validation or arguments.update is not None:
+            raise ConfigError("--update and --post-validation are about several steps; say how many with --steps")
+        conclude(arguments, costs, record)
+        return
+    from jaxpipe.schedule.steps import simulate_steps
+
+    check_size(schedule.num_ranks, schedule.num_microbatches * arguments.steps, schedule.num_chunks)
+    update = arguments.update or 0.0
+    steps = simulate_steps(schedule, profile, arguments.steps, update, arguments.post_validation)
+    said = {"steps": arguments.steps, "update": update, "post_validation": arguments.post_validation}
+    conclude(arguments, costs, record, shown=steps, period=steps.period_s, **said)
 
 
 def load_schedule(path: str) -> Schedule:
@@ -259,18 +280,19 @@ def conclude(
     record: Record,
     heading: str = "",
     notes: Sequence[str] | None = None,
+    shown: StepsTimeline | None = None,
     **facts: Any,
 ) -> None:
     """Write what ``-o`` names, a schedule or a picture as its suffix says; then show the record: as JSON with ``facts`` and
-    ``notes``, or for people below ``heading``, with a picture where it fits and ``notes``."""
-    schedule = record.schedule
+    ``notes``, or for people below ``heading``, with a picture where it fits and ``notes``. Pictures are of ``shown``."""
+    schedule, timeline = record.schedule, shown or record.timeline
     for path in arguments.output:
         if is_picture(path):
             from jaxpipe.plot import plot_timelines
 
             title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
             title += f", {FREE_COPIES}" if record.free_copies else ""
-            plot_timelines([record.timeline], path, title=title, units=costs.units)
+            plot_timelines([timeline], path, title=title, units=costs.units)
         else:
             from jaxpipe.schedule import write_schedule
 
@@ -280,8 +302,8 @@ def conclude(
         return
     if heading:
         print(heading)
-    print_summary(record, costs.units)
-    print(sketch(record.timeline, _terminal_width(), costs.units))
+    print_summary(record, costs.units, shown)
+    print(sketch(timeline, _terminal_width(), costs.units))
     for note in (*(f"wrote {path}" for path in arguments.output), *(notes or ())):
         print(f"  {note}")
 

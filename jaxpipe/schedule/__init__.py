@@ -41,6 +41,7 @@ from jaxpipe.schedule.placement import (
     with_span,
 )
 from jaxpipe.schedule.simulate import replay, simulate
+from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
@@ -60,7 +61,7 @@ __all__ += ["towers", "v_shape", "wave", "with_shared", "with_span"]
 __all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "build_graph"]
 __all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
-__all__ += ["Event", "MemoryCurve", "Timeline", "replay", "simulate"]
+__all__ += ["Event", "MemoryCurve", "StepsTimeline", "Timeline", "replay", "simulate", "simulate_steps"]
 __all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
 __all__ += ["Traversal", "traverse"]
 __all__ += ["FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]

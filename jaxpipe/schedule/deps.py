@@ -36,8 +36,8 @@ _DENSE_LIMIT = 1_000_000
 class Transfer(NamedTuple):
     """The boundary of ``stage``, made by ``action`` in slot number ``producer``, moved from rank ``src`` to rank ``dst``.
 
-    ``parts``: how many boundaries of ``stage`` move at once. ``barrier``: whether a collective of the action's group goes
-    before; within the group that is all.
+    ``parts``: how many boundaries of ``stage`` move at once; where 0, nothing moves but time passes. ``barrier``: whether a
+    collective of the action's group goes before; within the group that is all.
     """
 
     producer: int

@@ -21,7 +21,7 @@ from operator import attrgetter
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deadlock import describe_unmet, explain_deadlock
-from jaxpipe.schedule.deps import DependencyGraph, build_graph
+from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
 from jaxpipe.schedule.engine import run_graph
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
 from jaxpipe.schedule.lanes import Woven, slot_lanes
@@ -40,11 +40,16 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
     """
     costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     with _collector_paused():
-        graph = _runnable(schedule)
-        known: dict[object, Woven] = {}
-        lanes = [_lanes(slot, costs, known) for slot in graph.slots]
-        timeline = _timeline(graph, costs, [x.seconds for x in lanes], _transfer_seconds(graph, costs))
-        return _with_collectives(timeline, known) if any(costs.tp_comm_s) else timeline
+        return simulate_graph(runnable(schedule), costs)
+
+
+def simulate_graph(graph: DependencyGraph, costs: CostProfile, more_s: Sequence[float] = ()) -> Timeline:
+    """The timeline of a graph, as :func:`simulate`. ``more_s``: seconds of its last transfers, where costs do not tell them."""
+    known: dict[object, Woven] = {}
+    lanes = [_lanes(slot, costs, known) for slot in graph.slots]
+    transfer_s = [*_transfer_seconds(graph.transfers[: len(graph.transfers) - len(more_s)], costs), *more_s]
+    timeline = _timeline(graph, costs, [x.seconds for x in lanes], transfer_s)
+    return _with_collectives(timeline, known) if any(costs.tp_comm_s) else timeline
 
 
 def _lanes(slot: Slot, costs: CostProfile, known: dict[object, Woven]) -> Woven:
@@ -92,7 +97,7 @@ def replay(
         costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks)
     costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     with _collector_paused():
-        graph = _runnable(schedule)
+        graph = runnable(schedule)
         duration_s = []
         for number, slot in enumerate(graph.slots):
             rank = graph.rank_of[number]
@@ -109,8 +114,12 @@ def replay(
         return _timeline(graph, costs, duration_s, [0.0] * len(graph.transfers))
 
 
-def _runnable(schedule: Schedule) -> DependencyGraph:
-    """The graph of a schedule whose actions all have a place and something to wait for."""
+def runnable(schedule: Schedule) -> DependencyGraph:
+    """The graph of a schedule whose actions all have a place and something to wait for.
+
+    Raises:
+        ScheduleError: one has not.
+    """
     graph = build_graph(schedule)
     problems = [*graph.problems, *(describe_unmet(graph, unmet) for unmet in graph.unmet)]
     if problems:
@@ -131,9 +140,9 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _transfer_seconds(graph: DependencyGraph, costs: CostProfile) -> list[float]:
-    keys = [(moved.src, moved.dst, moved.stage, moved.action.stage, moved.barrier) for moved in graph.transfers]
-    known = {key: moved.seconds(costs) for key, moved in dict(zip(keys, graph.transfers, strict=True)).items()}
+def _transfer_seconds(transfers: Sequence[Transfer], costs: CostProfile) -> list[float]:
+    keys = [(moved.src, moved.dst, moved.stage, moved.action.stage, moved.barrier) for moved in transfers]
+    known = {key: moved.seconds(costs) for key, moved in dict(zip(keys, transfers, strict=True)).items()}
     return [known[key] for key in keys]
 
 
@@ -162,7 +171,7 @@ def _events(graph: DependencyGraph, start_s: Sequence[float], end_s: Sequence[fl
     first = len(graph.slots)
     sent: dict[int, list[Event]] = {}
     for k, transfer in enumerate(graph.transfers, start=first):
-        if end_s[k] > start_s[k]:
+        if end_s[k] > start_s[k] and transfer.parts:
             event = Event(transfer.src, "send", transfer.action, start_s[k], end_s[k])
             sent.setdefault(transfer.src, []).append(event)
     events: list[Event] = []

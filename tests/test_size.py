@@ -29,7 +29,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "program": (8, 847, 11),
     "rehearsal": (6, 600, 8),
     "runtime": (18, 2390, 27),
-    "schedule": (25, 2866, 27),
+    "schedule": (25, 2869, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 594, 6),
     "schedule/families": (20, 1656, 3),
@@ -39,7 +39,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (46, 5870, 55),
     "train": (65, 8596, 96),
 }
-MOST_OF_SCHEDULE = 7303
+MOST_OF_SCHEDULE = 7306
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -17,8 +17,7 @@ from jaxpipe.plot.units import number
 from jaxpipe.wording import aligned, closest
 
 if TYPE_CHECKING:
-    from jaxpipe.schedule.solve.cache import ScheduleCache
-    from jaxpipe.schedule.solve.cache_entry import CacheEntry
+    from jaxpipe.schedule.solve.cache import CacheEntry, ScheduleCache
 
 ACTIONS = ("ls", "clear")
 
@@ -88,23 +87,23 @@ def _list(cache: ScheduleCache, as_json: bool) -> None:
 
 
 def _record(entry: CacheEntry) -> dict[str, Any]:
-    limit = entry.memory_limit
+    task, limit = entry.task, min(entry.task.limits())
     return {
         "file": entry.name,
-        "ranks": entry.placement.num_ranks,
-        "microbatches": entry.num_microbatches,
-        "chunks": entry.placement.num_chunks,
-        "placement": entry.placement.kind,
+        "ranks": task.placement.num_ranks,
+        "microbatches": task.num_microbatches,
+        "chunks": task.placement.num_chunks,
+        "placement": task.placement.kind,
         "memory_limit": None if limit == float("inf") else limit,
-        "offload": entry.offload,
-        "objective": entry.objective,
+        "offload": task.offload,
+        "objective": task.objective,
         "value": entry.value,
         "lower_bound": entry.lower_bound,
         "gap": entry.gap,
         "offloaded": entry.offloaded,
         "wall_s": entry.wall_s,
         "time_limit_s": entry.time_limit_s,
-        "stored": entry.stored.isoformat(),
+        "stored": entry.stored,
         "jaxpipe": entry.jaxpipe,
     }
 
@@ -113,22 +112,21 @@ def _print_table(entries: Sequence[CacheEntry]) -> None:
     """One line an entry; ``value`` and ``bound`` in the unit of the costs, ``stored`` in UTC."""
     heads = ("ranks", "microbatches", "chunks", "placement", "limit", "offload", "objective", "value", "bound", "gap")
     rows = [(*heads, "stored (UTC)")]
-    rows += [
-        (
-            str(e.placement.num_ranks),
-            str(e.num_microbatches),
-            str(e.placement.num_chunks),
-            " ".join(e.placement.kind.split()),
-            "none" if e.memory_limit == float("inf") else number(e.memory_limit),
-            "yes" if e.offload else "no",
-            e.objective,
-            number(e.value),
-            number(e.lower_bound),
-            "-" if e.gap is None else f"{e.gap:.1%}",
-            e.stored.strftime("%Y-%m-%d %H:%M"),
+    for record in map(_record, entries):
+        limit, gap = record["memory_limit"], record["gap"]
+        rows.append(
+            (
+                *(str(record[key]) for key in ("ranks", "microbatches", "chunks")),
+                " ".join(record["placement"].split()),
+                "none" if limit is None else number(limit),
+                "yes" if record["offload"] else "no",
+                record["objective"],
+                number(record["value"]),
+                number(record["lower_bound"]),
+                "-" if gap is None else f"{gap:.1%}",
+                record["stored"][:16].replace("T", " "),
+            )
         )
-        for e in entries
-    ]
     print("\n".join(aligned(rows)))
 
 

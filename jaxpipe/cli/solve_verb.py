@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Solve, show and write the schedule. Progress goes to standard error."""
     from jaxpipe.schedule import simulate
     from jaxpipe.schedule.solve import Options
-    from jaxpipe.schedule.solve.cached import solve_cached
+    from jaxpipe.schedule.solve.solver import solve_cached
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)

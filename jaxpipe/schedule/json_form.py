@@ -2,7 +2,8 @@
 
 Each is an object with a ``format`` key (``jaxpipe schedule 1``); unknown and missing keys are refused. Infinity, which JSON
 lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``. Of a schedule, ``rows`` alone will do (:mod:`.infer`).
-Keys are the fields of the records, and what a value must be is their type.
+Keys are the fields of the records, and what a value must be is their type; :func:`to_json` and :func:`from_json` do the same
+with any record of such fields.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ScheduleParseError
@@ -52,6 +54,16 @@ class _PairLink(Link):
     dst: int
 
 
+def to_json(record: Any) -> Json:
+    """Any frozen record as JSON values, by the types of its fields."""
+    return dict(_write(record))
+
+
+def from_json(kind: type[T], data: object, where: str) -> T:
+    """The record that :func:`to_json` wrote. Raises ScheduleParseError, naming the key."""
+    return _record(kind, data, where)
+
+
 def to_schedule(schedule: Schedule) -> Json:
     return {"format": SCHEDULE_FORMAT, **_write(schedule)}
 
@@ -81,7 +93,7 @@ def from_placement(data: object, where: str = "placement") -> Placement:
 
 def to_costs(costs: CostProfile) -> Json:
     """Fields are written by name, those of ``_QUIET`` where they say something."""
-    data = {"format": COSTS_FORMAT, **_write(costs)}
+    data = {"format": COSTS_FORMAT, **_write_fields(costs)}
     data |= {name: dict(data[name]) for name in ("temp_bytes", "extra")}
     data["links"] = [_write(_PairLink(src=a, dst=b, **asdict(link))) for (a, b), link in costs.links]
     return data
@@ -143,10 +155,16 @@ def _write(value: Any) -> Any:
         return str(value)
     if isinstance(value, Event):
         return [value.rank, value.lane, str(value.action), value.start_s, value.end_s]
+    if isinstance(value, CostProfile):
+        return to_costs(value)
     if is_dataclass(value):
-        written = ((f.name, getattr(value, f.name)) for f in fields(value) if f.init)
-        return {_KEYS.get(name, name): _write(x) for name, x in written if _is_said(name, x)}
+        return _write_fields(value)
     return "inf" if value == float("inf") else value
+
+
+def _write_fields(record: Any) -> Json:
+    written = ((f.name, getattr(record, f.name)) for f in fields(record) if f.init)
+    return {_KEYS.get(name, name): _write(x) for name, x in written if _is_said(name, x)}
 
 
 def _is_said(name: str, value: Any) -> bool:
@@ -198,6 +216,8 @@ def _read(hint: Any, data: object, where: str) -> Any:
         return _record(hint, data, where)  # type: ignore[arg-type]
     if get_origin(hint) is Literal:
         return _text(data, where)
+    if get_origin(hint) is UnionType:  # something or None
+        return None if data is None else _read(get_args(hint)[0], data, where)
     kinds, items = get_args(hint), _list(data, where)
     if kinds[-1] is ...:
         kinds = kinds[:1] * len(items)
@@ -249,6 +269,7 @@ def _shown(data: object) -> str:
 _READERS: Mapping[Any, Callable[[object, str], Any]] = {
     Slot: lambda data, where: located(where, parse_slot, _text(data, where)),
     Placement: from_placement,
+    CostProfile: lambda data, where: located(where, from_costs, data),
     str: _text,
     int: _whole,
     float: _float,

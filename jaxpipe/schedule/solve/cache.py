@@ -2,48 +2,101 @@
 
 Source: `optpipe.txt` section 4.2; :mod:`~jaxpipe.schedule.solve.cache_key` says which problems are alike. The paper starts the
 solver from the most similar schedule; here the caller is told how similar it is, and what it is worth under the real costs, so
-that it may also take it as the answer. Nothing read from the folder is believed: every schedule is checked and simulated. A
-bound can't be checked so; it is given only from files that this user alone writes, and never above what a schedule takes.
+that it may also take it as the answer (:func:`~jaxpipe.schedule.solve.solver.solve_cached`). Nothing read from the folder is
+believed: every schedule is checked and simulated. A bound can't be checked so; it is given only from files that this user alone
+writes, and never above what a schedule takes.
 
-One JSON file a problem (:mod:`~jaxpipe.schedule.solve.cache_entry`), moved into place whole: readers need no lock. Writers
-take turns by locking the folder, where the file system can, so that the better of two answers stays. Trouble with the folder
-or a file is a notice, never an exception: a cache may be lost at any time.
+One JSON file a problem, moved into place whole: readers need no lock. Writers take turns by locking the folder, where the file
+system can, so that the better of two answers stays. Trouble with the folder or a file is a notice, never an exception: a cache
+may be lost at any time. A file::
+
+    {
+    "format": "jaxpipe cached schedule 2",
+    "sha256": "…",       of every byte after this line
+    "entry": {…},        the task, and what its solve found and spent
+    "schedule": {…}      read only when needed: a lookup reads many entries and uses one
+    }
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+import math
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
+from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.files import user_cache, write_atomically
+from jaxpipe.files import no_constant, user_cache, write_atomically
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.json_form import from_json, from_schedule, to_json, to_schedule
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.cache_entry import CacheEntry, format_entry, merit, parse_entry
-from jaxpipe.schedule.solve.cache_key import CrudeProblem, exact_digest, problem_stem
-from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads
+from jaxpipe.schedule.solve.cache_key import CrudeProblem, problem_stem
+from jaxpipe.schedule.solve.task import Options, Solution, SolveTask, count_offloads, gap_of
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 VARIABLE = "JAXPIPE_CACHE_DIR"
+VERSION = 2
 MAX_ENTRIES = 2_000
 MAX_BYTES = 64 << 20
 """Of all entries together; also bounds what a lookup reads. 250 schedules of 32 ranks and 256 microbatches."""
 MAX_ENTRY_BYTES = 16 << 20
-_ENTRY = re.compile(r"schedule-p\d+-m\d+-[0-9a-f]{20}-[0-9a-f]{20}\.json")
-_TEMPORARY = re.compile(rf"\.{_ENTRY.pattern}\.[A-Za-z0-9_]+\.tmp")
+_NAME = re.compile(r"schedule-p\d+-m\d+-[0-9a-f]{20}-[0-9a-f]{20}\.json")
+_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.[A-Za-z0-9_]+\.tmp")
+_FILE = re.compile(rb'\{\n"format": "jaxpipe cached schedule (\d{1,9})",\n(?:"sha256": "([0-9a-f]{64})",\n)?(.*)', re.S)
+_BODY = re.compile(r'"entry": (.*),\n"schedule": (.*)\n\}\n')
 _STALE_S = 3600.0  # a temporary file this old has lost its writer
 _TRIES = 5
 _LOCK_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    """A solved problem.
+
+    ``value``, ``lower_bound``: seconds of the task's objective. ``peaks``: live activations per rank, in units of its share of
+    one microbatch. ``offloaded``: number of offloads. ``wall_s``: seconds the solve took; ``time_limit_s``: what it was given,
+    if known. ``stored``: when, in UTC, to the second. ``jaxpipe``: the version that proved the bound.
+    """
+
+    task: SolveTask
+    value: float
+    lower_bound: float
+    peaks: tuple[float, ...]
+    offloaded: int
+    wall_s: float
+    time_limit_s: float | None
+    stored: str
+    jaxpipe: str
+
+    @property
+    def name(self) -> str:
+        """The file's name: the problem in proportional values, so that one file holds one of them."""
+        return f"{problem_stem(self.task)}{CrudeProblem.of(self.task).digest()}.json"
+
+    @property
+    def gap(self) -> float | None:
+        """How far ``value`` may be from the optimum, as a fraction of the bound; None without a bound."""
+        return gap_of(self.value, self.lower_bound) if self.lower_bound > 0 else None
+
+    def proves(self, task: SolveTask) -> bool:
+        """Whether the bound is for ``task``: every number is equal, under this version of jaxpipe."""
+        mine, theirs = self.task, task
+        named = replace(mine, placement=replace(mine.placement, kind=""), costs=replace(mine.costs, source=""))
+        other = replace(theirs, placement=replace(theirs.placement, kind=""), costs=replace(theirs.costs, source=""))
+        return self.jaxpipe == __version__ and named == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +133,7 @@ class ScheduleCache:
     ) -> None:
         self.folder = default_folder() if folder is None else Path(folder)
         self._notice = notice or logging.getLogger("jaxpipe").warning
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
+        self._max_entries, self._max_bytes = max_entries, max_bytes
 
     def store(self, solution: Solution, options: Options | None = None) -> Path | None:
         """Keep a solution; returns its file, or None (after a notice) if it can't be written.
@@ -90,11 +142,21 @@ class ScheduleCache:
         new ones first, and the entry is about those from then on; a bound stays only with the numbers it was proven for.
         """
         try:
-            entry = CacheEntry.of(solution, options)
-            path = self.folder / entry.name
+            new = CacheEntry(
+                task=solution.task,
+                value=solution.value,
+                lower_bound=solution.lower_bound,
+                peaks=tuple(solution.timeline.peak_activations),
+                offloaded=count_offloads(solution.schedule),
+                wall_s=solution.wall_s,
+                time_limit_s=None if options is None else options.time_limit_s,
+                stored=datetime.now(UTC).isoformat(timespec="seconds"),
+                jaxpipe=__version__,
+            )
+            path = self.folder / new.name
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.folder):
-                text = format_entry(self._merged(path, entry, solution.task))
+                text = _format(*self._merged(path, new, solution.schedule))
                 if len(text) > MAX_ENTRY_BYTES:
                     raise ScheduleError(f"it takes {len(text)} bytes, an entry may take {MAX_ENTRY_BYTES}")
                 write_atomically(path, text)
@@ -113,17 +175,15 @@ class ScheduleCache:
             ScheduleError: the task's costs are for another number of stages than its placement has.
         """
         crude = CrudeProblem.of(task)
-        for path, entry in islice(self._candidates(task, crude), _TRIES):
-            hit = self._retimed(path, entry, task, crude)
-            if hit is not None:
-                return hit
-        return None
+        hits = (self._retimed(*found, task, crude) for found in islice(self._candidates(task, crude), _TRIES))
+        return next((hit for hit in hits if hit is not None), None)
 
     def entries(self) -> tuple[CacheEntry, ...]:
         """All entries that can be read, by size, placement and limit."""
-        found = [entry for path in self._paths() if (entry := self._read(path)) is not None]
-        found.sort(key=lambda e: (e.placement.num_ranks, e.num_microbatches, e.placement.kind, e.memory_limit, e.name))
-        return tuple(found)
+        found = [read[0] for path in self._paths() if (read := self._read(path)) is not None]
+        sizes = ((e.task.placement.num_ranks, e.task.num_microbatches, e.task.placement.kind) for e in found)
+        limits = (min(e.task.limits()) for e in found)
+        return tuple(e for *_, e in sorted(zip(sizes, limits, (e.name for e in found), found, strict=True)))
 
     def clear(self) -> int:
         """Remove all entries, readable or not, and nothing else in the folder; returns how many. What can't be removed is
@@ -133,39 +193,37 @@ class ScheduleCache:
             try:
                 path.unlink()
                 removed += 1
-            except FileNotFoundError:
-                pass
             except OSError as error:
-                self.tell(f"can't remove {path}", error)
+                if not isinstance(error, FileNotFoundError):
+                    self.tell(f"can't remove {path}", error)
         self._drop_stale()
         return removed
 
-    def _candidates(self, task: SolveTask, crude: CrudeProblem) -> Iterator[tuple[Path, CacheEntry]]:
+    def _candidates(self, task: SolveTask, crude: CrudeProblem) -> Iterator[tuple[Path, CacheEntry, str]]:
         """The entry of the same problem, then the others whose schedules fit the placement, the most promising first."""
-        stem = problem_stem(task.placement, task.num_microbatches)
+        stem, limits, ranked = problem_stem(task), task.limits(), []
         own = self.folder / f"{stem}{crude.digest()}.json"
-        same = self._read(own)
-        if same is not None:
-            yield own, same
-        limits = task.limits()
-        ranked = []
+        if (same := self._read(own)) is not None:
+            yield own, *same
         for path in self._paths(stem):
-            entry = self._read(path) if path != own else None
-            if entry is None or (entry.offloaded and not task.offload):
+            read = self._read(path) if path != own else None
+            if read is None or (read[0].offloaded and not task.offload):
                 continue
-            try:
-                distance = crude.distance(entry.crude)
-                too_high = any(not at_most(a, x) for a, x in zip(entry.peaks, limits, strict=True))
-            except ValueError:
+            if problem_stem(read[0].task) != stem:
                 self.tell(f"ignored {path}", "it is for another placement than its name says")
                 continue
-            ranked.append(((too_high, distance, path.name), path, entry))
-        yield from ((path, entry) for _, path, entry in sorted(ranked, key=lambda x: x[0]))
+            too_high = any(not at_most(a, x) for a, x in zip(read[0].peaks, limits, strict=True))
+            ranked.append((too_high, crude.distance(CrudeProblem.of(read[0].task)), path.name, (path, *read)))
+        yield from (found for *_, found in sorted(ranked, key=lambda x: x[:3]))
 
-    def _retimed(self, path: Path, entry: CacheEntry, task: SolveTask, crude: CrudeProblem) -> CacheHit | None:
+    def _retimed(
+        self, path: Path, entry: CacheEntry, text: str, task: SolveTask, crude: CrudeProblem
+    ) -> CacheHit | None:
         """What an entry is worth for ``task``; None if it is not valid (with a notice) or does not keep the limits."""
         try:
-            schedule = _placed(entry.schedule(), task)
+            if problem_stem(entry.task) != problem_stem(task):
+                raise ScheduleError("it is for another placement than its name says")
+            schedule = replace(_schedule(text), placement=task.placement)  # which may go by another name
             check_schedule(schedule)
             timeline = simulate(schedule, task.costs)
         except ScheduleError as error:
@@ -173,73 +231,64 @@ class ScheduleCache:
             return None
         if not task.fits(timeline) or (count_offloads(schedule) and not task.offload):
             return None
-        value = task.seconds(timeline)
-        bound = entry.lower_bound if entry.exact == exact_digest(task) else None
+        value, bound = task.seconds(timeline), entry.lower_bound if entry.proves(task) else None
         if bound is not None and (doubt := _doubt(path, bound, value)):
             self.tell(f"ignored the bound in {path}", doubt)
             bound = None
-        same = entry.crude == crude
-        distance = 0.0 if same else crude.distance(entry.crude)
-        return CacheHit(schedule, timeline, value, same, distance, bound, entry.wall_s, entry.time_limit_s)
+        distance = crude.distance(theirs := CrudeProblem.of(entry.task))
+        return CacheHit(schedule, timeline, value, theirs == crude, distance, bound, entry.wall_s, entry.time_limit_s)
 
-    def _merged(self, path: Path, new: CacheEntry, task: SolveTask) -> CacheEntry:
+    def _merged(self, path: Path, new: CacheEntry, schedule: Schedule) -> tuple[CacheEntry, Schedule]:
         """What the file should hold: the better schedule and, of equal problems, the better bound and the longer effort."""
-        old = self._read(path)
-        hit = self._retimed(path, old, task, new.crude) if old is not None else None
-        if old is None or hit is None:
-            return new
-        if merit(task, hit.schedule, hit.timeline) <= new.merit:
-            new = replace(
-                new,
-                value=hit.value,
-                peaks=hit.timeline.peak_activations,
-                offloaded=count_offloads(hit.schedule),
-                schedule_json=old.schedule_json,
-            )
+        read, task = self._read(path), new.task
+        hit = self._retimed(path, *read, task, CrudeProblem.of(task)) if read is not None else None
+        if hit is None:
+            return new, schedule
+        peaks, offloaded = tuple(hit.timeline.peak_activations), count_offloads(hit.schedule)
+        if _merit(hit.value, peaks, offloaded) <= _merit(new.value, new.peaks, new.offloaded):
+            new, schedule = replace(new, value=hit.value, peaks=peaks, offloaded=offloaded), hit.schedule
         if hit.lower_bound is None or not at_most(hit.lower_bound, new.value):
-            return new
-        limits_s = [x for x in (new.time_limit_s, old.time_limit_s) if x is not None]
+            return new, schedule
+        limits_s = [x for x in (new.time_limit_s, hit.time_limit_s) if x is not None]
         return replace(
             new,
             lower_bound=max(new.lower_bound, hit.lower_bound),
-            wall_s=max(new.wall_s, old.wall_s),
+            wall_s=max(new.wall_s, hit.wall_s),
             time_limit_s=max(limits_s, default=None),
-        )
+        ), schedule
 
-    def _read(self, path: Path) -> CacheEntry | None:
-        """An entry, or None: silently if there is no such file, with a notice if it can't be used."""
+    def _read(self, path: Path) -> tuple[CacheEntry, str] | None:
+        """An entry and its schedule's JSON, or None: silently if there is no such file, with a notice if it can't be used."""
         try:
             about = path.stat()
             if not stat.S_ISREG(about.st_mode):
                 raise ScheduleParseError("not a file")
             if about.st_size > MAX_ENTRY_BYTES:
                 raise ScheduleParseError(f"{about.st_size} bytes are too many for a cached schedule")
-            return parse_entry(path.read_bytes())
+            return _parse(path.read_bytes())
         except FileNotFoundError:  # never stored, or removed by another process meanwhile
             return None
-        except (OSError, ScheduleParseError) as error:
+        except (OSError, ScheduleError) as error:
             self.tell(f"ignored {path}", error)
             return None
 
     def _paths(self, stem: str = "") -> list[Path]:
         """Files whose names are those of entries and begin with ``stem``."""
         try:
-            names = [x for x in os.listdir(self.folder) if x.startswith(stem) and _ENTRY.fullmatch(x)]  # noqa: PTH208
-        except FileNotFoundError:
-            return []
+            names = [x for x in os.listdir(self.folder) if x.startswith(stem) and _NAME.fullmatch(x)]  # noqa: PTH208
         except OSError as error:
-            self.tell(f"can't read {self.folder}", error)
+            if not isinstance(error, FileNotFoundError):
+                self.tell(f"can't read {self.folder}", error)
             return []
         return [self.folder / name for name in sorted(names)]
 
     def _drop_oldest(self, keep: Path) -> None:
         """Remove the oldest entries beyond the allowed number and size, but not ``keep``."""
-        found = []
+        found, total = [], 0
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
                 found.append((path != keep, -about.st_mtime_ns, path, about.st_size))
-        total = 0
         for count, (other, _, path, size) in enumerate(sorted(found), start=1):
             total += size
             if other and (count > self._max_entries or total > self._max_bytes):
@@ -266,6 +315,55 @@ def default_folder() -> Path:
     return Path(given) if given else user_cache() / "schedules"
 
 
+def _merit(value: float, peaks: Sequence[float], offloaded: int) -> tuple[float, float, int]:
+    """The smaller, the better."""
+    return nine_digits(value), nine_digits(max(peaks, default=0.0)), offloaded
+
+
+def _format(entry: CacheEntry, schedule: Schedule) -> str:
+    """The text of a file. Raises ValueError if a number is not finite."""
+    parts = [json.dumps(x, allow_nan=False) for x in (to_json(entry), to_schedule(schedule))]
+    body = f'"entry": {parts[0]},\n"schedule": {parts[1]}\n}}\n'
+    checksum = hashlib.sha256(body.encode()).hexdigest()
+    return f'{{\n"format": "jaxpipe cached schedule {VERSION}",\n"sha256": "{checksum}",\n{body}'
+
+
+def _parse(data: bytes) -> tuple[CacheEntry, str]:
+    """The entry in a file's bytes, and its schedule's JSON.
+
+    Raises:
+        ScheduleParseError: another format or version, a checksum that does not match, or contents that make no sense.
+    """
+    file = _FILE.fullmatch(data)
+    if file is None:
+        raise ScheduleParseError("not a cached schedule")
+    if int(file[1]) != VERSION:
+        raise ScheduleParseError(f"version {int(file[1])} of the format; this jaxpipe reads {VERSION}")
+    if file[2] is None or hashlib.sha256(file[3]).hexdigest().encode() != file[2]:
+        raise ScheduleParseError("damaged: the checksum does not match")
+    try:
+        body = _BODY.fullmatch(file[3].decode())
+        if body is None:
+            raise ValueError("want an entry and a schedule, a line each")
+        entry = from_json(CacheEntry, json.loads(body[1], parse_constant=no_constant), "entry")
+        figures = (entry.value, entry.lower_bound, *entry.peaks, entry.wall_s, entry.time_limit_s or 0.0)
+        if not all(map(math.isfinite, figures)) or len(entry.peaks) != entry.task.placement.num_ranks:
+            raise ValueError("value, bound, peaks or times are not finite, or for another number of ranks")
+        datetime.fromisoformat(entry.stored)
+        CrudeProblem.of(entry.task)
+    except (ScheduleError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ScheduleParseError(f"not what jaxpipe writes: {' '.join(str(error).split())[:200]}") from None
+    return entry, body[2]
+
+
+def _schedule(text: str) -> Schedule:
+    """The schedule, not checked. Raises ScheduleParseError if it can't be read."""
+    try:
+        return from_schedule(json.loads(text, parse_constant=no_constant))
+    except (ValueError, RecursionError) as error:
+        raise ScheduleParseError(f"the schedule is not JSON: {error}") from None
+
+
 def _doubt(path: Path, bound: float, value: float) -> str:
     """Why a bound read from a file is not believed; empty if it is. ``value``: what the file's schedule takes."""
     if not at_most(bound, value):
@@ -276,19 +374,6 @@ def _doubt(path: Path, bound: float, value: float) -> str:
         return str(error.strerror)
     ours = not hasattr(os, "geteuid") or about.st_uid in (os.geteuid(), 0)
     return "" if ours and not about.st_mode & stat.S_IWOTH else "other users can write it"
-
-
-def _placed(schedule: Schedule, task: SolveTask) -> Schedule:
-    """``schedule`` on the task's placement, which may go by another name.
-
-    Raises:
-        ScheduleError: it is for another placement or number of microbatches.
-    """
-    mine, theirs = schedule.placement, task.placement
-    sizes = (schedule.num_microbatches, mine.num_ranks, mine.flows, mine.edges)
-    if sizes != (task.num_microbatches, theirs.num_ranks, theirs.flows, theirs.edges):
-        raise ScheduleError("it is for another placement than its name says")
-    return replace(schedule, placement=theirs)
 
 
 @contextlib.contextmanager
@@ -304,15 +389,14 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
-        with contextlib.suppress(OSError):
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.01)
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
         yield
     finally:
         with contextlib.suppress(OSError):

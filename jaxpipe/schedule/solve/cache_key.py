@@ -4,8 +4,6 @@ Source: the *crude schedules* of `optpipe.txt` section 4.2: "we discretize the e
 communication, and memory into proportional values". The paper gives no steps and no distance; chosen here: times are divided
 by the mean F+B+W of a stage and rounded to steps of 5% (finer than 0.1% of a stage's time counts as nothing); memory limits
 are rounded to a quarter of a chunk; the distance is the mean number of steps, summed over what is compared.
-
-A bound holds for one problem only, so beside the crude problem there is a digest of all its numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +13,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import json_form
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.json_form import to_json
 from jaxpipe.schedule.solve.task import SolveTask
 
 STEP = 0.05
@@ -83,38 +78,20 @@ class CrudeProblem:
 
     def digest(self) -> str:
         """Equal for equal crude problems."""
-        return digest(self.to_json())
-
-    def to_json(self) -> json_form.Json:
-        return {"variant": list(self.variant), "levels": {name: list(x) for name, x in self.levels.items()}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CrudeProblem:
-        """Raises KeyError, TypeError, ValueError or AttributeError for anything that :meth:`to_json` does not give."""
-        levels = {str(name): tuple(int(x) for x in values) for name, values in data["levels"].items()}
-        return cls(tuple(str(x) for x in data["variant"]), levels)
+        return _digest([self.variant, self.levels])
 
 
-def digest(data: object) -> str:
+def problem_stem(task: SolveTask) -> str:
+    """How the names of all files begin whose schedules fit this problem: same ranks, flows, edges and microbatches."""
+    form = to_json(task.placement)
+    shape = _digest([form["ranks"], form["flows"], form["edges"]])
+    return f"schedule-p{task.placement.num_ranks}-m{task.num_microbatches}-{shape}-"
+
+
+def _digest(data: object) -> str:
     """Of the canonical JSON of ``data``; 20 hexadecimal digits."""
     text = json.dumps(data, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def problem_stem(placement: Placement, num_microbatches: int) -> str:
-    """How the names of all files begin whose schedules fit this problem: same ranks, flows, edges and microbatches."""
-    form = json_form.to_placement(placement)
-    shape = digest([form["ranks"], form["flows"], form["edges"]])
-    return f"schedule-p{placement.num_ranks}-m{num_microbatches}-{shape}-"
-
-
-def exact_digest(task: SolveTask) -> str:
-    """Equal only for problems of which every number is equal, under the same version of jaxpipe: a bound may be reused."""
-    costs = json_form.to_costs(json_form.from_costs(json_form.to_costs(task.costs)))  # whole numbers become floats
-    del costs["source"]
-    limit = "inf" if task.memory_limit == math.inf else float(task.memory_limit)
-    where = problem_stem(task.placement, task.num_microbatches)
-    return digest([__version__, where, costs, limit, task.offload, task.objective])
 
 
 def _scale_s(costs: CostProfile) -> float:

@@ -11,7 +11,7 @@ that no clock decides anything; else each worker gets its next job when it is fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,13 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
+from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.lexicographic import TIME_SHARE, lexicographic
-from jaxpipe.schedule.solve.task import OnProgress, Options, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker import families_of, quick_families
+from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
+from jaxpipe.schedule.solve.worker import families_of, family_schedules, quick_families
 from jaxpipe.schedule.solve.worker_pool import WorkerPool
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
@@ -71,6 +72,53 @@ def solve_any(
     for_time = replace(options, time_limit_s=options.time_limit_s * TIME_SHARE)
     fastest = Portfolio(tasks, for_time, on_progress).run(starts)
     return lexicographic(fastest, options, lambda task, spend: Portfolio([task], spend, None).run(()))
+
+
+def solve_cached(
+    tasks: Sequence[SolveTask],
+    options: Options,
+    on_progress: OnProgress | None = None,
+    *,
+    use_cache: bool = True,
+    notice: Callable[[str], None] | None = None,
+) -> Solution:
+    """:func:`~jaxpipe.schedule.solve.solver.solve_any` with the cache in the user's folder: a proven optimum is the answer,
+    anything else is where the search starts.
+
+    ``notice``: told of trouble with the folder, one line each.
+
+    Raises:
+        ScheduleError: as :func:`~jaxpipe.schedule.solve.solver.solve_any`.
+    """
+    if not use_cache:
+        return solve_any(tasks, options, on_progress)
+    cache = ScheduleCache(notice=notice)
+    hits = [(task, hit) for task in tasks if (hit := cache.lookup(task)) is not None]
+    if len(tasks) == 1 and hits and (known := _answer(*hits[0], cache.tell)) is not None:
+        if on_progress is not None:
+            on_progress(known.improvements[0], known.schedule)
+        return known
+    solution = solve_any(tasks, options, on_progress, starts=[hit.schedule for _, hit in hits])
+    if len(tasks) == 1:
+        cache.store(solution, options)
+    return solution
+
+
+def _answer(task: SolveTask, hit: CacheHit, tell: Callable[[str, object], None]) -> Solution | None:
+    """A hit that is proven optimal for this very problem: anew and at once, or by a stored bound that no family contradicts."""
+    bound = hit.lower_bound
+    if bound is None or not at_most(hit.value, bound) or task.objective == "lexicographic":
+        return None
+    if not at_most(hit.value, bound_of(task)):
+        incumbent = Incumbent([task], [bound], None)
+        family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
+        if not at_most(bound, incumbent.value):
+            who = incumbent.improvements[-1].source
+            tell("ignored a bound", f"it is {bound:g}, and {who} takes {incumbent.value:g}")
+            return None
+    progress = Progress(0.0, hit.value, bound, "cache")
+    offloaded = count_offloads(hit.schedule)
+    return Solution(task, hit.schedule, hit.timeline, bound, "optimal", 0.0, 0.0, (progress,), offloaded, None)
 
 
 def bound_of(task: SolveTask) -> float:

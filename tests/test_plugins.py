@@ -34,7 +34,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.solve import Options, SolveTask, solve
-from jaxpipe.schedule.solve.messages import line, task_out
+from jaxpipe.schedule.solve.jobs import Families, job_line, tasks_line
 from jaxpipe.schedule.solve.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,13 +222,13 @@ def test_workers_of_the_solver_know_imported_families(module: str, capsys: pytes
     assert plugins.imported_modules() == (module,)
     TABLE.pop("recomputed")
     del sys.modules[module]
-    tasks = {"tasks": [task_out(SolveTask(one_to_one(2), 3, CostProfile.uniform(2)))], "imports": [module]}
-    job = {"job": 7, "task": 0, "kind": "families", "names": ["recomputed", "1f1b"], "seconds": 9}
+    tasks = tasks_line([SolveTask(one_to_one(2), 3, CostProfile.uniform(2))], [module])
+    job = job_line(7, Families(task=0, seconds=9, names=("recomputed", "1f1b")))
     out = io.BytesIO()
-    Worker(out).run([line(tasks), line(job)])
+    Worker(out).run([tasks, job])
     answers = [json.loads(text) for text in out.getvalue().splitlines()]
-    assert [answer.get("source") for answer in answers] == ["family 1f1b", None]
-    assert answers[-1] == {"job": 7, "done": True, "error": ""}
+    assert [answer["source"] for answer in answers] == ["family 1f1b", ""]
+    assert [(answer["job"], answer["done"], answer["error"]) for answer in answers] == [(7, False, ""), (7, True, "")]
 
 
 def test_workers_of_the_solver_import_from_where_the_caller_does(module: str, tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ def test_workers_of_the_solver_import_from_where_the_caller_does(module: str, tm
 
 
 def test_a_worker_that_cannot_import_does_its_jobs_and_tells_once() -> None:
-    tasks = {"tasks": [task_out(SolveTask(one_to_one(2), 3, CostProfile.uniform(2)))], "imports": ["outside_gone"]}
-    job = {"job": 7, "task": 0, "kind": "families", "names": ["1f1b"], "seconds": 9}
+    tasks = tasks_line([SolveTask(one_to_one(2), 3, CostProfile.uniform(2))], ["outside_gone"])
+    job = job_line(7, Families(task=0, seconds=9, names=("1f1b",)))
     out = io.BytesIO()
-    Worker(out).run([line(tasks), line(job), line(job)])
+    Worker(out).run([tasks, job, job])
     answers = [json.loads(text) for text in out.getvalue().splitlines()]
-    assert [answer.get("source") for answer in answers] == ["family 1f1b", None] * 2
+    assert [answer["source"] for answer in answers] == ["family 1f1b", ""] * 2
     first, second = (answer["error"] for answer in answers if answer.get("done"))
     assert first.startswith("in a solver process: --import outside_gone: no module 'outside_gone' on sys.path or in ")
     assert not second

@@ -34,9 +34,9 @@ from jaxpipe.schedule import (
     write_schedule,
 )
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.schedule.json_form import to_schedule
+from jaxpipe.schedule.json_form import to_json, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
-from jaxpipe.schedule.solve import Options, SolveTask, messages
+from jaxpipe.schedule.solve import Options, SolveTask
 from jaxpipe.schedule.solve.background import COMMAND, BackgroundSolve, Failed, Finished, Found
 from jaxpipe.train import replan, run_directory
 from jaxpipe.train.assemble import final_order
@@ -436,22 +436,22 @@ def test_what_measures_slower_is_taken_back_and_not_tried_again(bench: Callable[
 
 
 ANSWER = (
-    "def answer(**changes):\n    return json.dumps({'source': 'test', 'schedule': schedule | changes})\n"
+    "def answer(**changes):\n    return json.dumps({'job': 0, 'source': 'test', 'schedule': schedule | changes})\n"
     "rows = schedule['rows']\n"
 )
 DISASTERS = {
     "print('garbage')": "ended before it was done (exit code 0); ",
-    "print('[1, 2]')": "wrote what is no answer (AttributeError: ",
-    "print('{}')": "ended before it was done (exit code 0); ",
+    "print('[1, 2]')": "wrote what is no answer (ScheduleParseError: ",
+    "print('{}')": "wrote what is no answer (ScheduleParseError: ",
     "print('[' * 100_000)": "ended before it was done (exit code 0); ",
     "print('\\x1b[31m', chr(233))": "ended before it was done (exit code 0); ",
     "sys.stdout.buffer.write(bytes(range(128, 255)) + b'\\n')": "ended before it was done (exit code 0); ",
-    "print(answer(rows=[['Q1.2']]))": "wrote what is no answer (ScheduleParseError: rows[0][0]: ",
-    "print(json.dumps({'source': '', 'bound': 'low'}))": "wrote what is no answer (ValueError: ",
+    "print(answer(rows=[['Q1.2']]))": "wrote what is no answer (ScheduleParseError: answer.schedule: rows[0][0]: ",
+    "print(json.dumps({'job': 0, 'source': '', 'bound': 'low'}))": "wrote what is no answer (ScheduleParseError: ",
     "sys.stdout.write(answer()[:99])": "ended before it was done (exit code 0); ",
     "": "ended before it was done (exit code 0); ",
     "sys.exit(3)": "ended before it was done (exit code 3); ",
-    "print(json.dumps({'done': True, 'error': 'MemoryError: no\\nmore'}))": "failed (MemoryError: no more); ",
+    "print(json.dumps({'job': 0, 'done': True, 'error': 'MemoryError: no\\nmore'}))": "failed (MemoryError: no more); ",
     "os.kill(os.getpid(), 11)": "was killed by SIGSEGV; ",
     "print(answer(rows=[rows[0][1:], rows[1]]))": "a schedule was refused: rank 0 lacks F0.0",
     "print(answer(rows=[rows[0] + ['F1.0'], rows[1]]))": "a schedule was refused: rank 0 runs F1.0; ",
@@ -469,7 +469,7 @@ DISASTERS = {
 def test_a_failure_is_not_told_as_the_end_that_follows_it() -> None:
     """Both may have come by the time somebody asks."""
     task = SolveTask(one_to_one(2), 4, CostProfile.uniform(2), 2.0)
-    script = f"print({json.dumps({'done': True, 'error': 'no'})!r})"
+    script = f"print({json.dumps({'job': 0, 'done': True, 'error': 'no'})!r})"
     solver = BackgroundSolve(task, Options(), (sys.executable, "-S", "-c", script))
     (member,) = solver._pool._members
     member.threads[1].join()
@@ -592,9 +592,10 @@ def test_the_worker_imports_no_jax() -> None:
 def test_the_worker_ends_with_its_parent() -> None:
     """The parent is killed; the worker's task would keep it, and the solver's own processes, busy for long."""
     code = (
-        "import json, sys, time\nfrom jaxpipe.schedule.solve import Options, messages\n"
+        "import json, sys, time\nfrom jaxpipe.schedule.json_form import from_json\n"
+        "from jaxpipe.schedule.solve import Options, SolveTask\n"
         "from jaxpipe.schedule.solve.background import BackgroundSolve\n"
-        "solver = BackgroundSolve(messages.task_in(json.load(sys.stdin)), Options(600.0))\n"
+        "solver = BackgroundSolve(from_json(SolveTask, json.load(sys.stdin), 'task'), Options(600.0))\n"
         "while not solver.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen(
@@ -602,7 +603,7 @@ def test_the_worker_ends_with_its_parent() -> None:
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
-        json.dump(messages.task_out(_long_task()), parent.stdin)
+        json.dump(to_json(_long_task()), parent.stdin)
         parent.stdin.close()
         assert parent.stdout.readline() == "at work\n"
         below = _descendants(parent.pid)

@@ -65,7 +65,7 @@ def from_json(kind: type[T], data: object, where: str) -> T:
 
 
 def to_schedule(schedule: Schedule) -> Json:
-    return {"format": SCHEDULE_FORMAT, **_write(schedule)}
+    return {"format": SCHEDULE_FORMAT, **_write_fields(schedule)}
 
 
 def from_schedule(data: object, name: str = "unnamed") -> Schedule:
@@ -157,6 +157,8 @@ def _write(value: Any) -> Any:
         return [value.rank, value.lane, str(value.action), value.start_s, value.end_s]
     if isinstance(value, CostProfile):
         return to_costs(value)
+    if isinstance(value, Schedule):
+        return to_schedule(value)
     if is_dataclass(value):
         return _write_fields(value)
     return "inf" if value == float("inf") else value
@@ -269,6 +271,7 @@ def _shown(data: object) -> str:
 _READERS: Mapping[Any, Callable[[object, str], Any]] = {
     Slot: lambda data, where: located(where, parse_slot, _text(data, where)),
     Placement: from_placement,
+    Schedule: lambda data, where: located(where, from_schedule, data),
     CostProfile: lambda data, where: located(where, from_costs, data),
     str: _text,
     int: _whole,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.json_form import from_schedule
+from jaxpipe.schedule.solve.jobs import Job, Tell
 from jaxpipe.schedule.solve.solver import solve
 from jaxpipe.schedule.solve.task import Options, Progress, SolveTask
-from jaxpipe.schedule.solve.worker import Job, Tell, serve
+from jaxpipe.schedule.solve.worker import serve
 from jaxpipe.schedule.solve.worker_pool import WorkerPool
 from jaxpipe.wording import clipped
 
@@ -49,6 +49,25 @@ class Failed:
     what: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solve(Job):
+    """A whole solve: tells of every better schedule, and at last the bound, or why there is none."""
+
+    options: Options
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        os.nice(_LOWEST)
+
+        def better(progress: Progress, schedule: Schedule | None) -> None:
+            if schedule is not None:
+                tell(schedule, progress.source)
+
+        try:
+            tell(None, "", solve(task, self.options, better).lower_bound)
+        except ScheduleError as error:
+            tell(None, gist(error))
+
+
 class BackgroundSolve:
     """:func:`~jaxpipe.schedule.solve.solve` of ``task``, under way. Whoever asked checks what is found.
 
@@ -58,24 +77,21 @@ class BackgroundSolve:
 
     def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = COMMAND) -> None:
         self._pool = WorkerPool(1, [task], command)
-        self._pool.submit({"kind": "solve", "task": 0, "options": asdict(options)})
+        self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
 
     def take(self) -> list[Found | Finished | Failed]:
         """What has come since the last call, in order; nothing after the end, whatever becomes of the process."""
         answers: list[Found | Finished | Failed] = []
         try:
-            while (message := self._pool.receive(0.0)) is not None:
-                match message:
-                    case {"gone": how}:
-                        return [*answers, Failed(how)]
-                    case {"error": ""}:
-                        pass
-                    case {"error": error}:
-                        return [*answers, Failed(f"failed ({clipped(' '.join(error.split()), _LONGEST)})")]
-                    case {"schedule": schedule, "source": source}:
-                        answers.append(Found(from_schedule(schedule), source))
-                    case {"source": remark}:
-                        return [*answers, Finished(float(message.get("bound", 0.0)), remark)]
+            while (answer := self._pool.receive(0.0)) is not None:
+                if answer.gone:
+                    return [*answers, Failed(answer.gone)]
+                if answer.error:
+                    return [*answers, Failed(f"failed ({clipped(' '.join(answer.error.split()), _LONGEST)})")]
+                if answer.schedule is not None:
+                    answers.append(Found(answer.schedule, answer.source))
+                elif not answer.done:
+                    return [*answers, Finished(answer.bound, answer.source)]
         except Exception as error:  # whatever it wrote
             answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {gist(error)})"))
         return answers
@@ -85,19 +101,5 @@ class BackgroundSolve:
         self._pool.stop()
 
 
-def _solve(task: SolveTask, job: Job, tell: Tell) -> None:
-    """Tell of every better schedule, and at last the bound, or why there is none."""
-    os.nice(_LOWEST)
-
-    def better(progress: Progress, schedule: Schedule | None) -> None:
-        if schedule is not None:
-            tell(schedule, progress.source)
-
-    try:
-        tell(None, "", solve(task, Options(**job["options"]), better).lower_bound)
-    except ScheduleError as error:
-        tell(None, gist(error))
-
-
 if __name__ == "__main__":
-    serve(solve=_solve)
+    serve(Solve)

@@ -13,21 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
 from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.infeasible import explain
+from jaxpipe.schedule.solve.jobs import (
+    Answer,
+    Cycles,
+    Exact,
+    Families,
+    Job,
+    MirroredCycles,
+    Neighbourhoods,
+    OffloadLists,
+    OffloadNeighbourhoods,
+    families_of,
+    family_schedules,
+    quick_families,
+)
 from jaxpipe.schedule.solve.lexicographic import TIME_SHARE, lexicographic
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker import families_of, family_schedules, quick_families
 from jaxpipe.schedule.solve.worker_pool import WorkerPool
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
@@ -38,6 +50,7 @@ _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
 _MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
 _POLL_S = 0.25  # how soon the end of the time is noticed
+J = TypeVar("J", bound=Job)
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -186,52 +199,50 @@ class Portfolio:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, number: int, kind: str, seconds: float, **more: Any) -> dict[str, Any]:
-        return {
-            "task": number,
-            "kind": kind,
-            "seconds": seconds,
-            "seed": self.options.seed,
-            "reproducible": self.options.reproducible,
-            "bound": self.incumbent.bounds[number],
-            **more,
-        }
+    def _job(self, number: int, kind: type[J], seconds: float, **more: Any) -> J:
+        return kind(
+            task=number,
+            seconds=seconds,
+            **{"seed": self.options.seed, **more},
+            reproducible=self.options.reproducible,
+            bound=self.incumbent.bounds[number],
+        )
 
-    def _openers(self) -> Iterator[dict[str, Any]]:
+    def _openers(self) -> Iterator[Job]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
         for number, names in enumerate(quick):
-            yield self._job(number, "families", total, names=names)
+            yield self._job(number, Families, total, names=tuple(names))
         for number, task in enumerate(self.tasks):
             if task.offload:
-                yield self._job(number, "offload", total * 0.4)
+                yield self._job(number, OffloadLists, total * 0.4)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
-                yield self._job(number, "families", total, names=[name])
+                yield self._job(number, Families, total, names=(name,))
         for number, task in enumerate(self.tasks):
             actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches
             if actions <= _EXACT_ACTIONS[1]:
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
-                yield self._job(number, "exact", total * part, start=self._start(number), workers=_EXACT_WORKERS)
+                yield self._job(number, Exact, total * part, start=self._start(number), workers=_EXACT_WORKERS)
         for g in _CYCLE_GROUPS:
             for number, problem in enumerate(self.problems):
                 if problem.placement.num_flows == 1 and g < problem.num_microbatches:
-                    yield self._job(number, "cycles", min(10.0, total * 0.15), g=g)
+                    yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
             if g == _CYCLE_GROUPS[0]:
                 yield from self._mirrored(min(25.0, total * 0.4))
 
-    def _mirrored(self, seconds: float) -> Iterator[dict[str, Any]]:
+    def _mirrored(self, seconds: float) -> Iterator[Job]:
         for number, problem in enumerate(self.problems):
             if problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
                 for part in range(_MIRRORED_PARTS):
-                    yield self._job(number, "mirrored", seconds, part=part, parts=_MIRRORED_PARTS)
+                    yield self._job(number, MirroredCycles, seconds, part=part, g=_MIRRORED_PARTS)
 
-    def _start(self, number: int) -> dict[str, Any] | None:
+    def _start(self, number: int) -> Schedule | None:
         known = self.incumbent.per_task[number]
-        return None if known is None else to_schedule(known[1])
+        return None if known is None else known[1]
 
-    def _neighbourhood(self) -> dict[str, Any] | None:
+    def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
         self.neighbourhoods += 1
         order = sorted(
@@ -241,28 +252,28 @@ class Portfolio:
         if not order:
             return None
         number = order[self.neighbourhoods // 4 % len(order)] if self.neighbourhoods % 4 == 0 else order[0]
-        known = self.incumbent.per_task[number]
-        away = known is not None and count_offloads(known[1])
-        kind, longest_s, share = ("offload-neighbourhoods", 20.0, 0.25) if away else ("neighbourhoods", 8.0, 0.1)
+        start = self._start(number)
+        away = start is not None and count_offloads(start)
+        longest_s, share = (20.0, 0.25) if away else (8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
-        job = self._job(number, kind, seconds, start=self._start(number))
-        return {**job, "seed": self.options.seed * 1_000_003 + self.neighbourhoods}
+        seed = self.options.seed * 1_000_003 + self.neighbourhoods
+        return self._job(number, OffloadNeighbourhoods if away else Neighbourhoods, seconds, start=start, seed=seed)
 
     def _improvable(self, number: int) -> bool:
         known = self.incumbent.per_task[number]
         return known is not None and not at_most(known[0][0], self.incumbent.bounds[number])
 
-    def _hopeless(self, job: dict[str, Any]) -> bool:
+    def _hopeless(self, job: Job) -> bool:
         """Whether no schedule of the job's placement is better than what is known."""
-        return at_most(self.incumbent.value, self.incumbent.bounds[job["task"]])
+        return at_most(self.incumbent.value, self.incumbent.bounds[job.task])
 
-    def _note(self, answer: dict[str, Any]) -> None:
-        if answer.get("error"):
-            self.failures.append(answer["error"])
-        if "bound" in answer:
-            self.incumbent.prove(answer["task"], answer["bound"], answer["source"])
-        if "schedule" in answer:
-            self.incumbent.offer(answer["task"], from_schedule(answer["schedule"]), answer["source"])
+    def _note(self, answer: Answer) -> None:
+        if answer.error:
+            self.failures.append(answer.error)
+        if answer.bound:
+            self.incumbent.prove(answer.task, answer.bound, answer.source)
+        if answer.schedule is not None:
+            self.incumbent.offer(answer.task, answer.schedule, answer.source)
 
     # -- the two ways of running them ---------------------------------------------------------------------------------
 
@@ -281,9 +292,9 @@ class Portfolio:
             if answer is not None:
                 self._note(answer)
 
-    def _shortened(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _shortened(self, job: Job) -> Job:
         left = max(0.1, self.options.time_limit_s - self.incumbent.wall_s)
-        return {**job, "seconds": min(job["seconds"], left)}
+        return replace(job, seconds=min(job.seconds, left))
 
     def _rounds(self, pool: WorkerPool) -> None:
         openers, spent = self._openers(), 0.0
@@ -294,20 +305,20 @@ class Portfolio:
                 jobs = [j for j in (self._neighbourhood() for _ in range(size)) if j is not None]
             if not jobs:
                 return
-            spent += max((j["seconds"] for j in jobs if j["kind"] not in ("families", "offload")), default=0.0)
+            spent += max((j.seconds for j in jobs if j.timed), default=0.0)
             self._round(pool, jobs)
 
-    def _round(self, pool: WorkerPool, jobs: Sequence[dict[str, Any]]) -> None:
+    def _round(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
         """Run jobs side by side; note their answers job by job."""
         numbers = [pool.submit(job) for job in jobs]
-        answers: dict[int, list[dict[str, Any]]] = {n: [] for n in numbers}
+        answers: dict[int, list[Answer]] = {n: [] for n in numbers}
         while pool.busy:
             answer = pool.receive(None)
             if answer is None:
                 continue
-            if answer.get("gone"):
+            if answer.gone:
                 raise ScheduleError("a solver process ended before its job; run again, or without reproducible mode")
-            answers[answer["job"]].append(answer)
+            answers[answer.job].append(answer)
         for number in numbers:
             for answer in answers[number]:
                 self._note(answer)

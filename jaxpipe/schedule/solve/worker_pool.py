@@ -15,11 +15,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.schedule.json_form import from_json
 from jaxpipe.schedule.plugins import imported_modules
-from jaxpipe.schedule.solve import messages
+from jaxpipe.schedule.solve.jobs import Answer, Job, job_line, tasks_line
 from jaxpipe.schedule.solve.task import SolveTask
 
 COMMAND = (sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker")
@@ -47,8 +49,8 @@ class _Member:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.outbox.put({"tasks": [messages.task_out(task) for task in tasks], "imports": imported_modules()})
+        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.outbox.put(tasks_line(tasks, imported_modules()))
         self.threads = [threading.Thread(target=talk, daemon=True) for talk in (self._write, self._listen)]
         for thread in self.threads:
             thread.start()
@@ -56,8 +58,8 @@ class _Member:
     def _write(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, as the one who listens will say
-            for message in iter(self.outbox.get, None):
-                self.process.stdin.write(messages.line(message))
+            for line in iter(self.outbox.get, None):
+                self.process.stdin.write(line)
                 self.process.stdin.flush()
 
     def _listen(self) -> None:
@@ -65,7 +67,7 @@ class _Member:
         for text in iter(self.process.stdout.readline, b""):
             with contextlib.suppress(ValueError, RecursionError):
                 self.inbox.put((self.number, json.loads(text)))
-        self.inbox.put((self.number, {"gone": _fate(self.process.wait())}))
+        self.inbox.put((self.number, {"job": 0, "gone": _fate(self.process.wait())}))
 
     def stop(self) -> None:
         self.process.kill()
@@ -126,23 +128,27 @@ class WorkerPool:
         """Workers with a job."""
         return sum(m.alive and m.job is not None for m in self._members)
 
-    def submit(self, job: dict[str, Any]) -> int:
+    def submit(self, job: Job) -> int:
         """Give a job to an idle worker; returns its number."""
         member = next(m for m in self._members if m.alive and m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
-        member.outbox.put({**job, "job": member.job})
+        member.outbox.put(job_line(member.job, job))
         return member.job
 
-    def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next answer, or None after ``timeout_s`` without one (None: however long it takes)."""
+    def receive(self, timeout_s: float | None) -> Answer | None:
+        """The next answer, or None after ``timeout_s`` without one (None: however long it takes).
+
+        Raises:
+            ScheduleParseError: a worker wrote what is no answer.
+        """
         try:
             number, message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        member = self._members[number]
-        if "gone" in message:
+        member, answer = self._members[number], from_json(Answer, message, "answer")
+        if answer.gone:
             lost, member.alive, member.job = member.job, False, None
-            return {**message, "job": lost, "done": True, "error": f"a solver process {message['gone']}"}
-        if message.get("done"):
+            return replace(answer, job=lost or 0, done=True, error=f"a solver process {answer.gone}")
+        if answer.done:
             member.job = None
-        return message
+        return answer

@@ -1,0 +1,262 @@
+"""What worker processes of the solver are asked to do, and what they answer.
+
+A job is a frozen record, a class per kind; it travels as JSON by the types of its fields and does itself: ``run(task, tell)``.
+Schedules need no trust: whoever receives one checks and simulates it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.json_form import from_json, to_json
+from jaxpipe.schedule.passes.braid import unbraid
+from jaxpipe.schedule.passes.offload import without_offloads
+from jaxpipe.schedule.problem import OPS, Problem
+from jaxpipe.schedule.retime import Draft, drafted
+from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
+from jaxpipe.schedule.settings import Task
+from jaxpipe.schedule.solve.search import (
+    DETERMINISTIC_SECOND,
+    Budget,
+    NeighbourhoodSearch,
+    Target,
+    cycles,
+    mirrored_cycles,
+)
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.tolerance import at_most
+
+_OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
+_ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
+_FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
+
+
+class Tell(Protocol):
+    """Sends an order, where it comes from, and a proven bound (seconds; 0 for none)."""
+
+    def __call__(self, schedule: Schedule | None, source: str, bound: float = 0.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """``task``: number of the task it is about. ``seconds``: its budget, deterministic ones with ``reproducible``.
+    ``bound``: seconds of the objective that no schedule is below."""
+
+    timed: ClassVar[bool] = True
+    """Whether it takes its budget, rather than what it takes."""
+    task: int
+    seconds: float
+    seed: int = 0
+    reproducible: bool = False
+    bound: float = 0.0
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        raise NotImplementedError
+
+    def budget(self) -> Budget:
+        return Budget(self.seconds, self.reproducible)
+
+    def target(self, task: SolveTask) -> Target:
+        return Target(task.safe_limits(), task.objective == "span", self.bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families(Job):
+    """Families by name."""
+
+    timed = False
+    names: tuple[str, ...]
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        family_schedules(task, self.names, tell)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadLists(Job):
+    """List schedules with offload."""
+
+    timed = False
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.solve.offload_list import offload_candidates
+
+        budget, most = self.budget(), _MOST_POLICIES
+        if self.reproducible:
+            actions = 3 * task.placement.num_stages * task.num_microbatches
+            most = max(_FEWEST_POLICIES, int(self.seconds * _ACTIONS_PER_S / actions))
+        for schedule in offload_candidates(task, self.bound, lambda: budget.left <= 0, seed=self.seed, most=most):
+            tell(schedule, "list with offload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycles(Job):
+    """Steady states of ``g`` microbatches."""
+
+    g: int
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        problem, target = Problem.of(task.placement, task.num_microbatches, task.costs), self.target(task)
+        best = None
+        for draft, source in self.found(problem, target):
+            if best is None or target.key(draft) < best:
+                best = target.key(draft)
+                tell(problem.schedule("solved", draft.rows), source)
+
+    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
+        return cycles(problem, target, self.g, self.budget(), self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredCycles(Cycles):
+    """Mirrored steady states of a V: every ``g``-th shape from ``part`` on."""
+
+    part: int
+
+    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
+        return mirrored_cycles(problem, target, self.part, self.g, self.budget(), self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhoods(Job):
+    """Large-neighbourhood search from ``start``."""
+
+    start: Schedule
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        problem = Problem.of(task.placement, task.num_microbatches, task.costs)
+        start = drafted(problem, unbraid(without_offloads(self.start)))
+        if start is not None:
+            for draft in NeighbourhoodSearch(problem, self.target(task), self.seed).run(start, self.budget()):
+                tell(problem.schedule("solved", draft.rows), "neighbourhood")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadNeighbourhoods(Job):
+    """The same with offload."""
+
+    start: Schedule
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.solve.offload_neighbourhoods import offload_neighbourhood_search
+
+        for schedule in offload_neighbourhood_search(task, self.start, self.bound, self.budget(), self.seed):
+            tell(schedule, "neighbourhood with offload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact(Job):
+    """The exact model with ``workers`` threads: microbatches in order first; where that may cost something (with offload), then
+    in any order, which proves more."""
+
+    start: Schedule | None
+    workers: int
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.solve.model import solve_exact
+
+        start, seconds = self.start, self.seconds * (DETERMINISTIC_SECOND if self.reproducible else 1.0)
+        for every_order in (False, True):
+            result = solve_exact(
+                task,
+                time_limit_s=seconds / 2 if task.offload else seconds,
+                seed=self.seed,
+                workers=self.workers,
+                hint=start,
+                lower_bound=self.bound,
+                deterministic=self.reproducible,
+                every_order=every_order,
+            )
+            tell(result.schedule, "exact model", result.lower_bound if result.every_order else 0.0)
+            if result.every_order or at_most(result.value, self.bound):
+                return
+            start = result.schedule or start
+
+
+KINDS: Mapping[str, type[Job]] = {
+    kind.__name__: kind
+    for kind in (Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, OffloadNeighbourhoods, Exact)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To job number ``job``, about task number ``task``: a schedule, a bound (seconds; 0: none) or both, and what found them.
+
+    ``done``: the job is; nothing else comes. ``error``: what went wrong in it. ``gone``: how its process ended, if it did.
+    """
+
+    job: int
+    task: int = 0
+    source: str = ""
+    schedule: Schedule | None = None
+    bound: float = 0.0
+    done: bool = False
+    error: str = ""
+    gone: str = ""
+
+
+def to_line(message: Mapping[str, Any]) -> bytes:
+    """One message as it goes through a pipe."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def tasks_line(tasks: Sequence[SolveTask], imports: Sequence[str]) -> bytes:
+    """What a worker hears first: its tasks, and the modules to import for what they register."""
+    return to_line({"tasks": [to_json(task) for task in tasks], "imports": list(imports)})
+
+
+def job_line(number: int, job: Job) -> bytes:
+    """A job by its number, as :func:`job_in` reads it."""
+    return to_line({"number": number, "kind": type(job).__name__, "job": to_json(job)})
+
+
+def job_in(message: Mapping[str, Any], kinds: Mapping[str, type[Job]] = KINDS) -> tuple[int, Job]:
+    """The job of a line, and its number."""
+    return message["number"], from_json(kinds[message["kind"]], message["job"], "job")
+
+
+def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:
+    """Every family of the task's placement among ``names``, each that beats those before it."""
+    limits = task.safe_limits()
+    asked = Task(
+        task.placement.num_ranks,
+        task.num_microbatches,
+        task.costs,
+        min(limits),
+        offload=task.offload,
+        objective="span" if task.objective == "span" else "makespan",
+    )
+
+    def keep(candidate: Candidate) -> None:
+        ops = {a.op for rank in range(candidate.schedule.num_ranks) for a in candidate.schedule.actions(rank)}
+        if candidate.schedule.placement == task.placement and ops <= _OPS:
+            tell(unbraid(candidate.schedule), f"family {candidate.setting}")
+
+    for name in names:
+        with contextlib.suppress(JaxpipeError):
+            best_of_family(FAMILIES[name], asked, keep)
+
+
+def families_of(task: SolveTask) -> list[str]:
+    """The families that make schedules of the task's placement, the cheap ones first."""
+    p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
+    return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
+
+
+def quick_families(task: SolveTask) -> list[str]:
+    """Those of them that make a schedule at once, whatever the memory limit."""
+    return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
+
+
+def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:
+    try:
+        return bool(make(ranks, chunks) == task.placement)
+    except JaxpipeError:
+        return False

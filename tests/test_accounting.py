@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from jaxpipe._jax_compat import copier
 from jaxpipe.cost import analytic_profile, cost_profile
 from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
+from jaxpipe.cost.profile import sizes_of
 from jaxpipe.cost.seconds import flop_seconds
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.deadlock import Crossing
@@ -358,7 +359,9 @@ def test_workspace_counts_in_program_and_simulator_alike() -> None:
     pipe = built("bfloat16", "one").with_schedule(generate("zb-h1", 2, 8))
     workspace, _ = compiled_bytes(pipe.stages)
     pipe = pipe.with_costs(
-        cost_profile(pipe.stages, flop_seconds(pipe.stages, 1e9), source="with workspace", workspace=workspace)
+        cost_profile(
+            sizes_of(pipe.stages), flop_seconds(pipe.stages, 1e9), source="with workspace", workspace=workspace
+        )
     )
     report, without = pipe.memory_report(), pipe.memory_report(workspace=False)
     most = max(footprint(f).temp_bytes for s in pipe.stages for f in s.functions.values())

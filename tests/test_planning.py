@@ -20,6 +20,7 @@ import pytest
 from jaxpipe._jax_compat import compile_only_devices
 from jaxpipe.cli import main
 from jaxpipe.cost.memory import Kind, RankMemory
+from jaxpipe.cost.profile import StageSizes
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.report import assumptions
@@ -299,6 +300,21 @@ def test_equal_stages_are_traced_once() -> None:
     stages = bench.stages(planner(config, bench.model)(4).cut, "none", 2)
     assert stages[1] is stages[2]
     assert len([line for line in seen if line.startswith("tracing")]) == 3
+
+
+def test_a_long_run_of_equal_layers_costs_what_it_does_traced_whole() -> None:
+    """But for what kernels of the residual stream read of layers further back, which the roofline has them read again."""
+    config = small(tp=2).override(["model.options.num_layers=6"])
+    bench = bench_of(config)
+    stage = bench.stages([(0, 7), (7, 9)], "cheap", 2)[0]
+    whole = bench.functions_of(stage.key)
+    assert stage.functions.residual_bytes < whole.residual_bytes
+    assert stage.sizes == StageSizes.of(whole)
+    for op, function in whole.functions.items():
+        real = work_of(function.jaxpr, H100, Efficiency())
+        assert (stage.work[op].flops, stage.work[op].kernels) == (real.flops, real.kernels)
+        assert stage.work[op].seconds == pytest.approx(real.seconds, rel=1e-3)
+        assert stage.work[op].workspace_bytes == pytest.approx(real.workspace_bytes, rel=0.01)
 
 
 def test_tensor_parallel_stages_are_those_of_one_device() -> None:

@@ -6,6 +6,7 @@ Whoever knows seconds (FLOP counts, a measurement, a rehearsal, the roofline of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
@@ -35,10 +36,58 @@ from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.weave.units import UnitCosts, collectives
 
 DEFAULT_FLOPS_PER_S = 1e11
+_BYTES = (
+    "residual_bytes", "w_residual_bytes", "cotangent_bytes", "offloadable_bytes", "boundary_bytes", "param_bytes"
+)  # fmt: skip
+"""Of a profile, of stage functions and of :class:`StageSizes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    """What a profile takes of a stage beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``: of
+    gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: of F, B and W, how many
+    tensor-parallel collectives there are of each (primitive, whole bytes), among ``shards``."""
+
+    residual_bytes: float
+    w_residual_bytes: float
+    cotangent_bytes: float
+    offloadable_bytes: float
+    boundary_bytes: float
+    param_bytes: float
+    acc_bytes: float
+    passing: Mapping[str, float]
+    exchanges: Mapping[str, Mapping[tuple[str, int], float]]
+    shards: int
+
+    @classmethod
+    def of(cls, stage: StageFunctions) -> StageSizes:
+        """Those of a stage's functions."""
+        shards = stage.layout.shards
+        found = {op: f.jaxpr for op, f in stage.functions.items() if op in ("F", "B", "W") and shards > 1}
+        return cls(
+            **{name: float(getattr(stage, name)) for name in _BYTES},
+            acc_bytes=float(total_device_bytes(stage.acc_avals)),
+            passing={op: float(passing_bytes(stage, f)) for op, f in stage.functions.items()},
+            exchanges={
+                op: Counter((c.primitive, c.whole_bytes) for c in collectives(jaxpr)) for op, jaxpr in found.items()
+            },
+            shards=shards,
+        )
+
+    def exchange_s(self, op: str, rates: UnitCosts) -> float:
+        """Seconds of the tensor-parallel collectives of one function, as rings."""
+        found = self.exchanges.get(op, {}).items()
+        return sum(n * rates.collective_s(primitive, size, self.shards) for (primitive, size), n in found)
+
+
+def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:
+    """Those of each stage."""
+    kinds = {id(s): StageSizes.of(s) for s in stages}  # stages may be many, and few of them different
+    return tuple(kinds[id(s)] for s in stages)
 
 
 def cost_profile(
-    stages: Sequence[StageFunctions],
+    stages: Sequence[StageSizes],
     seconds: Seconds,
     *,
     source: str,
@@ -56,44 +105,27 @@ def cost_profile(
     profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of the profile (links, ``tp_comm_s``: of the
     tensor-parallel collectives of F, which ``seconds`` leave out).
     """
-    fields: dict[str, Any] = {name: tuple(float(getattr(s, name)) for s in stages) for name in _BYTES}
+    fields: dict[str, Any] = {name: tuple(getattr(s, name) for s in stages) for name in _BYTES}
     more = dict(extra)
     for op, row in seconds.items():
         name = op_spec(op).cost
         (fields if name in PER_STAGE_FIELDS else more).setdefault(name, tuple(row))
-    kinds = {id(s): s for s in stages}  # stages may be many, and few of them different
-    passing = {at: {op: passing_bytes(s, f) for op, f in s.functions.items()} for at, s in kinds.items()}
-    acc = {at: total_device_bytes(s.acc_avals) for at, s in kinds.items()}
-    exchanges = {at: len(collectives(s.functions["F"].jaxpr)) for at, s in kinds.items()}
-    none, own = (0.0,) * len(stages), [id(s) for s in stages]
+    none = (0.0,) * len(stages)
 
     def temp(op: str) -> tuple[float, ...]:
         inside = (workspace or {}).get(op, none)
-        return tuple(float(passing[at].get(op, 0) + n) for at, n in zip(own, inside, strict=True))
+        return tuple(s.passing.get(op, 0.0) + n for s, n in zip(stages, inside, strict=True))
 
     return CostProfile(
         **fields,
         extra=tuple(more.items()),
-        temp_bytes=tuple((op, temp(op)) for op in ops_of(stages)),
-        optimizer_bytes=tuple(float(acc[at] + n) for at, n in zip(own, state_bytes or none, strict=True)),
+        temp_bytes=tuple((op, temp(op)) for op in dict.fromkeys(op for s in stages for op in s.passing)),
+        optimizer_bytes=tuple(s.acc_bytes + n for s, n in zip(stages, state_bytes or none, strict=True)),
         boundary_buffers=True,
-        tp_collectives=tuple(max(1, exchanges[at]) for at in own),
+        tp_collectives=tuple(max(1, round(sum(s.exchanges.get("F", {}).values()))) for s in stages),
         source=source,
         **others,
     )
-
-
-_BYTES = (
-    "residual_bytes", "w_residual_bytes", "cotangent_bytes", "offloadable_bytes", "boundary_bytes", "param_bytes"
-)  # fmt: skip
-"""Of a profile and of stage functions."""
-
-
-def exchange_s(stage: StageFunctions, op: str, rates: UnitCosts) -> float:
-    """Seconds of the tensor-parallel collectives of one function, as rings."""
-    shards = stage.layout.shards
-    found = collectives(stage.functions[op].jaxpr) if shards > 1 else ()
-    return sum(rates.collective_s(c.primitive, c.whole_bytes, shards) for c in found)
 
 
 def analytic_profile(
@@ -102,13 +134,13 @@ def analytic_profile(
     """Costs from shapes alone: seconds = FLOPs / ``flops_per_s``, no workspace. Needs no device, and tells enough to choose an
     order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate, latencies left out."""
     rates = replace(UnitCosts(), link_latency_s=0.0)
-    slowed = rates.flops_per_s / flops_per_s
+    slowed, sizes = rates.flops_per_s / flops_per_s, sizes_of(stages)
     return cost_profile(
-        stages,
+        sizes,
         flop_seconds(stages, flops_per_s),
         source=f"analytic, {flops_per_s:.3g} FLOP/s",
         link=link if link is not None else Link(),
-        tp_comm_s=tuple(slowed * exchange_s(s, "F", rates) for s in stages),
+        tp_comm_s=tuple(slowed * s.exchange_s("F", rates) for s in sizes),
     )
 
 
@@ -135,7 +167,7 @@ class StageMeasurements:
         comm = tuple(exchanged.get(s, 0.0) for s in range(len(self.stages)))
         workspace, code = compiled_bytes(self.stages, ops, self.footprints) if self.footprints else ({}, ())
         costs = cost_profile(
-            self.stages,
+            sizes_of(self.stages),
             measured_seconds(self.stages, medians(self.timings), comm),
             source=f"measured, median of {min(t.count for t in self.timings.values())}",
             workspace=workspace,

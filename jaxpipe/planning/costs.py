@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jaxpipe.cost.profile import cost_profile, exchange_s
+from jaxpipe.cost.profile import cost_profile
 from jaxpipe.cost.seconds import LEAST_S, ops_of
 from jaxpipe.planning.roofline import Efficiency, Work
 from jaxpipe.planning.stages import PlannedStage
@@ -21,14 +21,14 @@ def planned_costs(
     """Seconds by roofline, bytes from shapes, links of the target; ``limit_bytes``: what arrays may fill on a device.
     Collectives over ``tp`` are rings; F and B are taken to need equally long ones, which they do but for an embedding and a
     head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
-    functions, rates = [s.functions for s in stages], unit_costs(target, efficiency, pipe.tp)
-    f, b, w = ([exchange_s(x, op, rates) for x in functions] for op in ("F", "B", "W"))
-    work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of(functions)}
+    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp)
+    f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
+    work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
     for op in ("W", "BW"):  # gathers of what W recomputes: nothing hides them
         seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
     return cost_profile(
-        functions,
+        sizes,
         seconds,
         workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
         state_bytes=[s.state_bytes / (pipe.dp if pipe.zero1 else 1) for s in stages],

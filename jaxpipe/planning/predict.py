@@ -26,7 +26,6 @@ from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_sp
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.search_orders import offloaded_share
-from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.train.assemble import choose, final_order
 from jaxpipe.train.config import TrainConfig
@@ -164,7 +163,7 @@ def _memory(
     )
     held = simulate(schedule, replace(costs, temp_bytes=passing)).memory
     kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
-    acc = [total_device_bytes(s.functions.acc_avals) for s in stages]
+    acc = [s.sizes.acc_bytes for s in stages]
     memory = []
     for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
         mine = schedule.placement.stages_of(rank)

@@ -1,8 +1,8 @@
 """The stages of a config, traced without data, parameters or devices, each distinct kind once.
 
 A :class:`Workbench` belongs to one model, dtype, sequence length and number of shards. Stages whose layers are the same
-functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`; a model of 60 equal layers on 32 ranks
-costs three traces.
+functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Of a long run of equal layers two and
+three are traced, and each further one costs what the third does: a model of 60 equal layers on 32 ranks costs six traces.
 
 Stages are traced as one of the rank's devices runs them, on devices that need not exist, with cuDNN if they are GPUs: bytes,
 work and collectives are read from its jaxprs.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -30,6 +30,7 @@ import optax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
+from jaxpipe.cost.profile import StageSizes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
@@ -50,6 +51,7 @@ from jaxpipe.train.tokenizers import load_tokenizer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _MOST_EQUAL = 3
+_KEPT = 2  # layers of a longer run, from which on each further one adds the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,15 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage on one of the rank's ``tp`` devices. ``work`` by operation; ``state_bytes``: master parameters and optimizer
+    """A stage on one of the rank's ``tp`` devices. ``functions``: of the stage with long runs of equal layers cut short; all
+    other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters and optimizer
     state, undivided; ``temps``: workspace in bytes by operation, of those that were compiled."""
 
     key: StageKey
     functions: StageFunctions
+    sizes: StageSizes
     work: Mapping[str, Work]
-    state_bytes: int
+    state_bytes: float
     temps: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -113,6 +117,7 @@ class Workbench:
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
+    _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -146,8 +151,7 @@ class Workbench:
         ):
             key = StageKey(layers[s], cut[s][0], links.entering(leaving), links, policy, size, offload_fraction)
             if key.kind not in self._known:
-                self.progress(f"tracing {key}")
-                self._known[key.kind] = self._make(key)
+                self._known[key.kind] = self._grown(key)
             made.append(self._known[key.kind])
             leaving.append(links.exits(made[-1].functions.y))
         return tuple(made)
@@ -174,14 +178,46 @@ class Workbench:
                 self.cache, self.tp,
             )  # fmt: skip
 
+    def _grown(self, key: StageKey) -> PlannedStage:
+        """The stage, from it with two and three layers of each long run of equal ones."""
+        runs = (
+            _long_runs(key) if key.offload_fraction in (0, 1) else []
+        )  # else the largest leaves go, which is not linear
+        base = self._make(_cut_to(key, runs, [_KEPT] * len(runs)))
+        whole = base
+        for k, run in enumerate(runs):
+            more = self._make(_cut_to(key, runs, [_KEPT + (i == k) for i in range(len(runs))]))
+            whole = _plus(whole, more, base, len(run) - _KEPT)
+        return replace(whole, key=key, functions=base.functions)
+
     def _make(self, key: StageKey) -> PlannedStage:
+        """The stage, traced as it is, once for those of its kind."""
+        if key.kind not in self._traced:
+            self.progress(f"tracing {key}")
+            self._traced[key.kind] = self._trace(key)
+        return self._traced[key.kind]
+
+    def _trace(self, key: StageKey) -> PlannedStage:
         functions = with_offload(self.functions_of(key), key.offload_fraction)
         work = {op: work_of(f.jaxpr, self.target, self.efficiency) for op, f in functions.functions.items()}
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
         moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
-        return PlannedStage(key, functions, work, sum(map(aval_bytes, (*masters, *moments))))
+        return PlannedStage(key, functions, StageSizes.of(functions), work, sum(map(aval_bytes, (*masters, *moments))))
+
+
+def _plus(whole: Any, more: Any, base: Any, times: int) -> Any:
+    """``whole`` and ``times`` what ``more`` has beyond ``base``, number by number; of others ``whole``'s."""
+    if isinstance(whole, int | float):
+        return whole + times * (more - base)
+    if isinstance(whole, PlannedStage | StageSizes | Work):
+        names = [f.name for f in fields(whole) if f.name != "functions"]
+        return replace(whole, **{x: _plus(getattr(whole, x), getattr(more, x), getattr(base, x), times) for x in names})
+    if isinstance(whole, Mapping):
+        kinds = {**base, **whole, **more}
+        return {k: _plus(whole.get(k, 0), more.get(k, 0), base.get(k, 0), times) for k in kinds}
+    return whole
 
 
 class Compiler:
@@ -212,12 +248,12 @@ class Compiler:
         self.notice(f"workspace is estimated from the jaxprs where it was not compiled: {reason}")
 
     def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
-        one, more = _shorter(stage, 1)
-        short = self._compiled(bench, one, op)
-        if short is None or more == 0:
+        runs = _long_runs(stage)
+        short = self._compiled(bench, _cut_to(stage, runs, [1] * len(runs)), op)
+        if short is None or not runs:
             return short
-        long = self._compiled(bench, _shorter(stage, 2)[0], op)
-        return None if long is None else short + more * max(0.0, long - short)
+        long = self._compiled(bench, _cut_to(stage, runs, [2] * len(runs)), op)
+        return None if long is None else short + (max(map(len, runs)) - 1) * max(0.0, long - short)
 
     def _compiled(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
         if not self.works:
@@ -241,14 +277,18 @@ class Compiler:
         return temp
 
 
-def _shorter(stage: StageKey, kept: int) -> tuple[StageKey, int]:
-    """The stage with each long run of the same layer cut to ``kept`` of them, and how many fewer the longest run has."""
+def _long_runs(stage: StageKey) -> list[list[int]]:
+    """Positions of more than :data:`_MOST_EQUAL` times the same layer, each of which takes one result."""
     runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
-    dropped = {i for run in runs if len(run) > _MOST_EQUAL for i in run[kept:]}
-    if not dropped or any(len(stage.links.takes[i]) != 1 for i in dropped):
-        return stage, 0
+    long = [run for run in runs if len(run) > _MOST_EQUAL]
+    return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
+
+
+def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], kept: Sequence[int]) -> StageKey:
+    """The stage with so many layers of each of ``runs``."""
+    dropped = {i for run, n in zip(runs, kept, strict=True) for i in run[n:]}
     layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
-    return replace(stage, layers=layers, links=stage.links.without(dropped)), max(map(len, runs)) - kept
+    return replace(stage, layers=layers, links=stage.links.without(dropped)) if dropped else stage
 
 
 def workbench(

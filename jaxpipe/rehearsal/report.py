@@ -9,6 +9,7 @@ from typing import Literal
 
 from jaxpipe.cost import Timing, cost_profile
 from jaxpipe.cost.memory import RankMemory, compiled_bytes
+from jaxpipe.cost.profile import sizes_of
 from jaxpipe.cost.seconds import measured_seconds, medians
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
@@ -187,7 +188,7 @@ def costs_from(
     rate = sum(collectives.values()) / guessed if guessed else 0.0
     comm = tuple(collectives.get(s, rate * x) for s, x in enumerate(base.tp_comm_s))
     costs = cost_profile(
-        stages,
+        sizes_of(stages),
         measured_seconds(stages, seconds, comm),
         source=source if complete else source + "; other stages from FLOPs at the measured rate",
         workspace=workspace,

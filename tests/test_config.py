@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.sections import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig
-from jaxpipe.train.settings import leaf_hints
+from jaxpipe.train.sections import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, Sections
+from jaxpipe.train.settings import leaf_docs, leaf_hints, wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -442,3 +443,19 @@ def test_each_stage_may_have_its_recompute_policy() -> None:
     assert TrainConfig.from_dict(tomllib.loads(config.to_toml())) == config
     chunks = ["pipeline.chunks=2", "pipeline.schedule=interleaved-1f1b"]
     assert TrainConfig().override([*chunks, f"pipeline.recompute={','.join(each * 2)}"]).pipeline.recompute == each * 2
+
+
+def test_every_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help-config"]) == 0
+    printed = capsys.readouterr().out
+    docs = leaf_docs(Sections)
+    assert docs.keys() >= leaf_hints(Sections).keys()
+    assert all(docs.values())
+    for key, hint in leaf_hints(Sections).items():
+        section, _, leaf = key.partition(".")
+        of_section = printed[printed.index(f"[{section}]") :]
+        assert f"\n{leaf} = " in of_section
+        assert wanted(hint)
+    assert "\nschedule = 1f1b   (a string)\n    The name of a family, a schedule file" in printed
+    assert "\ndtype = float32   (float32 | bfloat16)\n" in printed
+    assert max(map(len, printed.splitlines())) < 160

@@ -47,6 +47,7 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-config", action="store_true", help="print all settings (changed ones marked *) and stop"
     )
+    parser.add_argument("--help-config", action="store_true", help="explain all settings and stop")
     parser.add_argument(
         "--offload-fallback",
         action="store_true",
@@ -73,6 +74,11 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.help_config:
+        from jaxpipe.train.config import explain_settings
+
+        print(explain_settings())
+        return 0
     if args.print_config:
         print(config_of(args).describe())
         return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -68,6 +69,20 @@ class TrainConfig(Sections):
             for i, (key, value) in enumerate(leaves.items())
         ]
         return "\n".join(aligned(rows, left=range(4)))
+
+
+def explain_settings() -> str:
+    """All settings by section: key, what it may be, its default, and what it says, for people."""
+    default, lines = settings.plain(TrainConfig()), []
+    docs, hints = settings.leaf_docs(Sections), settings.leaf_hints(Sections)
+    for key, text in docs.items():
+        section, _, leaf = key.partition(".")
+        if leaf:
+            lines.append(f"{leaf} = {_show(default[section][leaf])}   ({settings.wanted(hints[key])})")
+            lines += textwrap.wrap(text.replace("``", ""), 120, initial_indent="    ", subsequent_indent="    ")
+        else:
+            lines += ["", f"[{section}]  {text}"]
+    return "\n".join(lines[1:])
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:

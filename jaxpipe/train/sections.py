@@ -1,5 +1,5 @@
 """The eight sections of a training config, and all of them together, unchecked. The annotations say what each value must
-satisfy, :mod:`.rules` what several must together."""
+satisfy, :mod:`.rules` what several must together; the string below a setting is what ``jaxpipe train --help-config`` prints."""
 
 from __future__ import annotations
 
@@ -69,96 +69,106 @@ _Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in f
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """``target``: ``module:function`` that makes the model. ``options``: its keyword arguments."""
+    """What is trained."""
 
     target: Annotated[str, _is_target] = "models.gpt:GPT"
+    """``module:function`` that makes the model."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Its keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """One of several sources. ``path``: as ``data.path``. ``weight``: its share of the sequences, against the rest."""
+    """One of several sources."""
 
     path: _Name
+    """As ``data.path``."""
     weight: _Positive = 1.0
+    """Its share of the sequences, against the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``path``: a file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store
-    (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
-    models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with
-    ``options`` (:mod:`jaxpipe.train.arrays`). ``tokenizer``: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N,
-    no text). ``format``: what records of JSONL and Parquet hold: ``text``, or ``chat``, messages with a ``role`` and a
-    ``content``, which ``chat_template`` (a path; ``auto``: the one beside the tokenizer) makes text of, and of which only
-    answers count (:mod:`jaxpipe.train.chat`). ``field``: where a record has it; ``auto``: ``text``, or ``messages``. ``eos``:
-    what ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
-    after a file of text; chats end as their template says). ``mask``: ``causal``: a token sees what stands before it in its
-    sequence; ``document``: what of that is of its own document, and positions start again with each. ``seq_len``: tokens a
-    sequence. ``holdout``: fraction kept for evaluation. ``split``: how it is chosen, as ``blocks`` spread over the corpus or
-    whole ``files``, of records whole documents. ``suffixes``: files read in a directory. ``seed``: order of the sequences.
-
-    In place of ``path``: ``sources``, tables by name of a ``path`` and a ``weight`` each, which are mixed
-    (:mod:`jaxpipe.train.mixture`); or ``target``, ``module:function``, which is called with ``options`` and makes batches
-    (:mod:`jaxpipe.train.own_data`).
-    """
+    """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
 
     path: _Name = "stdlib"
+    """A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
+    data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
+    read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``."""
     tokenizer: _Name = "byte"
+    """``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text)."""
     format: Literal["text", "chat"] = "text"
+    """What records of JSONL and Parquet hold: text, or messages with a ``role`` and a ``content``, of which answers count."""
     chat_template: _Name = "auto"
+    """What makes text of messages: a path, or ``auto``: the one beside the tokenizer."""
     field: _Name = "auto"
+    """Where a record has its text or messages; ``auto``: ``text``, or ``messages``."""
     eos: _Name = "auto"
+    """What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
+    after a file of text; chats end as their template says)."""
     mask: Literal["causal", "document"] = "causal"
+    """What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
+    with each document then."""
     seq_len: _Count = 128
+    """Tokens a sequence."""
     holdout: Annotated[float, within(0, 0.5)] = 0.05
+    """Fraction kept for evaluation."""
     split: Literal["blocks", "files"] = "blocks"
+    """How it is chosen: as blocks spread over the corpus, or whole files (of records whole documents)."""
     suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
+    """Files read in a folder."""
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
+    """Order of the sequences."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the function that ``path`` or ``target`` names."""
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    """In place of ``path``: tables by name of a ``path`` and a ``weight`` each, which are mixed."""
     target: Annotated[str, _is_target] | None = None
+    """In place of ``path``: ``module:function``, which is called with ``options`` and makes batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """``ranks`` p, ``microbatches`` m, ``chunks`` v. ``tp``, ``dp``: devices of each rank that share its layers, and that share
-    each microbatch's sequences. ``schedule``: the name of a family, a schedule file (``.sched`` ``.json`` ``.csv``),
-    ``traverse`` (by the section of that name), ``towers``, or ``module:function``, which makes a schedule. ``towers``: the
-    branches of the model by name, in the order of their layers, each with ``ranks``, ``chunks``, ``placement`` and ``rules``
-    of its own; ``join``: the one on whose last rank the loss runs, by default the last.
-    ``memory_limit``: live activations a rank may hold, in units of its share of one microbatch (1F1B needs p), or none.
-    ``recompute``: what runs again in the backward pass (:mod:`jaxpipe.stage.split.policies`): one policy, such as ``cheap`` or
-    ``cheap+attention``, or a list with one a stage. ``cut``: how layers become stages: ``analytic`` or ``measured`` costs, or
-    the layers (indices or names) at which the second and later stages start.
-
-    ``sequence_parallel``: between the parallel products each of the tp devices holds a part of the time axis.
-    ``fused_residual``: a branch's residual is added before the all-reduce that ends it. ``zero1``: optimizer state and update
-    are divided over dp. With one device there is nothing to divide, and these three change nothing. ``braid``: braided slots
-    of a schedule run as one function each; false runs their actions one after another, with the same bits. ``braid_adjacent``:
-    braid two actions that stand side by side, too, where the cost model says that it pays. ``separate_gradients``: split full
-    backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one). ``split_backwards``:
-    run B and then W in place of BW ``always`` (if the memory limit allows it), ``never``, or on the stages where they were
-    measured to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ).
-    """
+    """Which devices run what, in which order."""
 
     ranks: Annotated[int, within(1, 4096)] = 4
+    """Pipeline ranks p; each is ``dp * tp`` devices."""
     tp: Annotated[int, within(1, 65536)] = 1
+    """Devices that share a rank's layers."""
     dp: Annotated[int, within(1, 65536)] = 1
+    """Devices that share each microbatch's sequences."""
     microbatches: _Count = 8
+    """Microbatches m a step."""
     chunks: Annotated[int, within(1, 1024)] = 1
+    """Stages v a rank."""
     schedule: Annotated[str, _is_schedule] = "1f1b"
+    """The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the section of that name),
+    ``towers``, or ``module:function``, which makes a schedule."""
     memory_limit: _Positive | None = None
+    """Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit."""
     recompute: _Policy | tuple[_Policy, ...] = "none"
+    """What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage."""
     cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
+    """How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
+    later stages start."""
     sequence_parallel: bool = False
+    """Between the parallel products each of the tp devices holds a part of the time axis. Without tp it changes nothing."""
     fused_residual: bool = False
+    """A branch's residual is added before the all-reduce that ends it. Without tp it changes nothing."""
     zero1: bool = False
+    """Optimizer state and update are divided over dp. Without dp it changes nothing."""
     braid: bool = True
+    """Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits."""
     braid_adjacent: bool = False
+    """Braid two actions that stand side by side, too, where the cost model says that it pays."""
     separate_gradients: bool = False
+    """Split full backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one)."""
     split_backwards: Literal["auto", "never", "always"] = "auto"
+    """Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
+    to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ)."""
     towers: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
+    ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last)."""
 
     @property
     def num_devices(self) -> int:
@@ -168,121 +178,143 @@ class PipelineConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """For schedules with O and L (po-h, po-f, ada-offload, files). ``fraction``: of the residual bytes that may leave, what O
-    moves to the host, largest leaves first. ``host_memory_gb``: gigabytes (10⁹ bytes) that the offloads of one process may
-    hold, checked before the run; by default what the machine has available. ``fallback``: offload to ordinary host arrays,
-    slowly, where the devices have no pinned host memory.
-    """
+    """For schedules with O and L (po-h, po-f, ada-offload, files)."""
 
     fraction: Annotated[float, within(0, 1)] = 1.0
+    """Of the residual bytes that may leave, what O moves to the host, largest leaves first."""
     host_memory_gb: _Positive | None = None
+    """Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
+    available."""
     fallback: bool = False
+    """Offload to ordinary host arrays, slowly, where the devices have no pinned host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """``lr`` is reached after ``warmup_steps`` (at most all steps) and then falls to ``min_lr_ratio`` of it at the last step:
-    along a ``cosine`` or a line (``linear``), not at all (``constant``), or along a line over the last ``decay_fraction`` of
-    the steps (``wsd``).
-
-    ``name``: ``adamw``; ``lion``, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; ``muon``
-    (:mod:`jaxpipe.train.muon`) for matrices, with ``momentum``, and AdamW for the rest. ``betas``: of AdamW and Lion; ``eps``:
-    of AdamW. ``clip_norm``: largest global gradient norm, over all ranks (0: no clipping).
-    """
+    """How parameters follow gradients."""
 
     name: Literal["adamw", "lion", "muon"] = "adamw"
+    """AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
+    ``momentum``, and AdamW for the rest."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
+    ``decay_fraction`` of the steps (``wsd``)."""
     lr: Annotated[float, positive, in_float32] = 1e-3
+    """The highest learning rate."""
     warmup_steps: _Whole = 20
+    """Steps until it is reached, at most all."""
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
+    """What is left of it at the last step."""
     weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
+    """Times the rate, what a step takes off each matrix."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    """Of AdamW and Lion."""
     eps: Annotated[float, positive, in_float32] = 1e-8
+    """Of AdamW."""
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
+    """Largest global gradient norm, over all ranks (0: no clipping)."""
     decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
+    """Of ``schedule = "wsd"``: the part of the steps in which the rate falls."""
     momentum: _Beta = 0.95
+    """Of Muon."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """``batch``: sequences a step, over all microbatches. ``seed``: initial parameters and dropout. ``dtype``: of the compute;
-    master parameters are float32. ``keep_last``, ``keep_best``: checkpoints kept by age and by evaluation loss.
-    ``resume``: continue from ``out_dir`` if it holds a checkpoint (``auto``), ``never``, or ``must``. ``init_from``: a run, a
-    checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins with; its
-    model and tokenizer are the run's where the config says nothing of them. ``platform`` and
-    ``devices``: what to run on, and how many devices to emulate on a CPU (0: as many as ranks × dp × tp).
-
-    ``on_nonfinite``: what a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, and ends the run after
-    ``max_skipped`` such steps in a row (0: never); ``abort`` ends it at once. ``watchdog_s``: a step that takes longer than
-    this, and than 20 times the median, ends the run as hung (0: none does). ``compile_cache``: where compiled programs are kept
-    for the next start: ``auto``, a folder that is yours alone, or ``off`` (:mod:`jaxpipe.train.compile_cache`). ``transport``:
-    of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl`` (:mod:`jaxpipe.runtime.native`,
-    which nobody has run on GPUs yet).
-
-    ``trackers``: what is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one
-    that a package adds (:mod:`jaxpipe.train.trackers`); ``tensorboard=true`` adds that one. ``profile_steps``: the first and
-    the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in ``out_dir``.
-    """
+    """How long, where to, and what to do when something goes wrong."""
 
     steps: _Count = 200
+    """Steps in all."""
     batch: _Count = 32
+    """Sequences a step, over all microbatches."""
     seed: _Whole = 0
+    """Initial parameters and dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the compute; master parameters are float32."""
     eval_every: _Whole = 50
+    """Steps between evaluations (0: none)."""
     eval_batches: _Count = 8
+    """Batches of an evaluation."""
     out_dir: _Name = "runs/default"
+    """Where checkpoints, metrics and pictures go."""
     init_from: _Name | None = None
+    """A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
+    with; its model and tokenizer are the run's where the config says nothing of them."""
     checkpoint_every: _Whole = 50
+    """Steps between checkpoints (0: only the last)."""
     keep_last: _Count = 2
+    """Checkpoints kept by age."""
     keep_best: _Whole = 1
+    """Checkpoints kept by evaluation loss."""
     resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one."""
     log_every: _Count = 10
+    """Steps between lines on the screen."""
     tensorboard: bool = False
+    """Adds ``tensorboard`` to ``trackers``."""
     platform: Literal["auto", "cpu", "gpu"] = "auto"
+    """What to run on."""
     devices: _Whole = 0
+    """How many devices to emulate on a CPU (0: as many as the pipeline has)."""
     on_nonfinite: Literal["skip", "abort"] = "skip"
+    """What a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, ``abort`` ends the run at once."""
     max_skipped: _Whole = 5
+    """So many skipped steps in a row end the run (0: never)."""
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
+    """A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does)."""
     compile_cache: _Name = "auto"
+    """Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``."""
     trackers: tuple[_Name, ...] = ("jsonl",)
+    """What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
+    adds."""
     profile_steps: tuple[_Count, _Count] | None = None
+    """The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
+    ``out_dir``."""
     transport: Literal["tagged", "nccl"] = "tagged"
+    """Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
+    yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplanConfig:
-    """Looking for a better schedule while training (:mod:`jaxpipe.train.replan`); off unless ``enabled``.
-
-    ``min_gain``: predicted fraction of the makespan that a schedule must save to be adopted. ``time_limit_s`` and ``workers``:
-    of the solver, in a process of its own. ``drift``: change of one function's measured seconds, as a fraction of a stage's,
-    at which the solver is asked again. ``memory_limit``: as ``pipeline.memory_limit``; by default that one, or else what the
-    schedule that the run starts with needs. ``split``: run B and W apart from the first step on, so that schedules may move
-    W; false keeps fused backwards fused, and the bits of a run without re-planning.
-    """
+    """Looking for a better schedule while training; off unless ``enabled``."""
 
     enabled: bool = False
+    """Whether to look."""
     min_gain: Annotated[float, within(0, 1)] = 0.01
+    """Predicted fraction of the makespan that a schedule must save to be adopted."""
     time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
+    """Seconds of the solver, in a process of its own."""
     workers: Annotated[int, within(1, 1024)] = 1
+    """Its worker processes."""
     drift: _Positive = 0.1
+    """Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again."""
     memory_limit: _Positive | None = None
+    """As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs."""
     split: bool = True
+    """Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
+    of a run without re-planning."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraverseConfig:
-    """Rules of ``pipeline.schedule = "traverse"``, as :class:`jaxpipe.schedule.Traversal` has them. ``placement``: which ranks
-    run which stages, ``pipeline.chunks`` a rank. ``in_flight`` is one number or one a rank, ``in_flight_per_stage`` one
-    number or one a stage.
-    """
+    """Rules of ``pipeline.schedule = "traverse"``, as :class:`jaxpipe.schedule.Traversal` has them."""
 
     placement: Literal["one-to-one", "circular", "v", "wave", "bidirectional"] = "one-to-one"
+    """Which ranks run which stages, ``pipeline.chunks`` a rank."""
     first: Literal["forward", "backward", "interleaved"] = "backward"
+    """The type of action that goes first where both could."""
     forward: str = "breadth"
+    """Whose forward goes first: the earliest stage's (``breadth``) or the latest's (``depth``); ``breadth:4``: four in a row of
+    a stage, then the next one."""
     backward: str = "breadth"
+    """Order of backwards, likewise."""
     in_flight: int | tuple[int, ...] | None = None
+    """Microbatches a rank may hold between F and BW, each stage counts: one number or one a rank."""
     in_flight_per_stage: int | tuple[int, ...] | None = None
+    """The same of a stage: one number or one a stage."""
     units: tuple[int, int] = (1, 1)
+    """Forwards and backwards in turn, of ``first = "interleaved"``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,14 @@ the refusals above.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import math
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -220,6 +224,36 @@ def leaf_hints(record: type) -> Mapping[str, Hint]:
         else:
             hints[name] = hint
     return hints
+
+
+def wanted(hint: Hint) -> str:
+    """What a value of this type may be, in words."""
+    origin, args = _origin(hint), get_args(hint)
+    if origin is Annotated:
+        return wanted(args[0])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(wanted, args)))
+    if origin is Literal:
+        return " | ".join(args)
+    if origin is tuple:
+        return f"a list, each {wanted(args[0])}" if args[-1] is Ellipsis else f"a list of {len(args)} values"
+    return _SCALARS.get(hint, "a table")
+
+
+def leaf_docs(record: type, prefix: str = "") -> Mapping[str, str]:
+    """By dotted key, the string below each leaf of a record; by the key of each section, the first line of its docstring."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    assert isinstance(tree, ast.ClassDef), "a record is a class"
+    docs: dict[str, str] = {}
+    for name, hint in _hints(record).items():
+        if is_dataclass(hint):
+            docs[f"{prefix}{name}"] = (hint.__doc__ or "").partition("\n")[0]
+            docs |= leaf_docs(hint, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
+    for node, below in itertools.pairwise(tree.body):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[prefix + name] = " ".join(text.split())
+    return docs
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (9, 780, 16),
-    "cli": (20, 2326, 6),
+    "cli": (20, 2331, 6),
     "cost": (5, 771, 7),
     "interop": (6, 435, 7),
     "launch": (3, 258, 2),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (33, 4041, 52),
     "stage": (46, 5870, 55),
-    "train": (65, 8596, 96),
+    "train": (65, 8740, 96),
 }
 MOST_OF_SCHEDULE = 7321
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

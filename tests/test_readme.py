@@ -99,7 +99,7 @@ def test_commands_run(
     )
     (tmp_path / "run.toml").write_text(config, encoding="utf-8")
     commands = re.findall(r"^jaxpipe ([^#\n]+)", TEXT, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     for command in commands:
         verb, *arguments = shlex.split(command)
         if verb == "train":

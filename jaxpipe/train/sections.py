@@ -1,5 +1,6 @@
 """The eight sections of a training config, and all of them together, unchecked. The annotations say what each value must
-satisfy, :mod:`.rules` what several must together; the string below a setting is what ``jaxpipe train --help-config`` prints."""
+satisfy, :mod:`.rules` what several must together; what ``#:`` says above a setting ``jaxpipe train --help-config``
+prints."""
 
 from __future__ import annotations
 
@@ -71,104 +72,104 @@ _Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in f
 class ModelConfig:
     """What is trained."""
 
+    #: ``module:function`` that makes the model.
     target: Annotated[str, _is_target] = "models.gpt:GPT"
-    """``module:function`` that makes the model."""
+    #: Its keyword arguments.
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
     """One of several sources."""
 
+    #: As ``data.path``.
     path: _Name
-    """As ``data.path``."""
+    #: Its share of the sequences, against the rest.
     weight: _Positive = 1.0
-    """Its share of the sequences, against the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
 
+    #: A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
+    #: data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
+    #: read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``.
     path: _Name = "stdlib"
-    """A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
-    data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
-    read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``."""
+    #: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text).
     tokenizer: _Name = "byte"
-    """``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text)."""
+    #: What records of JSONL and Parquet hold: text, or messages with a ``role`` and a ``content``, of which answers count.
     format: Literal["text", "chat"] = "text"
-    """What records of JSONL and Parquet hold: text, or messages with a ``role`` and a ``content``, of which answers count."""
+    #: What makes text of messages: a path, or ``auto``: the one beside the tokenizer.
     chat_template: _Name = "auto"
-    """What makes text of messages: a path, or ``auto``: the one beside the tokenizer."""
+    #: Where a record has its text or messages; ``auto``: ``text``, or ``messages``.
     field: _Name = "auto"
-    """Where a record has its text or messages; ``auto``: ``text``, or ``messages``."""
+    #: What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
+    #: after a file of text; chats end as their template says).
     eos: _Name = "auto"
-    """What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
-    after a file of text; chats end as their template says)."""
+    #: What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
+    #: with each document then.
     mask: Literal["causal", "document"] = "causal"
-    """What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
-    with each document then."""
+    #: Tokens a sequence.
     seq_len: _Count = 128
-    """Tokens a sequence."""
+    #: Fraction kept for evaluation.
     holdout: Annotated[float, within(0, 0.5)] = 0.05
-    """Fraction kept for evaluation."""
+    #: How it is chosen: as blocks spread over the corpus, or whole files (of records whole documents).
     split: Literal["blocks", "files"] = "blocks"
-    """How it is chosen: as blocks spread over the corpus, or whole files (of records whole documents)."""
+    #: Files read in a folder.
     suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
-    """Files read in a folder."""
+    #: Order of the sequences.
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
-    """Order of the sequences."""
+    #: Keyword arguments of the function that ``path`` or ``target`` names.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of the function that ``path`` or ``target`` names."""
+    #: In place of ``path``: tables by name of a ``path`` and a ``weight`` each, which are mixed.
     sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """In place of ``path``: tables by name of a ``path`` and a ``weight`` each, which are mixed."""
+    #: In place of ``path``: ``module:function``, which is called with ``options`` and makes batches.
     target: Annotated[str, _is_target] | None = None
-    """In place of ``path``: ``module:function``, which is called with ``options`` and makes batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
     """Which devices run what, in which order."""
 
+    #: Pipeline ranks p; each is ``dp * tp`` devices.
     ranks: Annotated[int, within(1, 4096)] = 4
-    """Pipeline ranks p; each is ``dp * tp`` devices."""
+    #: Devices that share a rank's layers.
     tp: Annotated[int, within(1, 65536)] = 1
-    """Devices that share a rank's layers."""
+    #: Devices that share each microbatch's sequences.
     dp: Annotated[int, within(1, 65536)] = 1
-    """Devices that share each microbatch's sequences."""
+    #: Microbatches m a step.
     microbatches: _Count = 8
-    """Microbatches m a step."""
+    #: Stages v a rank.
     chunks: Annotated[int, within(1, 1024)] = 1
-    """Stages v a rank."""
+    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the section of that name),
+    #: ``towers``, or ``module:function``, which makes a schedule.
     schedule: Annotated[str, _is_schedule] = "1f1b"
-    """The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the section of that name),
-    ``towers``, or ``module:function``, which makes a schedule."""
+    #: Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit.
     memory_limit: _Positive | None = None
-    """Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit."""
+    #: What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage.
     recompute: _Policy | tuple[_Policy, ...] = "none"
-    """What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage."""
+    #: How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
+    #: later stages start.
     cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
-    """How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
-    later stages start."""
+    #: Between the parallel products each of the tp devices holds a part of the time axis. Without tp it changes nothing.
     sequence_parallel: bool = False
-    """Between the parallel products each of the tp devices holds a part of the time axis. Without tp it changes nothing."""
+    #: A branch's residual is added before the all-reduce that ends it. Without tp it changes nothing.
     fused_residual: bool = False
-    """A branch's residual is added before the all-reduce that ends it. Without tp it changes nothing."""
+    #: Optimizer state and update are divided over dp. Without dp it changes nothing.
     zero1: bool = False
-    """Optimizer state and update are divided over dp. Without dp it changes nothing."""
+    #: Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits.
     braid: bool = True
-    """Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits."""
+    #: Braid two actions that stand side by side, too, where the cost model says that it pays.
     braid_adjacent: bool = False
-    """Braid two actions that stand side by side, too, where the cost model says that it pays."""
+    #: Split full backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
     separate_gradients: bool = False
-    """Split full backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one)."""
+    #: Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
+    #: to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ).
     split_backwards: Literal["auto", "never", "always"] = "auto"
-    """Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
-    to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ)."""
+    #: Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
+    #: ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last).
     towers: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
-    ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last)."""
 
     @property
     def num_devices(self) -> int:
@@ -180,141 +181,141 @@ class PipelineConfig:
 class OffloadConfig:
     """For schedules with O and L (po-h, po-f, ada-offload, files)."""
 
+    #: Of the residual bytes that may leave, what O moves to the host, largest leaves first.
     fraction: Annotated[float, within(0, 1)] = 1.0
-    """Of the residual bytes that may leave, what O moves to the host, largest leaves first."""
+    #: Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
+    #: available.
     host_memory_gb: _Positive | None = None
-    """Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
-    available."""
+    #: Offload to ordinary host arrays, slowly, where the devices have no pinned host memory.
     fallback: bool = False
-    """Offload to ordinary host arrays, slowly, where the devices have no pinned host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """How parameters follow gradients."""
 
+    #: AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
+    #: ``momentum``, and AdamW for the rest.
     name: Literal["adamw", "lion", "muon"] = "adamw"
-    """AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
-    ``momentum``, and AdamW for the rest."""
+    #: How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
+    #: ``decay_fraction`` of the steps (``wsd``).
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
-    ``decay_fraction`` of the steps (``wsd``)."""
+    #: The highest learning rate.
     lr: Annotated[float, positive, in_float32] = 1e-3
-    """The highest learning rate."""
+    #: Steps until it is reached, at most all.
     warmup_steps: _Whole = 20
-    """Steps until it is reached, at most all."""
+    #: What is left of it at the last step.
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
-    """What is left of it at the last step."""
+    #: Times the rate, what a step takes off each matrix.
     weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
-    """Times the rate, what a step takes off each matrix."""
+    #: Of AdamW and Lion.
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    """Of AdamW and Lion."""
+    #: Of AdamW.
     eps: Annotated[float, positive, in_float32] = 1e-8
-    """Of AdamW."""
+    #: Largest global gradient norm, over all ranks (0: no clipping).
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
-    """Largest global gradient norm, over all ranks (0: no clipping)."""
+    #: Of ``schedule = "wsd"``: the part of the steps in which the rate falls.
     decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
-    """Of ``schedule = "wsd"``: the part of the steps in which the rate falls."""
+    #: Of Muon.
     momentum: _Beta = 0.95
-    """Of Muon."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """How long, where to, and what to do when something goes wrong."""
 
+    #: Steps in all.
     steps: _Count = 200
-    """Steps in all."""
+    #: Sequences a step, over all microbatches.
     batch: _Count = 32
-    """Sequences a step, over all microbatches."""
+    #: Initial parameters and dropout.
     seed: _Whole = 0
-    """Initial parameters and dropout."""
+    #: Of the compute; master parameters are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the compute; master parameters are float32."""
+    #: Steps between evaluations (0: none).
     eval_every: _Whole = 50
-    """Steps between evaluations (0: none)."""
+    #: Batches of an evaluation.
     eval_batches: _Count = 8
-    """Batches of an evaluation."""
+    #: Where checkpoints, metrics and pictures go.
     out_dir: _Name = "runs/default"
-    """Where checkpoints, metrics and pictures go."""
+    #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
+    #: with; its model and tokenizer are the run's where the config says nothing of them.
     init_from: _Name | None = None
-    """A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
-    with; its model and tokenizer are the run's where the config says nothing of them."""
+    #: Steps between checkpoints (0: only the last).
     checkpoint_every: _Whole = 50
-    """Steps between checkpoints (0: only the last)."""
+    #: Checkpoints kept by age.
     keep_last: _Count = 2
-    """Checkpoints kept by age."""
+    #: Checkpoints kept by evaluation loss.
     keep_best: _Whole = 1
-    """Checkpoints kept by evaluation loss."""
+    #: Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one.
     resume: Literal["auto", "never", "must"] = "auto"
-    """Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one."""
+    #: Steps between lines on the screen.
     log_every: _Count = 10
-    """Steps between lines on the screen."""
+    #: Adds ``tensorboard`` to ``trackers``.
     tensorboard: bool = False
-    """Adds ``tensorboard`` to ``trackers``."""
+    #: What to run on.
     platform: Literal["auto", "cpu", "gpu"] = "auto"
-    """What to run on."""
+    #: How many devices to emulate on a CPU (0: as many as the pipeline has).
     devices: _Whole = 0
-    """How many devices to emulate on a CPU (0: as many as the pipeline has)."""
+    #: What a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, ``abort`` ends the run at once.
     on_nonfinite: Literal["skip", "abort"] = "skip"
-    """What a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, ``abort`` ends the run at once."""
+    #: So many skipped steps in a row end the run (0: never).
     max_skipped: _Whole = 5
-    """So many skipped steps in a row end the run (0: never)."""
+    #: A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does).
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
-    """A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does)."""
+    #: Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``.
     compile_cache: _Name = "auto"
-    """Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``."""
+    #: What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
+    #: adds.
     trackers: tuple[_Name, ...] = ("jsonl",)
-    """What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
-    adds."""
+    #: The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
+    #: ``out_dir``.
     profile_steps: tuple[_Count, _Count] | None = None
-    """The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
-    ``out_dir``."""
+    #: Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
+    #: yet.
     transport: Literal["tagged", "nccl"] = "tagged"
-    """Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
-    yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplanConfig:
     """Looking for a better schedule while training; off unless ``enabled``."""
 
+    #: Whether to look.
     enabled: bool = False
-    """Whether to look."""
+    #: Predicted fraction of the makespan that a schedule must save to be adopted.
     min_gain: Annotated[float, within(0, 1)] = 0.01
-    """Predicted fraction of the makespan that a schedule must save to be adopted."""
+    #: Seconds of the solver, in a process of its own.
     time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
-    """Seconds of the solver, in a process of its own."""
+    #: Its worker processes.
     workers: Annotated[int, within(1, 1024)] = 1
-    """Its worker processes."""
+    #: Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again.
     drift: _Positive = 0.1
-    """Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again."""
+    #: As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs.
     memory_limit: _Positive | None = None
-    """As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs."""
+    #: Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
+    #: of a run without re-planning.
     split: bool = True
-    """Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
-    of a run without re-planning."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraverseConfig:
     """Rules of ``pipeline.schedule = "traverse"``, as :class:`jaxpipe.schedule.Traversal` has them."""
 
+    #: Which ranks run which stages, ``pipeline.chunks`` a rank.
     placement: Literal["one-to-one", "circular", "v", "wave", "bidirectional"] = "one-to-one"
-    """Which ranks run which stages, ``pipeline.chunks`` a rank."""
+    #: The type of action that goes first where both could.
     first: Literal["forward", "backward", "interleaved"] = "backward"
-    """The type of action that goes first where both could."""
+    #: Whose forward goes first: the earliest stage's (``breadth``) or the latest's (``depth``); ``breadth:4``: four in a row of
+    #: a stage, then the next one.
     forward: str = "breadth"
-    """Whose forward goes first: the earliest stage's (``breadth``) or the latest's (``depth``); ``breadth:4``: four in a row of
-    a stage, then the next one."""
+    #: Order of backwards, likewise.
     backward: str = "breadth"
-    """Order of backwards, likewise."""
+    #: Microbatches a rank may hold between F and BW, each stage counts: one number or one a rank.
     in_flight: int | tuple[int, ...] | None = None
-    """Microbatches a rank may hold between F and BW, each stage counts: one number or one a rank."""
+    #: The same of a stage: one number or one a stage.
     in_flight_per_stage: int | tuple[int, ...] | None = None
-    """The same of a stage: one number or one a stage."""
+    #: Forwards and backwards in turn, of ``first = "interleaved"``.
     units: tuple[int, int] = (1, 1)
-    """Forwards and backwards in turn, of ``first = "interleaved"``."""
 
 
 @dataclass(frozen=True, slots=True)

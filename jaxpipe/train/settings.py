@@ -15,14 +15,11 @@ the refusals above.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import json
 import math
 import re
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -42,6 +39,7 @@ _DEEPEST = 32  # tables and lists inside one another
 _SHOWN = 60  # characters of a value in a message
 _origin: Callable[[Hint], Any] = get_origin
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+_DOCUMENTED = re.compile(r"((?:^ +#:.*\n)+) +(\w+):", re.MULTILINE)
 _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "none"}
 
 
@@ -241,18 +239,15 @@ def wanted(hint: Hint) -> str:
 
 
 def leaf_docs(record: type, prefix: str = "") -> Mapping[str, str]:
-    """By dotted key, the string below each leaf of a record; by the key of each section, the first line of its docstring."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    assert isinstance(tree, ast.ClassDef), "a record is a class"
+    """By dotted key, what ``#:`` says above each leaf of a record; by the key of each section, the first line of its
+    docstring."""
     docs: dict[str, str] = {}
     for name, hint in _hints(record).items():
         if is_dataclass(hint):
             docs[f"{prefix}{name}"] = (hint.__doc__ or "").partition("\n")[0]
             docs |= leaf_docs(hint, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
-    for node, below in itertools.pairwise(tree.body):
-        match node, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[prefix + name] = " ".join(text.split())
+    for text, name in _DOCUMENTED.findall(inspect.getsource(record)):
+        docs[prefix + name] = " ".join(text.replace("#:", "").split())
     return docs
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.parser import add_value, amount, cost_triple, whole_number
+from jaxpipe.cli.parser import add_value, amount, cost_pair, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_head_flag(parser: argparse.ArgumentParser) -> None:
+    """``--head``."""
+    text = "time of S and T, the passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
+    add_value(parser, "--head", "S,T", cost_pair, text)
+
+
 def add_braid_flag(parser: argparse.ArgumentParser) -> None:
     """``--braid``."""
     parser.add_argument(
@@ -138,7 +144,7 @@ def add_limit_flag(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
 
 
-_UNIFORM = ("cost", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
+_UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
 """What a file given as ``--costs`` replaces."""
 
 
@@ -169,6 +175,7 @@ class CostChoice:
         if self.path is not None:
             return f"costs of {Path(self.path).name}"
         parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.said.get("cost", (1, 1, 1)))]
+        parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.said["head"])] if "head" in self.said else []
         parts += [f"transfers {self.comm:g}"] if self.comm else []
         parts += [f"TP collectives {self.said['tp_comm']:g}"] if self.said.get("tp_comm") else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
@@ -185,8 +192,9 @@ class CostChoice:
         if self.profile is None:
             others = {name: value for name, value in self.said.items() if name != "cost"}
             others |= zip("fbw", self.said.get("cost", ()), strict=False)
-            chunks = placement.num_chunks
-            return CostProfile.uniform(placement.num_stages, chunks=chunks, source="command line", **others)
+            if "head" in others and len(placement.trunk) == placement.num_stages:
+                raise ConfigError(f"{name} has no parts of a head for --head; vocab-1f1b is one that has")
+            return CostProfile.on(placement, source="command line", **others)
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
@@ -202,7 +210,7 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    said = {name: value for name in _UNIFORM if (value := getattr(arguments, name)) is not None}
+    said = {name: value for name in _UNIFORM if (value := getattr(arguments, name, None)) is not None}
     link = arguments.host_link
     if arguments.costs is None:
         return CostChoice(None, None, said if link is None else {**said, "host_mode": link})

@@ -104,14 +104,21 @@ def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[
     return convert
 
 
-def cost_triple(text: str) -> tuple[float, float, float]:
+def cost_triple(text: str) -> tuple[float, ...]:
     """Type of ``--cost``: three numbers F,B,W, each at least 0 and not all 0."""
-    parts = text.split(",")
-    if len(parts) != 3:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want three as F,B,W, such as 1,1,1"
-        )
-    f, b, w = (amount(f"cost of {op}")(part.strip()) for op, part in zip("FBW", parts, strict=True))
-    if f + b + w == 0:
+    costs = _costs(text, "FBW", "three as F,B,W, such as 1,1,1")
+    if sum(costs) == 0:
         raise argparse.ArgumentTypeError("all three costs are 0; at least one must take time")
-    return f, b, w
+    return costs
+
+
+def cost_pair(text: str) -> tuple[float, ...]:
+    """Type of ``--head``: two numbers S,T, each at least 0."""
+    return _costs(text, "ST", "two as S,T, such as 0.5,0.5")
+
+
+def _costs(text: str, ops: str, wanted: str) -> tuple[float, ...]:
+    parts = text.split(",")
+    if len(parts) != len(ops):
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want {wanted}")
+    return tuple(amount(f"cost of {op}")(part.strip()) for op, part in zip(ops, parts, strict=True))

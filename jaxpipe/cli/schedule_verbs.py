@@ -11,6 +11,7 @@ from jaxpipe.cli.cost_flags import (
     CostChoice,
     add_cost_flags,
     add_group_flag,
+    add_head_flag,
     add_limit_flag,
     add_objective_flag,
     add_pass_flags,
@@ -52,14 +53,15 @@ def configure_schedules(parser: argparse.ArgumentParser) -> None:
 
 def run_schedules(arguments: argparse.Namespace) -> None:
     """List the families, one line each."""
-    from jaxpipe.schedule import FAMILIES
+    from jaxpipe.schedule import FAMILIES, VOCABULARY_FAMILIES
 
+    families = {**FAMILIES, **VOCABULARY_FAMILIES}
     if arguments.json:
         keys = ("name", "description", "source")
-        print_json({"schedules": [{k: getattr(f, k) for k in keys} for f in FAMILIES.values()]})
+        print_json({"schedules": [{k: getattr(f, k) for k in keys} for f in families.values()]})
         return
-    width = max(map(len, FAMILIES))
-    for name, family in FAMILIES.items():
+    width = max(map(len, families))
+    for name, family in families.items():
         print(f"{name:<{width}}  {family.description}")
 
 
@@ -69,6 +71,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     add_group_flag(parser)
     add_traverse_flags(parser)
     add_cost_flags(parser)
+    add_head_flag(parser)
     add_limit_flag(parser)
     add_objective_flag(parser)
     add_pass_flags(parser)
@@ -115,6 +118,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's formats)")
     add_size_flags(parser, from_file=True)
     add_cost_flags(parser)
+    add_head_flag(parser)
     add_limit_flag(parser)
     add_pass_flags(parser)
     group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
@@ -209,13 +213,13 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
 
 
 def _family(name: str) -> Family:
-    from jaxpipe.schedule import FAMILIES
+    from jaxpipe.schedule import FAMILIES, VOCABULARY_FAMILIES
 
-    if name not in FAMILIES:
-        raise ConfigError(
-            f"unknown schedule {name!r}{closest(name, (*FAMILIES, TRAVERSE))}; known: {', '.join((*FAMILIES, TRAVERSE))}"
-        )
-    return FAMILIES[name]
+    families = {**FAMILIES, **VOCABULARY_FAMILIES}
+    if name not in families:
+        known = (*families, TRAVERSE)
+        raise ConfigError(f"unknown schedule {name!r}{closest(name, known)}; known: {', '.join(known)}")
+    return families[name]
 
 
 def make(

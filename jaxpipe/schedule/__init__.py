@@ -39,6 +39,7 @@ from jaxpipe.schedule.placement import (
     wave,
     with_shared,
     with_span,
+    with_vocabulary,
 )
 from jaxpipe.schedule.simulate import replay, simulate
 from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
@@ -46,7 +47,7 @@ from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
-    from jaxpipe.schedule.families import FAMILIES, Family, generate, register_family
+    from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES, Family, generate, register_family
     from jaxpipe.schedule.families.family import family
     from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
     from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
@@ -57,14 +58,14 @@ if TYPE_CHECKING:
 __all__ = ["Action", "Braid", "MemoryEffect", "OpSpec", "Schedule", "Slot", "Wait"]
 __all__ += ["op_spec", "register_op", "registered_ops"]
 __all__ += ["Placement", "bidirectional", "chain", "circular", "explicit", "one_to_one"]
-__all__ += ["towers", "v_shape", "wave", "with_shared", "with_span"]
+__all__ += ["towers", "v_shape", "wave", "with_shared", "with_span", "with_vocabulary"]
 __all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "build_graph"]
 __all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
 __all__ += ["Event", "MemoryCurve", "StepsTimeline", "Timeline", "replay", "simulate", "simulate_steps"]
 __all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
 __all__ += ["Traversal", "traverse"]
-__all__ += ["FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]
+__all__ += ["FAMILIES", "VOCABULARY_FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]
 __all__ += ["eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "one_f_one_b", "zb_h1", "zb_h2", "zero_bubble"]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.placement import Placement
 
 HostMode = Literal["duplex", "shared"]
 
@@ -192,6 +193,30 @@ class CostProfile:
             return 0.0
         link = dict(self.links).get((src_rank, dst_rank), self.link)
         return link.seconds(self.boundary_bytes[stage] * parts)
+
+    def of_stages(self, stages: range) -> CostProfile:
+        """The costs of these stages alone."""
+        part: dict[str, Any] = {name: getattr(self, name)[stages.start : stages.stop] for name in PER_STAGE_FIELDS}
+        for name in ("temp_bytes", "extra"):
+            part[name] = tuple((key, values[stages.start : stages.stop]) for key, values in getattr(self, name))
+        return replace(self, **part, tp_collectives=self.tp_collectives[stages.start : stages.stop])
+
+    @classmethod
+    def on(cls, placement: Placement, *, head: tuple[float, float] = (0.0, 0.0), **share: Any) -> CostProfile:
+        """:meth:`uniform` for the stages of ``placement``. Of spread vocabulary layers each part of the head takes
+        ``head``: seconds of S and T; parts of the embedding and the loss take none, and none of them holds anything."""
+        n, trunk, p = placement.num_stages, placement.trunk, placement.num_ranks
+        chain = cls.uniform(len(trunk), chunks=placement.num_chunks, **share)
+        if len(trunk) == n:
+            return chain
+
+        def around(inside: tuple[Any, ...], of_head: float = 0.0) -> tuple[Any, ...]:
+            return (0.0,) * trunk.start + inside + (of_head,) * p + (0.0,)
+
+        heads = {"f_s": head[0], "w_s": head[1], "bw_s": head[1]}
+        wider: dict[str, Any] = {name: around(getattr(chain, name), heads.get(name, 0.0)) for name in PER_STAGE_FIELDS}
+        counts = (1,) * trunk.start + chain.tp_collectives + (1,) * (p + 1)
+        return replace(chain, **wider, tp_collectives=counts)
 
     @classmethod
     def uniform(

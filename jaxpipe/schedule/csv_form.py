@@ -34,8 +34,11 @@ def format_csv(schedule: Schedule) -> str:
     Raises:
         ScheduleError: it holds something that the format can't say.
     """
-    if not schedule.placement.is_chain or schedule.placement.has_spans:
-        raise ScheduleError("CSV can't say that stages are not a chain, or have spans; write .sched or .json")
+    placement = schedule.placement
+    if not placement.is_chain or placement.has_spans or placement.detached:
+        raise ScheduleError(
+            "CSV can't say that stages are not a chain, have spans or are detached; write .sched or .json"
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for rank, row in enumerate(schedule.rows):

@@ -29,7 +29,7 @@ from jaxpipe.schedule.ir import Action, OpSpec, Schedule, Slot, Wait, op_spec
 from jaxpipe.schedule.placement import Placement
 
 HOST_LANES = ("d2h", "h2d")
-_NEIGHBOURS = {"pred": Placement.predecessors, "succ": Placement.successors, "peer": Placement.peers}
+_NEIGHBOURS = {"pred": Placement.predecessors, "succ": Placement.returning, "peer": Placement.peers}
 _DENSE_LIMIT = 1_000_000
 
 
@@ -107,7 +107,7 @@ class DependencyGraph:
             if wait.where in ("pred", "succ"):
                 upstream = wait.where == "pred"
                 sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
-                for t in (placement.predecessors if upstream else placement.successors)(action.stage):
+                for t in (placement.predecessors if upstream else placement.returning)(action.stage):
                     for i in placement.covering(action.stage, action.microbatch, t):
                         made = (self.slot_of(op, t, i, rank) for op in sending)
                         producer = next((n for n in made if n is not None), None)

@@ -32,8 +32,8 @@ class Wait:
 
     ``ops``: the operations that may satisfy the rule (``("B", "BW")``: whichever of the two the schedule contains).
     ``where``: ``self`` the same stage and microbatch, ``group`` the same on every rank of its group, ``pred``/``succ`` every
-    predecessor/successor stage, ``peer`` every other stage whose result one of its successors takes, same microbatch; where
-    spans differ, every action that has a microbatch in common with it.
+    predecessor/successor stage (of these, those that hand a gradient back), ``peer`` every other stage whose result one of its
+    successors takes, same microbatch; where spans differ, every action that has a microbatch in common with it.
     ``optional``: the rule holds only if the schedule contains such an action (B waits for L when there is one).
     """
 
@@ -256,6 +256,7 @@ class Schedule:
             f"placement: {format_placement(self.placement)}",
             f"edges: {format_edges(self.placement)}",
             *([f"spans: {' '.join(map(str, self.placement.span))}"] if self.placement.has_spans else []),
+            *([f"detached: {' '.join(map(str, self.placement.detached))}"] if self.placement.detached else []),
         ]
         lines += [" ".join([f"rank {rank}:", *map(str, row)]) for rank, row in enumerate(self.rows)]
         return "\n".join(lines) + "\n"

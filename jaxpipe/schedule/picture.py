@@ -6,7 +6,8 @@ action longer than one column goes on in dashes, and the second, third, … chun
     rank 0 |F0 F1 F2 F3 BW0-- …
     rank 1 |   F0 F1 BW0-- F2 …
 
-Host lanes and transfers to other ranks are left out. Times that are no multiple of the unit are rounded to a column.
+Host lanes, transfers to other ranks and what takes no time are left out. Times that are no multiple of the unit are rounded
+to a column.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
         raise ScheduleError(f"unit_s is {unit_s}; want seconds per column, above 0")
     chunk_of = _chunks(timeline)
     cells = [
-        [(round(e.start_s / unit_s), round(e.end_s / unit_s), _label(e, chunk_of)) for e in timeline.of(r, "compute")]
+        [(round(e.start_s / unit_s), round(e.end_s / unit_s), _label(e, chunk_of)) for e in _shown(timeline, r)]
         for r in range(timeline.num_ranks)
     ]
     width = max((-(-(len(label) + 1) // max(1, b - a)) for row in cells for a, b, label in row), default=1)
@@ -41,12 +42,17 @@ def _line(row: list[tuple[int, int, str]], width: int) -> str:
     return line.rstrip()
 
 
+def _shown(timeline: Timeline, rank: int) -> list[Event]:
+    """What takes time on the compute lane."""
+    return [e for e in timeline.of(rank, "compute") if e.end_s > e.start_s]
+
+
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
     """(rank, stage) -> which of the rank's stages it is."""
     stages: dict[int, set[int]] = {}
-    for e in timeline.events:
-        if e.lane == "compute":
-            stages.setdefault(e.rank, set()).update(a.stage for a in e.action.actions)
+    for rank in range(timeline.num_ranks):
+        for e in _shown(timeline, rank):
+            stages.setdefault(rank, set()).update(a.stage for a in e.action.actions)
     return {(rank, s): k for rank, held in stages.items() for k, s in enumerate(sorted(held))}
 
 

@@ -6,7 +6,7 @@ pipelines keep a replica of each stage per flow; microbatch i belongs to flow ``
 of microbatches (:attr:`Placement.span`).
 
 Constructors: :func:`one_to_one`, :func:`circular`, :func:`v_shape`, :func:`wave`, :func:`bidirectional`,
-:func:`towers`, :func:`with_shared`, :func:`with_span`, and :func:`explicit` for anything else.
+:func:`towers`, :func:`with_shared`, :func:`with_span`, :func:`with_vocabulary`, and :func:`explicit` for anything else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 
 from jaxpipe.errors import ScheduleError
 
+_VOCABULARY = "+vocabulary"
 Group = tuple[int, ...]
 Edges = tuple[tuple[int, int], ...]
 
@@ -36,11 +37,12 @@ class Placement:
     ``edges``: the DAG of stages as (from, to) pairs. ``kind``: name of the constructor, for people. ``span[s]``: stage s runs
     once for each group of so many consecutive microbatches (default: 1); the number in its actions is the group's: j stands
     for the microbatches j·span up to (j + 1)·span − 1, and the number of microbatches must be a multiple of it.
+    ``detached``: stages that hand no gradient back to those before them, whose backwards therefore don't wait for theirs.
 
     Raises:
         ScheduleError: ranks out of range, empty or repeated in a group, ranks without a stage, flows of unequal length,
-            edges that are out of range, repeated or cyclic, or spans that are not one a stage, below 1, or above 1 with
-            several flows.
+            edges that are out of range, repeated or cyclic, spans that are not one a stage, below 1, or above 1 with
+            several flows, or detached stages that are out of range, repeated or out of order.
     """
 
     kind: str
@@ -48,11 +50,13 @@ class Placement:
     flows: tuple[tuple[Group, ...], ...]
     edges: Edges
     span: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
     num_chunks: int = field(init=False, repr=False, compare=False)
-    """The largest number of stages that one rank runs in one flow."""
+    """The largest number of stages of the :attr:`trunk` that one rank runs in one flow."""
     _stages: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _before: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _after: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _returning: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.span and self.flows:
@@ -60,12 +64,15 @@ class Placement:
         problems = list(self._problems())
         if problems:
             raise ScheduleError(f"placement {self.kind!r}: " + "; ".join(problems), problems)
-        visits = [Counter(rank for group in flow for rank in group) for flow in self.flows]
+        trunk = self.trunk
+        visits = [Counter(r for s, group in enumerate(flow) if s in trunk for r in group) for flow in self.flows]
         object.__setattr__(self, "num_chunks", max(max(counts.values()) for counts in visits))
         runs = {(rank, s) for flow in self.flows for s, group in enumerate(flow) for rank in group}
         object.__setattr__(self, "_stages", _grouped(self.num_ranks, sorted(runs)))
         object.__setattr__(self, "_before", _grouped(self.num_stages, [(b, a) for a, b in self.edges]))
         object.__setattr__(self, "_after", _grouped(self.num_stages, self.edges))
+        attached = [(a, b) for a, b in self.edges if b not in self.detached]
+        object.__setattr__(self, "_returning", _grouped(self.num_stages, attached))
 
     def _problems(self) -> Iterable[str]:
         if self.num_ranks < 1:
@@ -100,6 +107,10 @@ class Placement:
             yield f"spans are {' '.join(map(str, self.span))}; want a whole number of at least 1 for each of {n} stages"
         elif self.has_spans and len(self.flows) > 1:
             yield f"spans are {' '.join(map(str, self.span))}, and there are {len(self.flows)} flows; want one of the two"
+        if self.kind.endswith(_VOCABULARY) and not self.trunk:
+            yield f"{n} stages on {self.num_ranks} ranks are too few for parts of vocabulary layers on each"
+        if sorted({*self.detached} & {*range(n)}) != list(self.detached):
+            yield f"detached stages are {' '.join(map(str, self.detached))}; want some of 0..{n - 1}, ascending"
 
     @property
     def num_stages(self) -> int:
@@ -137,6 +148,16 @@ class Placement:
     def successors(self, stage: int) -> tuple[int, ...]:
         return self._after[stage]
 
+    def returning(self, stage: int) -> tuple[int, ...]:
+        """The successors that hand a gradient back."""
+        return self._returning[stage]
+
+    @property
+    def trunk(self) -> range:
+        """The stages that are no parts of vocabulary layers (:func:`with_vocabulary`)."""
+        ends = self.num_ranks if self.kind.endswith(_VOCABULARY) else 0
+        return range(ends, self.num_stages - (ends + 1 if ends else 0))
+
     def peers(self, stage: int) -> tuple[int, ...]:
         """The other stages whose results a successor of ``stage`` takes, ascending: of a tower's end, those of the others."""
         return tuple(sorted({p for s in self.successors(stage) for p in self.predecessors(s)} - {stage}))
@@ -154,7 +175,8 @@ class Placement:
     @property
     def is_plain_chain(self) -> bool:
         """Whether the stages form a chain, each on one rank, and none has a span."""
-        return self.is_chain and not self.has_spans and not any(map(self.is_shared, range(self.num_stages)))
+        alone = self.is_chain and not self.has_spans and not self.detached
+        return alone and not any(map(self.is_shared, range(self.num_stages)))
 
 
 def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -240,6 +262,30 @@ def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
     everyone = tuple(range(base.num_ranks))
     flows = tuple(tuple(everyone if s in shared else g for s, g in enumerate(flow)) for flow in base.flows)
     return Placement(f"{base.kind}+shared", base.num_ranks, flows, base.edges, base.span)
+
+
+def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
+    """``base``, a chain of n stages on p ranks, with embedding and head divided by words over all ranks.
+
+    Stages, in order: p parts of the embedding, part r on rank r, whose results the first stage of the chain puts together; the
+    chain (:attr:`Placement.trunk`); p parts of the head, part r on rank r, which all take what the last stage of the chain
+    returns; and on that stage's rank the loss, which takes it too, and what the parts return. With two ``barriers`` the parts
+    of the head hand their share of the gradient back when they know the whole loss; with one they hand it on to the loss, and
+    are detached (arXiv 2411.05288, algorithms 1 and 2).
+
+    Raises:
+        ScheduleError: ``base`` is no chain with one flow and one rank a stage.
+    """
+    if not base.is_plain_chain or base.num_flows > 1:
+        raise ScheduleError(f"placement {base.kind} is no chain of one flow; only such have spread vocabulary layers")
+    p, n, (flow,) = base.num_ranks, base.num_stages, base.flows
+    each = tuple((r,) for r in range(p))
+    first, last, heads, loss = p, p + n - 1, range(p + n, 2 * p + n), 2 * p + n
+    edges = [(e, first) for e in range(p)] + [(p + a, p + b) for a, b in base.edges]
+    edges += [(last, h) for h in (*heads, loss)] + [(h, loss) for h in heads]
+    flow = (*each, *flow, *each, flow[-1])
+    detached = tuple(heads) if barriers == 1 else ()
+    return Placement(base.kind + _VOCABULARY, p, (flow,), tuple(sorted(edges)), detached=detached)
 
 
 def with_span(base: Placement, spans: Mapping[int, int]) -> Placement:

@@ -75,7 +75,7 @@ class Task:
             ScheduleError: the task's profile has another number of stages.
         """
         if self.costs is None:
-            return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+            return CostProfile.on(placement)
         if not isinstance(self.costs, CostProfile):
             return self.costs(placement)
         self.costs.require_stages(placement.num_stages, f"this with {placement.num_chunks} per rank")

@@ -94,7 +94,7 @@ def replay(
         ScheduleError: a slot has no duration or a negative one, or the schedule can't run.
     """
     if costs is None:
-        costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks)
+        costs = CostProfile.on(schedule.placement)
     costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     with _collector_paused():
         graph = runnable(schedule)

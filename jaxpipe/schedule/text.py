@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import NoReturn
 
@@ -39,7 +39,8 @@ _FEW_STAGES = 10_000  # up to which a placement may have more stages than the ro
 _ACTION = re.compile(r"([^\W\d]+)(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})")
 _RANK = re.compile(r"rank (0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-_HEADERS = ("name", "microbatches", "placement", "edges", "spans")
+_LISTS = ("spans", "detached")
+_HEADERS = ("name", "microbatches", "placement", "edges", *_LISTS)
 _EXCERPT = 60
 
 
@@ -87,7 +88,7 @@ def _clip(text: str) -> str:
 # Placements.
 
 
-def _parse_placement(text: str, edges: str, spans: str, num_rows: int, num_slots: int) -> Placement:
+def _parse_placement(text: str, edges: str, lists: Sequence[str], num_rows: int, num_slots: int) -> Placement:
     """Raises ScheduleError."""
     kind, arguments = _split_kind(text)
     sizes: dict[str, int] = {}
@@ -111,8 +112,8 @@ def _parse_placement(text: str, edges: str, spans: str, num_rows: int, num_slots
         )
     if not flows:
         flows = list(_construct(kind, sizes, num_slots).flows)
-    span = tuple(_number(g, f"spans: {spans}") for g in spans.split())
-    return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])), span)
+    span, detached = (tuple(_number(g, f"{key}: {x}") for g in x.split()) for key, x in zip(_LISTS, lists, strict=True))
+    return Placement(kind, sizes["ranks"], tuple(flows), _parse_edges(edges, len(flows[0])), span, detached)
 
 
 def _split_kind(text: str) -> tuple[str, list[str]]:
@@ -201,11 +202,14 @@ class _Parser:
             self._fail(number, f"microbatches: {text}", "write a whole number, for example 'microbatches: 8'")
         rows = [text.split() for key, (_, text) in self.lines.items() if key not in _HEADERS]
         line = self.lines["placement"]
-        edges, spans = self.lines.get("edges", (line[0], "chain")), self.lines.get("spans", (line[0], ""))
+        edges, *lists = (
+            self.lines.get(k, (line[0], text)) for k, text in (("edges", "chain"), *((k, "") for k in _LISTS))
+        )
         try:
-            placement = _parse_placement(line[1], edges[1], spans[1], len(rows), sum(map(len, rows)))
+            placement = _parse_placement(line[1], edges[1], [x for _, x in lists], len(rows), sum(map(len, rows)))
         except ScheduleError as error:
-            self._fail(*(edges if "edge" in str(error) else spans if "spans" in str(error) else line), str(error))
+            named = zip(("edge", *_LISTS), (edges, *lists), strict=True)
+            self._fail(*next((at for word, at in named if word in str(error)), line), str(error))
         return Schedule(name, placement, int(text), tuple(self._row(rank) for rank in range(placement.num_ranks)))
 
     def _first_line(self, first: str) -> None:

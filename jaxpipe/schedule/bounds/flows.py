@@ -94,7 +94,8 @@ class Flow:
         for s in reversed(order):
             self._come_back(s)
         for s in order:
-            later = [self.hop(s, a, a) + self.waits_b[a] + self.tail[a] for a in placement.predecessors(s)]
+            behind = () if s in placement.detached else placement.predecessors(s)
+            later = [self.hop(s, a, a) + self.waits_b[a] + self.tail[a] for a in behind]
             self.tail[s] = max([self.waits_bw[s] - self.waits_b[s], *later])
 
     def _go_down(self, s: int) -> None:
@@ -108,7 +109,7 @@ class Flow:
     def _come_back(self, s: int) -> None:
         self.round_trip[s] = self.forward[s]
         self.back_start[s] = self.head[s] + self.waits_f[s]
-        for b in self.placement.successors(s):
+        for b in self.placement.returning(s):
             back = self.hop(b, s, s)
             there_and_back = self.forward[s] + self.hop(s, b, s) + self.round_trip[b] + self.passed[b] + back
             self.round_trip[s] = max(self.round_trip[s], there_and_back)
@@ -141,7 +142,7 @@ class Flow:
                 known = down.get((pair, a))
                 rest = rest if known is None else min(rest, known.rest)
                 down[pair, a] = _Traffic(self.head[a] + self.forward[a], seconds, rest)
-            for pair in self._routes(b, a):
+            for pair in self._routes(b, a) if b not in self.placement.detached else ():
                 seconds = self.costs.transfer_s(*pair, a, span[b] / span[a]) / span[b]
                 yield pair, _Traffic(self.back_start[b] + self.passed[b], seconds, self.passed[a] + self.tail[a])
         yield from ((pair, sent) for (pair, _), sent in down.items())

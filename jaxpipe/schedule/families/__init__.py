@@ -3,9 +3,9 @@
 The function of every family is a name of this package, too: ``families.v_zb(4, 8)``.
 """
 
-from jaxpipe.schedule.families.family import FAMILIES, TABLE, Family, family, register_family
+from jaxpipe.schedule.families.family import FAMILIES, TABLE, VOCABULARY_FAMILIES, Family, family, register_family
 from jaxpipe.schedule.families.registry import family_named, generate
 
-__all__ = ["FAMILIES", "Family", "family", "family_named", "generate", "register_family"]
+__all__ = ["FAMILIES", "VOCABULARY_FAMILIES", "Family", "family", "family_named", "generate", "register_family"]
 
 globals().update({made.function.__name__: made.function for made in TABLE.values()})

@@ -43,6 +43,7 @@ class Family:
     ``peak_activations``: ``(p, m, v) -> peak`` over all ranks, in units of one rank's share of a microbatch.
     ``makespan``: ``(p, m, v, f, b, w) -> seconds``. Either is None, or returns None, where no closed form is known.
     ``sees_collectives``: whether ``function`` weighs TP collectives itself; others get costs with them as part of the actions.
+    ``vocabulary``: whether it has the passes of spread vocabulary layers too; then it is one of :data:`VOCABULARY_FAMILIES`.
     ``picture``: arguments of ``function`` for the picture in its docstring, where F = B = W = 1 for each chunk.
     """
 
@@ -56,36 +57,44 @@ class Family:
     peak_activations: Callable[[int, int, int], float | None] | None = None
     makespan: Callable[[int, int, int, float, float, float], float | None] | None = None
     sees_collectives: bool = False
+    vocabulary: bool = False
     picture: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({"ranks": 4, "microbatches": 4}))
 
 
 TABLE: dict[str, Family] = {}
-"""What :data:`FAMILIES` shows."""
+"""What :data:`FAMILIES` and :data:`VOCABULARY_FAMILIES` show."""
 
 
 def _load_installed() -> None:
     plugins.load_installed("jaxpipe.families", Family, register_family)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Families(Mapping[str, Family]):
-    """The table, read only, by name. Listing it, or looking for a name it lacks, first loads what installed packages add."""
+    """Of the table those with or without passes of vocabulary layers, read only, by name. Listing them, or looking for a name
+    that the table lacks, first loads what installed packages add."""
+
+    vocabulary: bool
 
     def __getitem__(self, name: str) -> Family:
         if name not in TABLE and _NAME.fullmatch(name):  # not the name of a file
             _load_installed()
-        return TABLE[name]
+        if (found := TABLE[name]).vocabulary != self.vocabulary:
+            raise KeyError(name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         _load_installed()
-        return iter(sorted(TABLE))
+        return iter(sorted(name for name, family in TABLE.items() if family.vocabulary == self.vocabulary))
 
     def __len__(self) -> int:
-        _load_installed()
-        return len(TABLE)
+        return sum(1 for _ in self)
 
 
-FAMILIES: Mapping[str, Family] = _Families()
-"""All families by name: those of this folder, of installed packages, and registered ones."""
+FAMILIES: Mapping[str, Family] = _Families(vocabulary=False)
+"""All families of a chain of stages by name: those of this folder, of installed packages, and registered ones."""
+VOCABULARY_FAMILIES: Mapping[str, Family] = _Families(vocabulary=True)
+"""Those that spread vocabulary layers over the ranks, more work and more stages: they don't compare with the others."""
 
 
 def register_family(family: Family) -> Family:
@@ -169,8 +178,9 @@ def require_stages(family: Family, ranks: int, chunks: int | None, costs: CostPr
     Raises:
         ScheduleError: they are not; names both numbers.
     """
-    stages = family.placement(ranks, family.default_chunks if chunks is None else chunks).num_stages
-    costs.require_stages(stages, f"{family.name} on {ranks} ranks with {stages // ranks} per rank")
+    chunks = family.default_chunks if chunks is None else chunks
+    stages = family.placement(ranks, chunks).num_stages
+    costs.require_stages(stages, f"{family.name} on {ranks} ranks with {chunks} per rank")
 
 
 def in_order(name: str, microbatches: int, rows: Sequence[Iterable[str]]) -> Schedule:

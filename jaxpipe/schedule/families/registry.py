@@ -20,6 +20,7 @@ from jaxpipe.schedule.families.family import (
     FAMILIES,
     SIZES,
     TABLE,
+    VOCABULARY_FAMILIES,
     Family,
     register_family,
     require_sizes,
@@ -50,10 +51,11 @@ def family_named(name: str) -> Family:
     Raises:
         ScheduleError: no such family; suggests the nearest name.
     """
-    family = FAMILIES.get(name)
+    family = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
     if family is None:
+        known = (*FAMILIES, *VOCABULARY_FAMILIES)
         raise ScheduleError(
-            f"unknown schedule family {name!r}{closest(str(name), FAMILIES, '.')} Known: {' '.join(FAMILIES)}"
+            f"unknown schedule family {name!r}{closest(str(name), known, '.')} Known: {' '.join(known)}"
         )
     return family
 

@@ -4,7 +4,8 @@ Source: Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary Paral
 sections 2.2 and 7.1 places the layers so. Part r of embedding and head is on rank r
 (:func:`~jaxpipe.schedule.placement.with_vocabulary`), and a part is a stage: F of a head's part is the paper's S (its logits,
 their largest and sum; with one barrier its share of the gradient too), BW its T; the loss, on the rank of the last layer,
-merges the parts. A *barrier* is what the loss waits for, and with two what the last layer's backward waits for; no rank stands still.
+merges the parts. A *barrier* is what the loss waits for, and with two what the last layer's backward waits for; no rank stands
+still for it.
 
 The paper draws orders for 1F1B by a walk over the ranks, and V-Half's by a rule of its own. Here any order of forwards and
 backwards is taken, and for 1F1B as much time and memory comes out:

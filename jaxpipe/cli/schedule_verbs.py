@@ -215,11 +215,11 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
 def _family(name: str) -> Family:
     from jaxpipe.schedule import FAMILIES, VOCABULARY_FAMILIES
 
-    families = {**FAMILIES, **VOCABULARY_FAMILIES}
-    if name not in families:
-        known = (*families, TRAVERSE)
+    found = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
+    if found is None:
+        known = (*FAMILIES, *VOCABULARY_FAMILIES, TRAVERSE)
         raise ConfigError(f"unknown schedule {name!r}{closest(name, known)}; known: {', '.join(known)}")
-    return families[name]
+    return found
 
 
 def make(

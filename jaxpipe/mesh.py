@@ -1,7 +1,7 @@
-"""Where ranks live: one submesh per pipeline rank, with axes ``dp`` (data) and ``tp`` (tensor).
+"""Where ranks live: one submesh per pipeline rank, with axes ``dp`` (data), ``cp`` (context, that is time) and ``tp`` (tensor).
 
 The axis names are spelled here and nowhere else. Devices are taken in their own order with ``tp`` innermost and the pipeline
-outermost, so that tensor-parallel neighbours are the closest devices.
+outermost, so that tensor-parallel neighbours are the closest devices, and then those that share a sequence.
 """
 
 from __future__ import annotations
@@ -17,25 +17,47 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpipe.errors import ConfigError
 
 DP = "dp"
+CP = "cp"
 TP = "tp"
-AXES = (DP, TP)
+DATA = (DP, CP)
+"""The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
+AXES = (*DATA, TP)
 AnyMesh = Mesh | AbstractMesh
 """A rank's devices, or as many that do not exist: stages can be traced for those, not run."""
 
 
+CP_METHODS = ("gather", "heads", "ring")
+"""How attention is computed where sequences are divided: every shard gathers all keys and values; shards exchange times for
+heads; keys and values go round a ring of shards."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """How the layers of a rank divide their work over the axis ``tp``.
+    """How the layers of a rank divide their work over the axes ``tp`` and ``cp``.
 
     ``size``: shards. ``sequence``: between the parallel products each shard holds a part of the time axis (axis 1 of what flows
     between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
     (Korthikanti et al., "Reducing Activation Recomputation", 2022). ``fused_residual``: a branch's residual is added before the
     all-reduce that ends it (``stp.txt`` equations 1 and 2). With size 1 nothing of this changes what is computed.
+
+    ``cp``: shards of each sequence (``stp.txt`` section 5.3), which meet in attention alone; ``cp_method``: how they do, one of
+    :data:`CP_METHODS` (:mod:`jaxpipe.context_parallel`).
     """
 
     size: int = 1
     sequence: bool = False
     fused_residual: bool = False
+    cp: int = 1
+    cp_method: str = "gather"
+
+    def __post_init__(self) -> None:
+        if self.cp_method not in CP_METHODS:
+            raise ConfigError(f"cp_method is {self.cp_method!r}; use {', '.join(CP_METHODS[:-1])} or {CP_METHODS[-1]}")
+
+    @property
+    def divided(self) -> bool:
+        """Whether several devices work on one sequence."""
+        return self.size * self.cp > 1
 
     @property
     def splits_time(self) -> bool:
@@ -44,18 +66,18 @@ class TensorParallel:
 
 
 ONE_SHARD = TensorParallel()
-"""No tensor parallelism."""
+"""One device."""
 
 
 def pipeline_submeshes(
-    ranks: int, *, dp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
+    ranks: int, *, dp: int = 1, cp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Mesh, ...]:
-    """One ``dp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
+    """One ``dp × cp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
 
     Raises:
-        ConfigError: a size is below 1, something is no device, or there are fewer devices than ``ranks · dp · tp``.
+        ConfigError: a size is below 1, something is no device, or there are fewer devices than ``ranks · dp · cp · tp``.
     """
-    for name, size in (("ranks", ranks), ("dp", dp), ("tp", tp)):
+    for name, size in (("ranks", ranks), (DP, dp), (CP, cp), (TP, tp)):
         if size < 1:
             raise ConfigError(f"{name} is {size}; want at least 1")
     have = list(jax.devices() if devices is None else devices)
@@ -63,13 +85,14 @@ def pipeline_submeshes(
         raise ConfigError(
             f"devices[{strange[0]}] is a {type(have[strange[0]]).__name__}; want devices, as jax.devices() lists"
         )
-    need = ranks * dp * tp
+    need = ranks * dp * cp * tp
     if len(have) < need:
+        axes = f"dp {dp}" + (f" × cp {cp}" if cp > 1 else "") + f" × tp {tp}"
         raise ConfigError(
-            f"{ranks} ranks × dp {dp} × tp {tp} need {need} devices, this process sees {len(have)}; use fewer ranks, or on a "
-            f"CPU set XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
+            f"{ranks} ranks × {axes} need {need} devices, this process sees {len(have)}; use fewer ranks, or on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
         )
-    grid = np.array(have[:need], dtype=object).reshape(ranks, dp, tp)
+    grid = np.array(have[:need], dtype=object).reshape(ranks, dp, cp, tp)
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 
 
@@ -79,8 +102,9 @@ def replicated(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
 
 
 def batch_sharded(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 split over ``dp``."""
-    return NamedSharding(mesh, PartitionSpec(DP), memory_kind=memory_kind)
+    """The sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 is that of the arrays of the
+    devices along :data:`DATA`, one after another."""
+    return device_sharded(mesh, DATA, memory_kind)
 
 
 def device_sharded(mesh: AnyMesh, axes: Sequence[str], memory_kind: str | None = None) -> NamedSharding:

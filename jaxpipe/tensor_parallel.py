@@ -15,8 +15,8 @@ with the same equations. The linear layers are Flax's own ``DenseGeneral`` with 
 initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
 
 Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
-the recompute policy ``gather`` says otherwise. Not modelled: context parallelism, pieces of one product overlapped with pieces
-of its own collective (a collective is hidden under another microbatch's work).
+the recompute policy ``gather`` says otherwise. Not modelled: pieces of one product overlapped with pieces of its own collective
+(a collective is hidden under another microbatch's work). Of divided sequences (:mod:`jaxpipe.context_parallel`) T is a shard's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from flax import linen as nn
 from jax import lax
 
 from jaxpipe._jax_compat import vary
+from jaxpipe.context_parallel import own_times
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
 
@@ -354,7 +355,9 @@ def shard_key(key: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
-    """``nn.Dropout`` on the residual stream: one mask on all shards, or one for each shard's part of the time axis."""
+    """``nn.Dropout`` on the residual stream: one mask on all shards, or one for each shard's part of the time axis.
+
+    Over ``cp`` each shard draws the mask of whole sequences and takes its positions' part: it is the undivided run's."""
 
     tp: TensorParallel = ONE_SHARD
 
@@ -362,6 +365,11 @@ class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
         quiet = nn.merge_param("deterministic", self.deterministic, deterministic)
         if self.tp.splits_time and not quiet and self.rate > 0:
             rng = shard_key(self.make_rng(self.rng_collection) if rng is None else rng, self.tp)
+        if self.tp.cp > 1 and not quiet and self.rate > 0:
+            B, T, *rest = inputs.shape
+            rng = self.make_rng(self.rng_collection) if rng is None else rng
+            keep = own_times(jax.random.bernoulli(rng, 1 - self.rate, (B, T * self.tp.cp, *rest)), self.tp, 1)
+            return jnp.where(keep, inputs / (1 - self.rate), jnp.zeros_like(inputs))
         kept: jax.Array = super().__call__(inputs, deterministic, rng)
         return kept
 

@@ -12,12 +12,19 @@ from q, k and the dropout key, which the backward reads anyway. A policy that dr
 that grows with T². The softmax is computed in float32 (float64 for float64 inputs); its backward reads the probabilities in the
 compute dtype, so in bfloat16 nothing T×T is held in float32. Masks are added, not selected: adding needs no residual.
 
+Where sequences are divided (:mod:`jaxpipe.context_parallel`), ``gather`` and ``heads`` are here, ``ring`` is there. With
+``gather`` a shard's queries see the keys and values of all shards, gathered by one collective, by this file's kernel: the T×T
+values are [T/c, T], and where F keeps the gathered keys and values, policy ``gather`` gathers them again. With ``heads`` one
+all-to-all gives each shard some heads at all times, for either kernel, and another gives their results back. Dropout draws
+whole masks, of which a shard takes its part.
+
 Not modelled: masks of other shapes, windows that see ahead, caches for generation, dropout and documents by cuDNN (``jax.nn``
 does not offer them).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +32,20 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpipe.context_parallel import (
+    gathered,
+    gathered_positions,
+    heads_for_times,
+    in_time_order,
+    own_heads,
+    own_positions,
+    own_times,
+    ring_attention,
+    times_for_heads,
+    whole_times,
+)
 from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
 
 SCORES = "attn_scores"
 """Name of every T×T value that the backward may read."""
@@ -64,6 +84,7 @@ def attention(
     segments: jax.Array | None = None,
     dropout: float = 0.0,
     key: jax.Array | None = None,
+    tp: TensorParallel = ONE_SHARD,
 ) -> jax.Array:
     """Attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
 
@@ -73,23 +94,86 @@ def attention(
     probabilities, and only when ``key`` is given. ``kernel``: one of :data:`KERNELS`; ``auto`` is cuDNN's on an NVIDIA GPU
     where it takes these shapes and dtypes, without dropout and segments. Where no stage is traced for a rank's devices
     ``cudnn`` is as ``auto``: layers are weighed in float32 before they are cut, and what was trained on GPUs may be evaluated
-    without.
+    without. ``tp``: over how many shards, and how, sequences are divided; T is then a shard's, that of ``segments`` too.
 
     Raises:
-        StageError: cuDNN was asked for and can't.
+        StageError: cuDNN was asked for and can't, or heads do not divide over the shards that exchange them.
     """
     assert causal or window is None, "a window without causal=True"
+    if tp.cp > 1 and tp.cp_method != "heads" and kernel == "cudnn":
+        instead = "use cp_method=heads, or attention=auto or xla"
+        raise StageError(f"attention=cudnn can't do cp_method={tp.cp_method}; {instead}")
+    if tp.cp > 1 and tp.cp_method == "ring":
+        return ring_attention(
+            q, k, v, tp, causal=causal, window=window, lengths=lengths, segments=segments, dropout=dropout, key=key
+        )
+    seen = _Seen(causal, window, lengths, None if segments is None else (segments, segments), dropout=dropout)
+    B, T, H, _ = q.shape
+    if key is not None and dropout > 0:
+        G, whole = k.shape[2], T * tp.cp
+        seen = replace(seen, keep=jax.random.bernoulli(key, 1 - dropout, (B, G, whole * H // G, whole)))
+    if tp.cp == 1:
+        return _by_kernel(q, k, v, kernel, seen)
+    if tp.cp_method == "heads":
+        return _by_heads(q, k, v, kernel, seen, tp)
+    return _by_gathering(q, k, v, seen, tp)
+
+
+_Pair = tuple[jax.Array, jax.Array]
+"""Of queries and of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Which keys each query sees: as in :func:`attention`. ``places``: where both lie in their sequences, if not one after
+    another; ``keep`` [B, G, T·R, S]: the probabilities that are not dropped; None: all."""
+
+    causal: bool
+    window: int | None
+    lengths: jax.Array | None
+    segments: _Pair | None
+    places: _Pair | None = None
+    dropout: float = 0.0
+    keep: jax.Array | None = None
+
+
+def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, seen: _Seen) -> jax.Array:
+    """Of whole sequences."""
     if kernel != "xla":
         try:
-            if segments is not None:
-                raise NotImplementedError("it can't tell documents apart")
-            return _by_cudnn(q, k, v, causal, window, lengths, dropout)
+            return _by_cudnn(q, k, v, seen)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if kernel == "cudnn" and jax.sharding.get_abstract_mesh().abstract_device is not None:
                 raise StageError(
                     f"attention=cudnn can't do this: {' '.join(str(error).split()).rstrip('.')}; use attention=auto or xla"
                 ) from error
-    return _by_xla(q, k, v, causal, window, lengths, segments, dropout, key)
+    return _by_xla(q, k, v, seen)
+
+
+def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, seen: _Seen, tp: TensorParallel) -> jax.Array:
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    apart = [q.reshape(B, T, G, H // G, K), k[:, :, :, None], v[:, :, :, None]]
+    qkv = times_for_heads(jnp.concatenate(apart, axis=3), tp)  # [B, T·c, G/c, R + 2, K]
+    if seen.segments is not None:
+        seen = replace(seen, segments=(whole_times(seen.segments[0], tp),) * 2)
+    if seen.keep is not None:
+        seen = replace(seen, keep=own_heads(seen.keep, tp, 1))
+    q = qkv[:, :, :, :-2].reshape(B, T * tp.cp, H // tp.cp, K)
+    return heads_for_times(_by_kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], kernel, seen), tp)
+
+
+def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen, tp: TensorParallel) -> jax.Array:
+    B, T, H, _ = q.shape
+    G, whole = k.shape[2], T * tp.cp
+    kv = gathered(jnp.concatenate([k, v], axis=2), tp)  # [B, T·c, 2G, K], one shard after another
+    seen = replace(seen, places=(own_positions(T, tp), jnp.asarray(gathered_positions(whole, tp))))
+    if seen.segments is not None:
+        seen = replace(seen, segments=(seen.segments[0], gathered(seen.segments[1], tp)))
+    if seen.keep is not None:
+        rows = own_times(seen.keep.reshape(B, G, whole, H // G, whole), tp, 2)
+        seen = replace(seen, keep=in_time_order(rows, tp, 4, back=True).reshape(B, G, T * H // G, whole))
+    return _by_xla(q, kv[:, :, :G], kv[:, :, G:], seen)
 
 
 def places(segments: jax.Array) -> jax.Array:
@@ -99,16 +183,10 @@ def places(segments: jax.Array) -> jax.Array:
     return position - jax.lax.cummax(jnp.where(segments == before, 0, position), axis=1)
 
 
-def _by_cudnn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    causal: bool,
-    window: int | None,
-    lengths: jax.Array | None,
-    dropout: float,
-) -> jax.Array:
+def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Array:
     """Raises what JAX raises, and NotImplementedError for what it does not check before it compiles."""
+    if seen.segments is not None:
+        raise NotImplementedError("it can't tell documents apart")
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     if platform not in ("gpu", "cuda"):
@@ -116,41 +194,31 @@ def _by_cudnn(
     capability = getattr(jax.devices()[0], "compute_capability", "8.0")
     if float(capability) < 8:
         raise NotImplementedError(f"it needs a GPU of compute capability 8.0, and this one has {capability}")
-    if dropout > 0:
+    if seen.dropout > 0:
         raise NotImplementedError("it can't drop probabilities")
     attended: jax.Array = jax.nn.dot_product_attention(
         q,
         k,
         v,
-        is_causal=causal,
-        query_seq_lengths=lengths,  # a query of padding that sees nothing would divide by zero
-        key_value_seq_lengths=lengths,
-        local_window_size=None if window is None else (window - 1, 0),
+        is_causal=seen.causal,
+        query_seq_lengths=seen.lengths,  # a query of padding that sees nothing would divide by zero
+        key_value_seq_lengths=seen.lengths,
+        local_window_size=None if seen.window is None else (seen.window - 1, 0),
         implementation="cudnn",
     )
     return attended
 
 
-def _by_xla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    causal: bool,
-    window: int | None,
-    lengths: jax.Array | None,
-    segments: jax.Array | None,
-    dropout: float,
-    key: jax.Array | None,
-) -> jax.Array:
+def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Array:
     B, T, H, K = q.shape
     G = k.shape[2]
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
-    probs = _softmax(scores, lengths, segments, causal, window)
-    if key is not None and dropout > 0:
-        keep = checkpoint_name(jax.random.bernoulli(key, 1 - dropout, probs.shape), SCORES)
-        probs = checkpoint_name(jax.lax.select(keep, probs / (1 - dropout), jnp.zeros_like(probs)), SCORES)
+    probs = _softmax(scores, seen.lengths, seen.segments, seen.places, seen.causal, seen.window)
+    if seen.keep is not None:
+        keep = checkpoint_name(seen.keep, SCORES)
+        probs = checkpoint_name(jax.lax.select(keep, probs / (1 - seen.dropout), jnp.zeros_like(probs)), SCORES)
     out = jnp.einsum("bgms,bgsk->bgmk", probs, v)
     if R == 1:
         return out.transpose(0, 2, 1, 3)
@@ -168,41 +236,53 @@ def _rows(q: jax.Array, G: int) -> jax.Array:
     return q.reshape(B, T, G, H // G, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * H // G, K)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _softmax(
-    scores: jax.Array, lengths: jax.Array | None, segments: jax.Array | None, causal: bool, window: int | None
+    scores: jax.Array,
+    lengths: jax.Array | None,
+    segments: _Pair | None,
+    places: _Pair | None,
+    causal: bool,
+    window: int | None,
 ) -> jax.Array:
-    """Softmax over the last axis of ``scores`` [B, G, T·R, T], same dtype out. Row m is of position t = m // R."""
+    """Softmax over the last axis of ``scores`` [B, G, T·R, S], same dtype out. Row m is of query m // R."""
     wide = jnp.promote_types(scores.dtype, jnp.float32)
-    rows, T = scores.shape[-2:]
+    rows, S = scores.shape[-2:]
+    R = rows // (S if places is None else len(places[0]))
+    column = jnp.arange(S) if places is None else places[1]
     masked = scores.astype(wide)
     if causal:
-        position, column = (jnp.arange(rows) // (rows // T))[:, None], jnp.arange(T)[None, :]
-        unseen = column > position
-        unseen = unseen if window is None else unseen | (column <= position - window)
+        position = (jnp.arange(rows) // R if places is None else jnp.repeat(places[0], R))[:, None]
+        unseen = column[None, :] > position
+        unseen = unseen if window is None else unseen | (column[None, :] <= position - window)
         masked += jnp.where(unseen, _MASKED, 0.0).astype(wide)[None, None]
     if lengths is not None:
-        padding = jnp.arange(T)[None, :] >= lengths[:, None]
+        padding = column[None, :] >= lengths[:, None]
         masked += jnp.where(padding, _MASKED, 0.0).astype(wide)[:, None, None]
     if segments is not None:
-        others = jnp.repeat(segments, rows // T, axis=1)[:, :, None] != segments[:, None, :]
+        others = jnp.repeat(segments[0], R, axis=1)[:, :, None] != segments[1][:, None, :]
         masked += jnp.where(others, _MASKED, 0.0).astype(wide)[:, None]
     return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
 
 
 def _softmax_forward(
-    scores: jax.Array, lengths: jax.Array | None, segments: jax.Array | None, causal: bool, window: int | None
+    scores: jax.Array,
+    lengths: jax.Array | None,
+    segments: _Pair | None,
+    places: _Pair | None,
+    causal: bool,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-    probs = checkpoint_name(_softmax(scores, lengths, segments, causal, window), SCORES)
+    probs = checkpoint_name(_softmax(scores, lengths, segments, places, causal, window), SCORES)
     return probs, probs
 
 
 def _softmax_backward(
     causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array
-) -> tuple[Any, None, None]:
+) -> tuple[Any, None, None, None]:
     wide = jnp.promote_types(probs.dtype, jnp.float32)
     p, g = probs.astype(wide), cotangent.astype(wide)
-    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None, None
+    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None, None, None
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)

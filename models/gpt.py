@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from jaxpipe.context_parallel import own_positions, own_times, whole_times
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
@@ -126,7 +127,8 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
             **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
-    return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len)
+    names = ("tokens", "targets", "weights", *config.segments)
+    return Model("gpt", layers, batch_spec, config.vocab_size, config.seq_len, over_time=names)
 
 
 def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
@@ -181,13 +183,17 @@ class Embed(nn.Module):
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """tokens [B, T] int32, T at most c.positions → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
-        if c.positions < T:
-            raise StageError(f"GPT has {c.positions} positions, got {T} tokens; give {c.positions} or fewer")
+        if c.positions < T * self.tp.cp:
+            given = f"got {T * self.tp.cp} tokens; give {c.positions} or fewer"
+            raise StageError(f"GPT has {c.positions} positions, {given}")
         words = VocabParallelEmbed(
             c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
         )
         positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)
-        placed = positions[None, :T] if segments is None else positions[places(segments)]  # [1 or B, T, D]
+        if segments is not None:
+            placed = positions[own_times(places(whole_times(segments, self.tp)), self.tp, 1)]  # [B, T, D]
+        else:
+            placed = positions[None, :T] if self.tp.cp == 1 else positions[own_positions(T, self.tp)][None]  # [1, T, D]
         x = words(tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
@@ -216,7 +222,9 @@ class Block(nn.Module):
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key)
+        heads = attention(
+            q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key, tp=tp
+        )
         return row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **_dense(c, _residual_std(c)))(
             heads
         )  # [B, T, D]

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from jaxpipe.context_parallel import own_positions
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
@@ -229,7 +230,8 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
             **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
         }
 
-    return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len)
+    names = ("tokens", "targets", "weights", *config.segments)
+    return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len, over_time=names)
 
 
 def block_layers(config: LlamaConfig) -> list[Layer]:
@@ -262,15 +264,16 @@ def head_layer(config: LlamaConfig) -> Layer:
     )
 
 
-def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
     """Rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K), or by t times
-    what ``scaling`` makes of that."""
+    what ``scaling`` makes of that. Of divided sequences T is a shard's, and t a position in the whole."""
     T, K = x.shape[1], x.shape[3]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency, factor = theta ** (-2.0 * np.arange(K // 2) / K), 1.0
     if scaling is not None:
         frequency, factor = scaling.scaled(frequency)
-    angle = jnp.arange(T, dtype=wide)[:, None] * jnp.asarray(frequency, wide)[None, :]  # [T, K/2]
+    position = jnp.arange(T, dtype=wide) if tp.cp == 1 else own_positions(T, tp).astype(wide)
+    angle = position[:, None] * jnp.asarray(frequency, wide)[None, :]  # [T, K/2]
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     if factor != 1:
         cos, sin = cos * factor, sin * factor
@@ -323,9 +326,10 @@ class Block(nn.Module):
         if c.qk_norm:
             q, k = _norm(c, "norm_q")(q), _norm(c, "norm_k")(k)
         if self.rotary:
-            q, k = rotate(q, c.rope_theta, c.rope_scaling), rotate(k, c.rope_theta, c.rope_scaling)
+            turned = partial(rotate, theta=c.rope_theta, scaling=c.rope_scaling, tp=tp)
+            q, k = turned(q), turned(k)
         kernel = "xla" if self.is_initializing() else c.attention
-        heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key)
+        heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key, tp=tp)
         dense = _dense(c, _residual_std(c), bias=c.out_bias)
         out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **dense)
         return out(heads)  # [B, T, H, K] → [B, T, D]

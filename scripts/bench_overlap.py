@@ -226,7 +226,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
         return devices
     if len(devices) < shards:
         return f"{shards} shards need as many devices, there are {len(devices)}"
-    grid = np.array(list(devices[:shards]), dtype=object).reshape(1, shards)
+    grid = np.array(list(devices[:shards]), dtype=object).reshape(1, 1, shards)
     return jax.sharding.Mesh(grid, AXES)
 
 

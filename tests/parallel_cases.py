@@ -1,7 +1,7 @@
 """Cases of tensor and data parallelism for tests: tiny models whose sizes 8 shards divide, their pipelines on every factoring
 of eight devices, and what one device computes without any of it.
 
-Legend: pp pipeline ranks, tp and dp devices of each rank. Everything is float64 unless told: the caller is under ``x64``.
+Legend: pp pipeline ranks, tp, cp and dp devices of each rank. Everything is float64 unless told: the caller is under ``x64``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ class Case:
     zero1: bool = False
     fused: bool = False
     dtype: str = "float64"
+    cp: int = 1
+    cp_method: str = "gather"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         flags = "".join(f"-{n}" for n in ("sequence", "zero1", "fused") if getattr(self, n))
-        return f"{self.name}-{self.pp}x{self.tp}x{self.dp}-{self.family}{flags}" + f"-{self.dtype}" * (
+        cp = f"-cp{self.cp}-{self.cp_method}" * (self.cp > 1)
+        return f"{self.name}-{self.pp}x{self.tp}x{self.dp}-{self.family}{flags}{cp}" + f"-{self.dtype}" * (
             self.dtype != "float64"
         )
 
@@ -84,7 +87,7 @@ def pipeline(case: Case, rows: int = ROWS) -> Pipeline:
         boundaries=[(s.start, s.stop) for s in plan_stages(model, schedule.num_stages).stages],
         compute_dtype=jnp.dtype(case.dtype),
         dp=case.dp,
-        tp=TensorParallel(case.tp, sequence=case.sequence, fused_residual=case.fused),
+        tp=TensorParallel(case.tp, case.sequence, case.fused, case.cp, case.cp_method),
     )
 
 

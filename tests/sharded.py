@@ -1,4 +1,4 @@
-"""A model run on emulated shards of a ``dp × tp`` mesh, without a pipeline: loss, gradients, and the jaxprs of its layers.
+"""A model run on emulated shards of a ``dp × cp × tp`` mesh, without a pipeline: loss, gradients, and the jaxprs of its layers.
 
 Parameters enter as in a stage (``split/trace.py``): cast to varying over ``dp``, and over ``tp`` where each shard makes
 a part of the gradient. What the pipeline does after its last microbatch, one sum of each gradient over ``dp`` (and over ``tp``
@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs, vary
-from jaxpipe.mesh import DP, TP, TensorParallel, pipeline_submeshes
+from jaxpipe.context_parallel import laid_out
+from jaxpipe.mesh import AXES, DATA, TP, TensorParallel, pipeline_submeshes
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.model.params import with_tied_leaves
 
@@ -39,7 +40,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def mesh_of(tp: TensorParallel, dp: int = 1) -> Mesh:
-    return pipeline_submeshes(1, dp=dp, tp=tp.size)[0]
+    return pipeline_submeshes(1, dp=dp, cp=tp.cp, tp=tp.size)[0]
 
 
 def shard_tree(layer: Layer, params: Params, tp: TensorParallel) -> Any:
@@ -82,14 +83,21 @@ def spec_of(kind: Shard | str) -> P:
 
 def entered(leaf: jax.Array, kind: Shard | str) -> jax.Array:
     """A parameter as a stage's functions get it."""
-    return vary(leaf, (DP, TP) if kind == "partial" else (DP,))
+    return vary(leaf, AXES if kind == "partial" else DATA)
 
 
 def loss_and_grads(
-    model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], tp: TensorParallel, dp: int = 1
+    model: Model,
+    params: Mapping[str, Params],
+    batch: Mapping[str, jax.Array],
+    tp: TensorParallel,
+    dp: int = 1,
+    key: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × tp`` devices."""
-    result: tuple[tuple[jax.Array, jax.Array], Any] = step(model, params, tp, dp)(dict(params), dict(batch), None)
+    """``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × cp × tp`` devices."""
+    one = laid_out({name: array[None] for name, array in batch.items()}, model.over_time, dp, tp.cp)
+    lying = {name: array[0] for name, array in one.items()}
+    result: tuple[tuple[jax.Array, jax.Array], Any] = step(model, params, tp, dp)(dict(params), lying, key)
     return result
 
 
@@ -98,16 +106,16 @@ def step(
 ) -> Callable[..., Any]:
     """The compiled function ``(params, batch, key) -> ((loss_sum, weight_sum), gradients)``."""
     kinds = shard_trees(model, params, tp)
-    specs = jax.tree.map(spec_of, kinds)
+    specs = jax.tree.map(spec_of if tp.size > 1 else lambda _: P(), kinds)
 
     def per_shard(params: Any, batch: Any, key: Any) -> Any:
         params = jax.tree.map(entered, params, kinds)
         (loss, weight), pull = jax.vjp(lambda p: apply_shard(model, p, batch, tp, key, train), params)
         (grads,) = pull((jnp.ones_like(loss), jnp.zeros_like(weight)))
-        summed = jax.tree.map(lambda g, kind: jax.lax.psum(g, (DP, TP) if kind == "partial" else DP), grads, kinds)
-        return (jax.lax.psum(loss, DP), jax.lax.psum(weight, DP)), summed
+        summed = jax.tree.map(lambda g, kind: jax.lax.psum(g, AXES if kind == "partial" else DATA), grads, kinds)
+        return (jax.lax.psum(loss, DATA), jax.lax.psum(weight, DATA)), summed
 
-    run = jax.shard_map(per_shard, mesh=mesh_of(tp, dp), in_specs=(specs, P(DP), P()), out_specs=(P(), specs))
+    run = jax.shard_map(per_shard, mesh=mesh_of(tp, dp), in_specs=(specs, P(DATA), P()), out_specs=(P(), specs))
     return jax.jit(run, compiler_options=QUICK)
 
 
@@ -160,7 +168,7 @@ def trace_layers(
         return jnp.zeros(())
 
     specs = jax.tree.map(spec_of, kinds)
-    traced = jax.shard_map(per_shard, mesh=mesh_of(tp), in_specs=(specs, P(DP)), out_specs=P())
+    traced = jax.shard_map(per_shard, mesh=mesh_of(tp), in_specs=(specs, P(DATA)), out_specs=P())
     jax.eval_shape(traced, dict(params), dict(batch))
     return made
 

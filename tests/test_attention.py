@@ -40,7 +40,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(tp: int = 1) -> AnyMesh:
-    return AbstractMesh((1, tp), AXES, abstract_device=GPU)
+    return AbstractMesh((1, 1, tp), AXES, abstract_device=GPU)
 
 
 def block_of(model: Model, mesh: AnyMesh, recompute: str = "none", dtype: Any = jnp.bfloat16) -> StageFunctions:

@@ -18,8 +18,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 EVERYTHING = frozenset(
-    ["errors", "wording", "files", "dump", "_jax_compat", "mesh", "tensor_parallel", "schedule", "stage", "cost"]
-) | {"program", "runtime", "plot", "train"}
+    [
+        "errors",
+        "wording",
+        "files",
+        "dump",
+        "_jax_compat",
+        "mesh",
+        "context_parallel",
+        "tensor_parallel",
+        "schedule",
+        "stage",
+    ]
+) | {"cost", "program", "runtime", "plot", "train"}
 
 ALLOWED: Mapping[str, frozenset[str]] = {
     # room: what of ours it may import; every room may import itself and jaxpipe.__version__
@@ -31,7 +42,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "_jax_compat": frozenset(),
     "schedule": frozenset({"errors", "wording", "files", "dump"}),
     "mesh": frozenset({"errors"}),
-    "tensor_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
+    "context_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
+    "tensor_parallel": frozenset({"mesh", "context_parallel", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "wording", "dump"}),
     "interop": frozenset({"stage", "errors", "wording", "files"}),
     "cost": frozenset({"stage", "schedule", "program", "mesh", "wording"}),
@@ -46,7 +58,14 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
     "models": frozenset(
-        {"tensor_parallel", "errors", "stage.model.layer", "stage.model.adapters", "stage.model.options"}
+        {
+            "tensor_parallel",
+            "context_parallel",
+            "errors",
+            "stage.model.layer",
+            "stage.model.adapters",
+            "stage.model.options",
+        }
     )
     | {"interop.table", "interop.config"},  # of tensors on the hub
 }

@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (9, 780, 16),
-    "cli": (20, 2342, 6),
-    "cost": (5, 771, 7),
+    "(top)": (10, 1070, 16),
+    "cli": (20, 2344, 6),
+    "cost": (5, 772, 7),
     "interop": (6, 435, 7),
-    "launch": (3, 258, 2),
-    "planning": (8, 1017, 11),
+    "launch": (3, 261, 2),
+    "planning": (8, 1023, 11),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
-    "runtime": (18, 2390, 27),
+    "runtime": (18, 2400, 27),
     "schedule": (25, 2941, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 595, 6),
@@ -36,8 +36,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (33, 4041, 52),
-    "stage": (46, 5870, 55),
-    "train": (65, 8630, 96),
+    "stage": (46, 5876, 55),
+    "train": (65, 8652, 96),
 }
 MOST_OF_SCHEDULE = 7527
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -1,4 +1,4 @@
-"""``--pp --tp --dp``: short forms of the settings ``pipeline.ranks``, ``pipeline.tp`` and ``pipeline.dp``.
+"""``--pp --tp --cp --dp``: short forms of the settings ``pipeline.ranks``, ``.tp``, ``.cp`` and ``.dp``.
 
 Importing this must not import JAX: ``--help`` is fast.
 """
@@ -15,12 +15,13 @@ _MOST = 65536
 _FLAGS = {
     "pp": ("pipeline.ranks", "pipeline ranks"),
     "tp": ("pipeline.tp", "tensor-parallel devices of each rank"),
+    "cp": ("pipeline.cp", "devices of each rank that share each sequence"),
     "dp": ("pipeline.dp", "data-parallel devices of each rank"),
 }
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the three flags; each is None unless given."""
+    """Add the flags; each is None unless given."""
     for flag, (key, text) in _FLAGS.items():
         parser.add_argument(f"--{flag}", type=whole_number(text, _MOST), metavar="N", help=f"{text}: short for {key}=N")
 

@@ -106,7 +106,8 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
     bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
-        compiler = Compiler(target, lambda text: notice(f"notice: {text}"), args.compile_seconds, config.pipeline.tp)
+        pipe = config.pipeline
+        compiler = Compiler(target, lambda text: notice(f"notice: {text}"), args.compile_seconds, pipe.tp, pipe.cp)
         bench.temp_of = compiler
     prediction = predict(config, bench, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"

@@ -58,7 +58,7 @@ def _rehearse(args: argparse.Namespace) -> int:
         check_outputs([args.output], (".json",))
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
-    size = config.pipeline.dp * config.pipeline.tp
+    size = config.pipeline.rank_devices
     request_devices(size, config.run.platform)
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text

@@ -100,7 +100,7 @@ def _train(args: argparse.Namespace) -> int:
             devices = max(config.pipeline.num_devices, config.run.devices)
             if processes.number > 1:
                 mine = processes.ranks(config.pipeline.ranks)[processes.mine]
-                devices = len(mine) * config.pipeline.dp * config.pipeline.tp
+                devices = len(mine) * config.pipeline.rank_devices
             request_devices(devices, config.run.platform, processes=processes.number)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of

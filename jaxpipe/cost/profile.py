@@ -6,8 +6,9 @@ Whoever knows seconds (FLOP counts, a measurement, a rehearsal, the roofline of 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -46,7 +47,7 @@ _BYTES = (
 class StageSizes:
     """What a profile takes of a stage beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``: of
     gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: of F, B and W, how many
-    tensor-parallel collectives there are of each (primitive, whole bytes), among ``shards``."""
+    collectives there are of each (primitive, whole bytes, devices among which)."""
 
     residual_bytes: float
     w_residual_bytes: float
@@ -56,28 +57,31 @@ class StageSizes:
     param_bytes: float
     acc_bytes: float
     passing: Mapping[str, float]
-    exchanges: Mapping[str, Mapping[tuple[str, int], float]]
-    shards: int
+    exchanges: Mapping[str, Mapping[tuple[str, int, int], float]]
 
     @classmethod
     def of(cls, stage: StageFunctions) -> StageSizes:
         """Those of a stage's functions."""
-        shards = stage.layout.shards
-        found = {op: f.jaxpr for op, f in stage.functions.items() if op in ("F", "B", "W") and shards > 1}
+        found = {op: f for op, f in stage.functions.items() if op in ("F", "B", "W")}
         return cls(
             **{name: float(getattr(stage, name)) for name in _BYTES},
             acc_bytes=float(total_device_bytes(stage.acc_avals)),
             passing={op: float(passing_bytes(stage, f)) for op, f in stage.functions.items()},
-            exchanges={
-                op: Counter((c.primitive, c.whole_bytes) for c in collectives(jaxpr)) for op, jaxpr in found.items()
-            },
-            shards=shards,
+            exchanges={op: Counter(_exchanges(f)) for op, f in found.items()},
         )
 
     def exchange_s(self, op: str, rates: UnitCosts) -> float:
-        """Seconds of the tensor-parallel collectives of one function, as rings."""
-        found = self.exchanges.get(op, {}).items()
-        return sum(n * rates.collective_s(primitive, size, self.shards) for (primitive, size), n in found)
+        """Seconds of the collectives of one function, as rings."""
+        return sum(n * rates.collective_s(*kind) for kind, n in self.exchanges.get(op, {}).items())
+
+
+def _exchanges(function: StageFunction) -> Iterator[tuple[str, int, int]]:
+    """Of each collective the primitive, the bytes of the whole array, and how many devices take part: at least two."""
+    sizes: Mapping[str, int] = next((a.sharding.mesh.shape for a in function.avals_out if a.sharding is not None), {})
+    for c in collectives(function.jaxpr):
+        devices = math.prod(sizes.get(axis, 1) for axis in c.axes)
+        if devices > 1:
+            yield c.primitive, c.whole_bytes, devices
 
 
 def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
 from jaxpipe.launch.local import RESTARTABLE
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED
 
 _PORT = 61440
@@ -42,24 +43,29 @@ class Job:
 
     def __post_init__(self) -> None:
         pipe = self.config.pipeline
-        have, each = self.nodes * self.gpus, pipe.tp * pipe.dp
+        have, each = self.nodes * self.gpus, pipe.rank_devices
         if _LABEL.fullmatch(self.name) is None:
             raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
         if pipe.num_devices != have:
             raise ConfigError(
-                f"{pipe.ranks} ranks × tp {pipe.tp} × dp {pipe.dp} are {pipe.num_devices} devices and {self.nodes} nodes with "
-                f"{self.gpus} GPUs have {have}; change --nodes, --gpus-per-node, --pp, --tp or --dp"
+                f"{pipe.ranks} ranks × {_axes(pipe)} are {pipe.num_devices} devices and {self.nodes} nodes with "
+                f"{self.gpus} GPUs have {have}; change --nodes, --gpus-per-node, --pp, --tp, --cp or --dp"
             )
         if self.gpus % self.processes or self.gpus // self.processes % each:
             raise ConfigError(
-                f"a rank's tp {pipe.tp} × dp {pipe.dp} = {each} GPUs must lie within one process, which has "
-                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change --tp, --dp or --processes-per-node"
+                f"a rank's {_axes(pipe)} = {each} GPUs must lie within one process, which has "
+                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change --tp, --cp, --dp or --processes-per-node"
             )
 
     @property
     def summary(self) -> str:
         pipe = self.config.pipeline
-        return f"{self.nodes} nodes × {self.gpus} GPUs = {pipe.ranks} ranks × tp {pipe.tp} × dp {pipe.dp}"
+        return f"{self.nodes} nodes × {self.gpus} GPUs = {pipe.ranks} ranks × {_axes(pipe)}"
+
+
+def _axes(pipe: PipelineConfig) -> str:
+    """The devices of a rank by what they share."""
+    return f"tp {pipe.tp} × " + (f"cp {pipe.cp} × " if pipe.cp > 1 else "") + f"dp {pipe.dp}"
 
 
 def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:

@@ -19,9 +19,9 @@ def planned_costs(
     stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
 ) -> CostProfile:
     """Seconds by roofline, bytes from shapes, links of the target; ``limit_bytes``: what arrays may fill on a device.
-    Collectives over ``tp`` are rings; F and B are taken to need equally long ones, which they do but for an embedding and a
-    head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
-    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp)
+    Collectives over ``tp`` and ``cp`` are rings; F and B are taken to need equally long ones, which they do but for an
+    embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
+    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp * pipe.cp)
     f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
@@ -44,7 +44,7 @@ def planned_costs(
 def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
     """What one device gets of the host link. Devices of one rank that share a link copy at once and halve it; devices of
     different ranks take turns (a PCIe group)."""
-    inside = min(target.gpus_per_host_link, pipe.tp)
+    inside = min(target.gpus_per_host_link, pipe.tp * pipe.cp)
     across = target.gpus_per_host_link // inside
     groups = [tuple(range(r, min(r + across, pipe.ranks))) for r in range(0, pipe.ranks, across)]
     return HostLink(
@@ -66,18 +66,18 @@ def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -
 def near_links(
     target: Target, efficiency: Efficiency, pipe: PipelineConfig
 ) -> tuple[tuple[tuple[int, int], Link], ...]:
-    """Links between neighbours (cyclically) that sit in one node; ranks fill nodes in order, ``tp`` devices each."""
+    """Links between neighbours (cyclically) that sit in one node; ranks fill nodes in order, ``cp · tp`` devices each."""
     near = link_of(target, efficiency, 1)
-    per_node = max(1, target.node_size // pipe.tp)
+    per_node = max(1, target.node_size // (pipe.tp * pipe.cp))
     pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
     return tuple(
         (pair, near) for pair in sorted(pairs) if pair[0] != pair[1] and len({r // per_node for r in pair}) == 1
     )
 
 
-def unit_costs(target: Target, efficiency: Efficiency, tp: int) -> UnitCosts:
-    """The target's rates as the cost model of units takes them."""
-    link = link_of(target, efficiency, tp)
+def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCosts:
+    """The target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
+    link = link_of(target, efficiency, devices)
     return UnitCosts(
         flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,
         bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,

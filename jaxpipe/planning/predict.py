@@ -130,7 +130,7 @@ def predict(
     timeline = simulate(schedule, costs)
     memory, activations = _memory(schedule, timeline, stages, costs)
     static_bytes = max(sum(m.by_kind[kind] for kind in _STATIC) for m in memory)
-    flops = 3 * sum(s.work["F"].flops for s in stages) * pipe.microbatches * pipe.dp * pipe.tp
+    flops = 3 * sum(s.work["F"].flops for s in stages) * pipe.microbatches * pipe.rank_devices
     reduced = reduction_s(max(m.by_kind["gradients"] for m in memory), bench.target, bench.efficiency, pipe)
     return Prediction(
         config=config,
@@ -188,9 +188,10 @@ def _memory(
 
 
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Seconds that dp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
+    """Seconds that dp · cp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
     all-gather of as many bytes of updated parameters."""
-    return 2 * (pipe.dp - 1) / pipe.dp * gradient_bytes / link_of(target, efficiency, pipe.dp * pipe.tp).bytes_per_s
+    n = pipe.dp * pipe.cp
+    return 2 * (n - 1) / n * gradient_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

@@ -23,6 +23,8 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
     if pipe.tp > 1:
         how = "split over the shards (sequence parallel)" if pipe.sequence_parallel else "whole on each of the shards"
         tp = f"; tp={pipe.tp}: residual stream {how}"
+    if pipe.cp > 1:
+        tp += f"; cp={pipe.cp}: positions of each sequence divided, attention by {pipe.cp_method}"
     if pipe.dp > 1:
         tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.zero1
     attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"

@@ -30,6 +30,7 @@ import optax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
+from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import StageSizes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
@@ -44,7 +45,7 @@ from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.primitives import is_attention_kernel
 from jaxpipe.stage.split.policies import per_stage
-from jaxpipe.train.assemble import Planner, stage_planner
+from jaxpipe.train.assemble import Planner, shards_of, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -80,8 +81,8 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage on one of the rank's ``tp`` devices. ``functions``: of the stage with long runs of equal layers cut short; all
-    other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters and optimizer
+    """A stage on one of the rank's ``cp × tp`` devices. ``functions``: of the stage with long runs of equal layers cut
+    short; all other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters and optimizer
     state, undivided; ``temps``: workspace in bytes by operation, of those that were compiled."""
 
     key: StageKey
@@ -121,11 +122,11 @@ class Workbench:
 
     @cached_property
     def mesh(self) -> AnyMesh:
-        """The ``tp`` devices of a rank: where traces are made. Nothing runs on them."""
+        """The ``cp × tp`` devices of a rank: where traces are made. Nothing runs on them."""
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
         device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
-        return AbstractMesh((1, self.tp.size), AXES, abstract_device=device)
+        return AbstractMesh((1, self.tp.cp, self.tp.size), AXES, abstract_device=device)
 
     @cached_property
     def avals(self) -> Mapping[str, Any]:
@@ -171,7 +172,7 @@ class Workbench:
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
-        batch = self.model.batch_spec(key.size)
+        batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
         with cudnn_assumed():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
@@ -221,27 +222,29 @@ def _plus(whole: Any, more: Any, base: Any, times: int) -> Any:
 
 
 class Compiler:
-    """``temp_of`` of a :class:`Workbench`: workspace in bytes of one of the rank's ``tp`` devices.
+    """``temp_of`` of a :class:`Workbench`: workspace in bytes of one of the rank's ``cp × tp`` devices.
 
     ``notice`` is told once why no more is compiled, if so; from then on workspace is estimated. ``budget_s``: no compilation
     starts after as many seconds of it. ``count``: functions compiled, in ``spent_s`` seconds.
     """
 
-    def __init__(self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1) -> None:
+    def __init__(
+        self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1, cp: int = 1
+    ) -> None:
         self.notice, self.budget_s, self.count, self.spent_s = notice, budget_s, 0, 0.0
         self.mesh: Mesh | None = None
-        here = target.chip is None and target.name == "cpu" and tp == 1
+        here = target.chip is None and target.name == "cpu" and tp * cp == 1
         self._options = {} if here else _OPTIONS
         devices: Sequence[jax.Device] | str = f"target {target.name} has no 'chip' numbers"
         if here:
             devices = jax.devices("cpu")[:1]
         elif target.chip is not None:
-            devices = compile_only_devices(target.name, device_text(target), tp)
+            devices = compile_only_devices(target.name, device_text(target), tp * cp)
         self.works = not isinstance(devices, str)
         if isinstance(devices, str):
             self._stop(devices)
         else:
-            self.mesh = Mesh(np.array([devices], dtype=object), AXES)
+            self.mesh = Mesh(np.array(devices, dtype=object).reshape(1, cp, tp), AXES)
 
     def _stop(self, reason: str) -> None:
         self.works = False
@@ -307,7 +310,7 @@ def workbench(
         jnp.dtype(config.run.dtype),
         target,
         efficiency,
-        TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
+        shards_of(pipe),
         optimizer_of(config, model),
         progress=progress,
         **others,

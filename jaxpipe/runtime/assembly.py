@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.context_parallel import laid_out, shard_avals
 from jaxpipe.cost import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes
@@ -94,8 +95,8 @@ class Assembly:
 
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
-    traced, these run). Every rank has ``dp`` × ``tp.size`` devices: a microbatch is split over ``dp``, and the layers divide
-    their work over ``tp``.
+    traced, these run). Every rank has ``dp`` × ``tp.cp`` × ``tp.size`` devices: the sequences of a microbatch are split over
+    ``dp``, the positions of each over ``cp``, and the layers divide their work over ``tp``.
     """
 
     model: Model
@@ -138,12 +139,13 @@ class Assembly:
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
                 None for stages balanced by FLOPs.
-            devices: ``dp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
+            devices: ``dp · tp.cp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
             recompute: policy by name (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
             dp: shards of a microbatch on each rank.
-            tp: tensor-parallel shards of each rank, and how they divide the layers' work (an int: without options).
+            tp: tensor- and context-parallel shards of each rank, and how they divide the layers' work (an int: that many of
+                the first, without options).
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
             processes: of the run, between which the ranks are divided; by default there is this one.
             transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.ownership.Ownership`).
@@ -154,7 +156,8 @@ class Assembly:
         check_microbatch(microbatch_size, dp)
         boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
-        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, tp=tp.size, devices=devices)
+        data_avals = shard_avals(model.name, model.batch_spec(microbatch_size), model.over_time, tp)
+        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, cp=tp.cp, tp=tp.size, devices=devices)
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
@@ -167,7 +170,7 @@ class Assembly:
             built = build_all(
                 layers,
                 param_avals=compute_avals(model.layers, compute, master),
-                data_avals=model.batch_spec(microbatch_size),
+                data_avals=data_avals,
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
@@ -256,13 +259,17 @@ class Assembly:
         a, b = self.boundaries[stage]
         return self.model.layers[a:b]
 
+    @property
+    def _data_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return shard_avals(self.model.name, self.model.batch_spec(self.microbatch_size), self.model.over_time, self.tp)
+
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
         """What each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
         stages = range(len(self.boundaries))
         return compare_policies(
             [self.layers(s) for s in stages],
             compute_avals(self.model.layers, self.compute_dtype, self.master_dtype),
-            self.model.batch_spec(self.microbatch_size),
+            self._data_avals,
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
@@ -319,6 +326,7 @@ class Assembly:
         """
         check_placed(params, self._own_functions)
         batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
+        batch = laid_out(batch, self.model.over_time, self.dp, self.tp.cp)
         return place_data(batch, self._own_functions, self.submeshes)
 
     def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
@@ -414,7 +422,7 @@ class Assembly:
         runs = self._forward(params, {**unread, **batch}, functions, 1)
         made = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
-            np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp.size) for part in parts])
+            np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp) for part in parts])
             for parts, a in zip(made, whole, strict=True)
         ]
         return fill(tree, leaves)
@@ -427,7 +435,7 @@ class Assembly:
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         whole = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         mesh = self.submeshes[self.primary(last)[0]]
-        return *build_output(self.layers(last), self.stages[last], mesh, spec, self.tp), whole
+        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.tp), whole
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpipe.context_parallel import joined_times
 from jaxpipe.errors import ProgramError
-from jaxpipe.mesh import batch_sharded, replicated
+from jaxpipe.mesh import TensorParallel, batch_sharded, replicated
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.options import divisors
 
@@ -122,7 +123,7 @@ def in_microbatches(
 def place_data(
     batch: Batch, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
 ) -> dict[Instance, list[list[jax.Array]]]:
-    """By (rank, stage) and microbatch, the arrays that the stage reads, split over ``dp``."""
+    """By (rank, stage) and microbatch, the arrays that the stage reads, split over ``dp`` and ``cp``."""
     count = len(next(iter(batch.values())))
     names = {at: f.data_names for at, f in functions.items() if f.data_names}
     slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
@@ -170,24 +171,27 @@ def _threefry(key: Any) -> Any:
     return key
 
 
-def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: int) -> np.ndarray:
+def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: TensorParallel) -> np.ndarray:
     """An array that a rank's devices hold parts of, their parts one after another on axis 0 (``tp`` innermost), as the array of
-    shape ``whole`` that they are parts of: axis 0 is split over ``dp``, and over ``tp`` the axis that its shape tells.
+    shape ``whole`` that they are parts of: axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis that its
+    shape tells, if it differs between these shards.
 
     Raises:
         ProgramError: its shape tells of no such axis.
     """
     if stacked.shape == tuple(whole):
         return stacked
-    parts = stacked.reshape(dp, tp, -1, *stacked.shape[1:])
-    split = [k for k, (n, m) in enumerate(zip(whole, parts.shape[2:], strict=True)) if k and n == m * tp]
-    if len(split) != 1:
+    rows, times = whole[0] // dp, [n // (tp.cp if k == 1 else 1) for k, n in enumerate(whole)][1:]
+    parts = stacked.reshape(dp, tp.cp, -1, rows, *stacked.shape[1:])
+    shards = parts.shape[2]
+    split = [k for k, (n, m) in enumerate(zip(times, stacked.shape[1:], strict=True), 1) if n == m * shards]
+    if shards > 1 and len(split) != 1:
         raise ProgramError(
-            f"the output of shape {tuple(whole)} lies on {tp} tensor-parallel shards as {parts.shape[2:]} each; gather it in "
-            "the layer before the loss"
+            f"the output of shape {tuple(whole)} lies on {shards} tensor-parallel shards as {parts.shape[3:]} each; gather it "
+            "in the layer before the loss"
         )
-    rows = [np.concatenate(list(shards), axis=split[0]) for shards in parts]
-    return np.concatenate(rows)
+    joined = parts[:, :, 0] if shards == 1 else np.concatenate(list(np.moveaxis(parts, 2, 0)), axis=split[0] + 2)
+    return np.concatenate([joined_times(list(sequences)) for sequences in joined])
 
 
 @partial(jax.jit, static_argnames="count")

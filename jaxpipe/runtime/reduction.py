@@ -1,9 +1,9 @@
 """The one reduction of a step's gradients inside a rank: what its devices accumulated, summed.
 
 Within a step every device adds up its own microbatch shards (``compiled/compile.py``), so F, B and W hold no reduction
-over ``dp``. Afterwards each accumulator is summed once, over ``dp``, and over ``tp`` too where shards made parts of a gradient
-(``partial`` buffers); split parameters stay split. The result lies as the parameters do. Small leaves share a buffer already
-(:mod:`jaxpipe.stage.model.params`), so a stage needs few collectives.
+over ``dp`` or ``cp``. Afterwards each accumulator is summed once, over both, and over ``tp`` too where shards made parts of a
+gradient (``partial`` buffers); split parameters stay split. The result lies as the parameters do. Small leaves share a buffer
+already (:mod:`jaxpipe.stage.model.params`), so a stage needs few collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpipe.mesh import DP, TP, spec_of
+from jaxpipe.mesh import AXES, DATA, spec_of
 from jaxpipe.stage.functions import StageFunctions
 
 Reduction = Callable[[list[jax.Array]], list[jax.Array]]
@@ -42,7 +42,7 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
 
 def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
     """The axes of more than one device over which the gradients of a parameter buffer of this kind are summed."""
-    return tuple(a for a in ((DP, TP) if kind == "partial" else (DP,)) if mesh.shape[a] > 1)
+    return tuple(a for a in (AXES if kind == "partial" else DATA) if mesh.shape[a] > 1)
 
 
 def on_rank(

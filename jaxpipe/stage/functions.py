@@ -31,7 +31,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
-from jaxpipe.mesh import DP, TP, AnyMesh, device_sharded, replicated
+from jaxpipe.mesh import AXES, DATA, TP, AnyMesh, device_sharded, replicated
 from jaxpipe.stage.leaves import array_leaves
 from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
@@ -86,18 +86,18 @@ class Homes:
             case "key" | "token":
                 return ()
             case "data" | "loss":
-                return (DP,)
+                return DATA
             case "x" | "dx":
-                return (DP, TP) if self.x_varies[port.index] else (DP,)
+                return AXES if self.x_varies[port.index] else DATA
             case "y":
-                return (DP, TP) if self.y_varies[port.index] else (DP,)
+                return AXES if self.y_varies[port.index] else DATA
             case "dy":
                 return self.axes(Port("y", self.dy_of[port.index]))
             case "acc":
-                return (DP,) if self.layout.kinds[port.index] == "same" else (DP, TP)
+                return DATA if self.layout.kinds[port.index] == "same" else AXES
             case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)
-                return (DP, TP) if source is None else self.axes(source)
+                return AXES if source is None else self.axes(source)
 
     def entering(self, port: Port, whole: Any) -> jax.ShapeDtypeStruct:
         """An array that is ``whole`` outside, as it lies on this rank; scalars are the same on all devices."""

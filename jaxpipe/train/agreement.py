@@ -67,9 +67,9 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     have = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
     processes.agree("devices", have, "use equal hosts, and see that all have their drivers")
     mine = processes.ranks(config.pipeline.ranks)[processes.mine]
-    need = len(mine) * config.pipeline.dp * config.pipeline.tp
+    need = len(mine) * config.pipeline.rank_devices
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
-    more = "start more processes, or lower --pp, --tp or --dp"
+    more = "start more processes, or lower --pp, --tp, --cp or --dp"
     processes.check("enough devices", f"{few}; {more}" if len(devices) < need else "")
 
 
@@ -90,7 +90,7 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     ranks = enumerate(processes.ranks(pipe.ranks))
-    return [device for k, some in ranks for device in by_process[k][: len(some) * pipe.dp * pipe.tp]]
+    return [device for k, some in ranks for device in by_process[k][: len(some) * pipe.rank_devices]]
 
 
 def agree_on_data(processes: Processes, fingerprint: str) -> None:

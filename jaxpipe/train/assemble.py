@@ -234,7 +234,7 @@ def assemble(
         recompute=pipe.recompute,
         offload=offload,
         dp=pipe.dp,
-        tp=TensorParallel(pipe.tp, sequence=pipe.sequence_parallel, fused_residual=pipe.fused_residual),
+        tp=shards_of(pipe),
         braid=pipe.braid,
         processes=processes,
         transport=transport,
@@ -243,6 +243,11 @@ def assemble(
         progress(remark)
     costs = assembly.flop_costs
     return Pipeline.over(assembly, final_order(pipe, draft, costs, [s.cost for s in plan.stages], progress, split))
+
+
+def shards_of(pipe: PipelineConfig) -> TensorParallel:
+    """How the layers of a rank divide their work."""
+    return TensorParallel(pipe.tp, pipe.sequence_parallel, pipe.fused_residual, pipe.cp, pipe.cp_method)
 
 
 def final_order(

@@ -1,9 +1,10 @@
 """The collectives of a training step outside the pipeline: gradients are added up, updated parameters handed round.
 
-F, B and W add to each device's own accumulators and make no collective over ``dp``. After the pipeline, here, each parameter is
-reduced once: over ``dp``, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``).
-Without ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket, and after the update
-an all-gather a bucket. Copies of tied leaves are left out: they have been added to their owner's accumulator.
+F, B and W add to each device's own accumulators and sum nothing over ``dp`` or ``cp``. After the pipeline, here, each parameter
+is reduced once: over both, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``).
+Without ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket over ``dp``, an
+all-reduce of the pieces over the other axes, and after the update an all-gather a bucket. Copies of tied leaves are left out:
+they have been added to their owner's accumulator.
 
 A stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as the rank has run its last W, while
 other ranks still work. With one device a rank there are no collectives, and nothing is compiled for them.
@@ -88,14 +89,20 @@ class GradientReduction:
 
 def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators with what this stage updates of them added up over the rank."""
-    sums = list(acc)
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for index in shards.updated:
-        groups.setdefault(reduced_axes(shards.mesh, shards.layout.kinds[index]), []).append(index)
-    for axes, members in groups.items():
-        if axes:
-            for i, total in zip(members, jax.lax.psum([acc[i] for i in members], axes), strict=True):
-                sums[i] = total
+    kinds = shards.layout.kinds
+    return _summed_over(
+        acc, [reduced_axes(shards.mesh, kinds[i]) if i in shards.updated else () for i in range(len(acc))]
+    )
+
+
+def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
+    """``arrays``, each summed over its axes: one collective for all that have the same."""
+    sums = list(arrays)
+    for over in dict.fromkeys(axes):
+        members = [k for k, own in enumerate(axes) if own == over]
+        if over:
+            for k, total in zip(members, jax.lax.psum([arrays[k] for k in members], over), strict=True):
+                sums[k] = total
     return sums
 
 
@@ -103,11 +110,8 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
     buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.updated]
-    partial = [k for k, i in enumerate(shards.updated) if TP in reduced_axes(shards.mesh, shards.layout.kinds[i])]
-    if partial:
-        for k, total in zip(partial, jax.lax.psum([buckets[k] for k in partial], TP), strict=True):
-            buckets[k] = total
-    return buckets
+    axes = [tuple(a for a in reduced_axes(shards.mesh, shards.layout.kinds[i]) if a != DP) for i in shards.updated]
+    return _summed_over(buckets, axes)
 
 
 def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:

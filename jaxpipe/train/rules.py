@@ -180,12 +180,13 @@ def _towers(config: Sections) -> Iterator[str]:
         yield f"{sizes} is more than {_MOST_PAIRS}: use fewer microbatches or chunks"
 
 
-@_about("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.tp")
+@_about("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 def _devices(config: Sections) -> Iterator[str]:
     devices, pipe = config.run.devices, config.pipeline
     need = pipe.num_devices
     if 0 < devices < need:
-        product = f"the {need} of pipeline.ranks={pipe.ranks} × pipeline.dp={pipe.dp} × pipeline.tp={pipe.tp}"
+        cp = f" × pipeline.cp={pipe.cp}" if pipe.cp > 1 else ""
+        product = f"the {need} of pipeline.ranks={pipe.ranks} × pipeline.dp={pipe.dp}{cp} × pipeline.tp={pipe.tp}"
         fewer = f"run.devices={devices} is fewer than {product if need > pipe.ranks else f'pipeline.ranks={need}'}"
         yield f"{fewer}: use at least {need}, or 0 for as many as needed"
 

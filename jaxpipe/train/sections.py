@@ -132,10 +132,15 @@ class DataConfig:
 class PipelineConfig:
     """Which devices run what, in which order."""
 
-    #: Pipeline ranks p; each is ``dp * tp`` devices.
+    #: Pipeline ranks p; each is ``dp * cp * tp`` devices.
     ranks: Annotated[int, within(1, 4096)] = 4
     #: Devices that share a rank's layers.
     tp: Annotated[int, within(1, 65536)] = 1
+    #: Devices that share each sequence's positions.
+    cp: Annotated[int, within(1, 65536)] = 1
+    #: How attention is computed where they do: by keys and values gathered from all, by exchanging times for heads, or by keys
+    #: and values that go round a ring.
+    cp_method: Literal["gather", "heads", "ring"] = "gather"
     #: Devices that share each microbatch's sequences.
     dp: Annotated[int, within(1, 65536)] = 1
     #: Microbatches m a step.
@@ -173,8 +178,13 @@ class PipelineConfig:
 
     @property
     def num_devices(self) -> int:
-        """``ranks · dp · tp``."""
-        return self.ranks * self.dp * self.tp
+        """``ranks · dp · cp · tp``."""
+        return self.ranks * self.rank_devices
+
+    @property
+    def rank_devices(self) -> int:
+        """``dp · cp · tp``."""
+        return self.dp * self.cp * self.tp
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How masters, reduced gradients and optimizer state of a stage lie on the ``dp × tp`` devices of its rank.
+"""How masters, reduced gradients and optimizer state of a stage lie on a rank's ``dp × cp × tp`` devices, the same along cp.
 
 Without ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state
 is an array of each leaf's whole shape, split along the leaf's own axis.

@@ -12,10 +12,11 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +70,16 @@ class Trainer(Closing):
         learning_rate: of ``optimizer``, a number or a schedule of the step; only reported, as
             :attr:`StepMetrics.learning_rate`. That of ``optax.inject_hyperparams`` needs no telling.
         ema: decay of an exponential moving average of the parameters, kept with the optimizer's state; None for none.
-        dp, tp, zero1: devices of each rank that share a microbatch's sequences, and its layers' work; divide the optimizer's
-            state and update over dp.
+        dp, cp, tp, zero1: devices of each rank that share a microbatch's sequences, each sequence's positions, and its layers'
+            work; divide the optimizer's state and update over dp.
+        cp_method: how attention is computed where positions are divided (:data:`jaxpipe.mesh.CP_METHODS`).
         offload, braid: as in :meth:`Pipeline.build`.
         trainable, float32: of (layer name, path), whether a parameter is trained, and whether it stays float32 where
             ``dtype`` is smaller (:func:`jaxpipe.stage.model.layer.with_leaf_rules`).
         seed: of initial parameters, and of the random numbers that layers draw.
         keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
-        devices: to run on, ``dp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any, emulated
-            CPU devices.
+        devices: to run on, ``dp · cp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any,
+            emulated CPU devices.
 
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
@@ -102,6 +104,8 @@ class Trainer(Closing):
         learning_rate: float | optax.Schedule | None = None,
         ema: float | None = None,
         dp: int = 1,
+        cp: int = 1,
+        cp_method: str = "gather",
         tp: int | TensorParallel = 1,
         zero1: bool = False,
         offload: OffloadOptions = OFFLOAD_ALL,
@@ -121,7 +125,13 @@ class Trainer(Closing):
             )
         sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
         asked = {name: n for name, n in sizes.items() if n is not None}
-        for name, value in {"microbatch_size": microbatch_size, "dp": dp, "keep_last": keep_last, **asked}.items():
+        for name, value in {
+            "microbatch_size": microbatch_size,
+            "dp": dp,
+            "cp": cp,
+            "keep_last": keep_last,
+            **asked,
+        }.items():
             _whole(name, value)
         for name, value in {"seed": seed, "keep_best": keep_best}.items():
             _whole(name, value, least=0)
@@ -132,11 +142,14 @@ class Trainer(Closing):
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
         shards = TensorParallel(tp) if isinstance(tp, int) else tp
+        shards = shards if cp == 1 else replace(shards, cp=cp, cp_method=cp_method)
         given = _given_schedule(schedule)
         known = _sizes(schedule, given, asked)
         pipe = PipelineConfig(
             ranks=known["ranks"],
             tp=shards.size,
+            cp=shards.cp,
+            cp_method=cast("Any", shards.cp_method),
             dp=dp,
             microbatches=known["microbatches"],
             chunks=known["chunks"],
@@ -237,7 +250,9 @@ class Trainer(Closing):
         """Model, pipeline, optimizer and memory in four lines."""
         pipe, schedule = self.pipeline, self.schedule
         leaves = jax.tree.leaves(param_avals(self.model))
-        sharding = "".join(f" × {axis} {n}" for axis, n in (("dp", pipe.dp), ("tp", pipe.tp.size)) if n > 1)
+        sharding = "".join(
+            f" × {axis} {n}" for axis, n in (("dp", pipe.dp), ("cp", pipe.tp.cp), ("tp", pipe.tp.size)) if n > 1
+        )
         devices = pipe.submeshes[0].devices.flat[0].platform
         peak = max(self.train_step.memory_report(workspace=False).peak_bytes)
         stages = " | ".join(_layer_words(pipe.layers(s)) for s in range(len(pipe.boundaries)))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var, variables
-from jaxpipe.mesh import TP
+from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
 from jaxpipe.stage.dataflow import Dataflow, called, reachable
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
@@ -47,7 +47,7 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     found: BraidedFunction | None = cache.jitted.get(key)
     if found is None:
         mesh = mesh_of([f for _, f in parts])
-        found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh.shape[TP]), mesh)
+        found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh), mesh)
     return replace(found, parts=names)
 
 
@@ -88,10 +88,9 @@ class _Composition:
     """The parts woven, with shared arguments unified and accumulators handed from part to part.
 
     ``inputs``, ``outputs``: (part, port, aval) of each argument and result of ``closed``. ``woven``: what was put under what.
-    ``shards``: of the axis ``tp``.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, StageFunction]], shards: int) -> None:
+    def __init__(self, parts: Sequence[tuple[int, StageFunction]], mesh: Mesh) -> None:
         self.parts = parts
         self.inputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
         self.outputs: list[tuple[int, Port, jax.ShapeDtypeStruct]] = []
@@ -99,7 +98,7 @@ class _Composition:
         self._env: dict[Var, Atom] = {}
         self._sums: dict[tuple[int, Port], Atom] = {}
         heads = self._heads()
-        self.woven = weave([h.closed for h in heads], shards=shards)
+        self.woven = weave([h.closed for h in heads], shards=mesh.shape[TP], cp=mesh.shape[CP])
         woven = self.woven.jaxpr
         made = self._bind(heads, woven)
         eqns = [eqn.replace(invars=[called(self._env, a) for a in eqn.invars]) for eqn in woven.jaxpr.eqns]

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.flops import jaxpr_flops
@@ -89,18 +89,18 @@ def build_stage_functions(
         x: what enters (:meth:`~jaxpipe.stage.model.links.StageLinks.entering`). Leaves are ``ShapeDtypeStruct`` (global shapes)
             or static values.
         data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
-        mesh: the rank's submesh with axes ``dp`` and ``tp``.
+        mesh: the rank's submesh with axes ``dp``, ``cp`` and ``tp``.
         links: where the layers' inputs come from, and where what leaves goes.
         recompute: name of a policy in :data:`jaxpipe.stage.split.policies.POLICIES`, or several joined by ``+``.
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
-        tp: how the layers divide their work over the axis ``tp`` of ``mesh``.
+        tp: how the layers divide their work over the axes ``tp`` and ``cp`` of ``mesh``.
 
     Raises:
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
         ConfigError: a layer can't be divided over so many shards.
     """
-    assert mesh.shape[TP] == tp.size, f"a submesh with {mesh.shape[TP]} shards for tp {tp.size}"
+    assert (mesh.shape[TP], mesh.shape[CP]) == (tp.size, tp.cp), f"a submesh of {dict(mesh.shape)} for {tp}"
     cache = cache if cache is not None else BuildCache()
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
@@ -335,9 +335,9 @@ def _function(
 
     def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
         if key not in cache.jitted:
-            shards = homes.mesh.shape[TP]
+            shards, cp = homes.mesh.shape[TP], homes.mesh.shape[CP]
             # weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave
-            program = weave([closed], shards=shards).jaxpr if donated and shards > 1 else closed
+            program = weave([closed], shards=shards, cp=cp).jaxpr if donated and shards * cp > 1 else closed
             cache.jitted[key] = jit_per_shard(program, avals_in, avals_out, results, homes.mesh, donated, name)
         return cache.jitted[key]
 
@@ -393,10 +393,10 @@ def _forwarding(
 
 
 def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
-    """Compiler options by what ``mesh`` is made of: on GPUs for functions with tensor-parallel collectives."""
+    """Compiler options by what ``mesh`` is made of: on GPUs for functions with collectives."""
     if _platform(mesh) == "cpu":
         return OPTIONS
-    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] > 1 and _platform(mesh) in ("gpu", "cuda") else {}
+    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] * mesh.shape[CP] > 1 and _platform(mesh) in ("gpu", "cuda") else {}
 
 
 def _platform(mesh: AnyMesh) -> str:

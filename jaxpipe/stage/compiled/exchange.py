@@ -1,4 +1,4 @@
-"""The tensor-parallel collectives of a stage function alone: same shapes, same devices, one after another, nothing beside them.
+"""The collectives of a stage function alone: same shapes, same devices, one after another, nothing beside them.
 
 For measuring T_AR of `stp.txt` section 4.3 (:mod:`jaxpipe.cost`): what schedules with braids hide.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of, variables
-from jaxpipe.mesh import DP, TP, device_sharded
+from jaxpipe.mesh import AXES, device_sharded
 from jaxpipe.stage.compiled.braid import mesh_of
 from jaxpipe.stage.functions import StageFunction
 from jaxpipe.stage.weave.units import collectives
@@ -25,7 +25,7 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
     if not eqns:
         return None
     mesh = mesh_of([function])
-    home = device_sharded(mesh, (DP, TP))
+    home = device_sharded(mesh, AXES)
 
     def run(*shards: Any) -> list[Any]:
         results: list[Any] = []

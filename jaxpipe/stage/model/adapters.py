@@ -47,7 +47,7 @@ def from_linen(
     leaves that belong to another layer; they are taken out of what ``init`` makes. Layers made by ``dataclasses.replace(layer,
     name=…)`` from one adapter share its functions, and so JAX's caches. ``shards``: as in :class:`Layer`; such a module has a
     field ``tp: TensorParallel = ONE_SHARD``, and on several shards it is called with its own shard of each parameter and ``tp``
-    set (the shapes that it declares are then those of a shard).
+    set (where sequences alone are divided, too; the shapes that it declares are then those of a shard).
 
     Raises StageError for what is no instance of a linen module, and from ``init`` or ``apply`` for collections other than
     ``params`` and for whatever Flax refuses.
@@ -67,7 +67,7 @@ def from_linen(
         arguments = _arguments(x, context, reads)
         keys = streams(context.key, rngs) if context.train and uses_key else {}
         with as_stage_error(label):
-            shard = module if context.tp.size == 1 else module.clone(tp=context.tp)
+            shard = module.clone(tp=context.tp) if shards is not None and context.tp.divided else module
             return shard.apply({"params": params}, *arguments, rngs=keys, **mode(context.train))
 
     return Layer(name, jax.jit(init), apply, tuple(reads), uses_key, ties, kind, shards)
@@ -119,7 +119,7 @@ def from_nnx(
                 "and give a key in training"
             )
         shard = split
-        if context.tp.size > 1:
+        if shards is not None and context.tp.divided:
             shard = divided.get(context.tp) or blueprint(label, module, tp=context.tp).module
             divided[context.tp] = shard
         return shard.call(params, _arguments(x, context, reads), shard.mode(context.train), key, context.train)

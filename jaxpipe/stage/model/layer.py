@@ -52,8 +52,8 @@ class LayerContext:
 
     ``data``: the batch arrays named in :attr:`Layer.reads`, this microbatch's shard. ``key``: a PRNG key unique to (step,
     microbatch, layer), or None when the layer does not ask for one or in evaluation. ``train``: False in evaluation.
-    ``tp``: how the work is divided over tensor-parallel shards; outside a pipeline there is one. With several, ``apply`` runs
-    once a shard, inside ``shard_map``, and gets its own shard of each parameter.
+    ``tp``: how the work is divided over shards of parameters and of sequences; outside a pipeline there is one. With several,
+    ``apply`` runs once a shard, inside ``shard_map``, and gets its own shard of each parameter.
     """
 
     data: Mapping[str, jax.Array]
@@ -133,7 +133,9 @@ class Model:
     over all microbatches: the weights of one are not mixed with another's. Each is reported under its layer's name too.
 
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
-    ``loss_unit``: what the loss is in, and per what its weights count.
+    ``loss_unit``: what the loss is in, and per what its weights count. ``over_time``: the batch arrays whose axis 1 is time, of
+    a model that can have it divided (``LayerContext.tp.cp``): its layers work on each position alone, or ask
+    :mod:`jaxpipe.context_parallel` for the others. Empty: it can't.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Model:
     vocab_size: int
     seq_len: int
     loss_unit: str = field(default="nats/token", kw_only=True)
+    over_time: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes

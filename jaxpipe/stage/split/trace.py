@@ -1,16 +1,17 @@
 """Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
 
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
-the rank's submesh, with varying-axis types on where layers are divided over ``tp``. Parameters are cast to varying
-over ``dp`` first, so gradients stay per-shard sums and no microbatch pays a reduction. Nothing is executed; splitting
-(:mod:`jaxpipe.stage.split.splitter`) cuts the result.
+the rank's submesh, with varying-axis types on where layers are divided over ``tp`` or ``cp``. Parameters are cast to varying
+over ``dp`` and ``cp`` first, so gradients stay per-shard sums and no microbatch pays a reduction. Nothing is executed;
+splitting (:mod:`jaxpipe.stage.split.splitter`) cuts the result.
 
 Randomness: a microbatch's key is ``uint32[2]`` (threefry key data); layer ``i`` of the *model* draws from
 :func:`layer_key` ``(key, i)``, so results do not depend on the cut. With ``dp > 1`` the shard's index is folded in as well.
 
 What crosses a stage boundary is a pytree: inexact arrays have cotangents, integer and boolean arrays travel without, other
-leaves (Python numbers, strings) are recorded while tracing and baked into the next stage. Every array is split over ``dp`` on
-axis 0; one that is not the same on all ``tp`` shards (the types tell) is per device.
+leaves (Python numbers, strings) are recorded while tracing and baked into the next stage. Axis 0 of every array is that of the
+parts of the devices along ``dp`` and ``cp``, one after another; one that is not the same on all ``tp`` shards (the types
+tell) is per device.
 
 Tensor parallelism: layers are written per shard. Types make the derivative right: where a value that is the same on all shards
 meets a shard's own part of a parameter, its cotangent is summed over ``tp``. Parameters whose gradient each shard makes a part
@@ -46,7 +47,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.mesh import AXES, CP, DATA, DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
@@ -190,7 +191,7 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     ) -> tuple[Any, ...]:
         leaves, data = spec.layout.unpack_leaves(_varying_params(spec, buffers)), spec.whole_data(data)
         theta, theta_of = _partition(leaves, [spec.layout.trains(slot) for slot in spec.layout.slots])
-        floats, x_of = _partition([vary(leaf, (DP,)) for leaf in x], spec.x_learns)
+        floats, x_of = _partition([vary(leaf, DATA) for leaf in x], spec.x_learns)
 
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
@@ -228,7 +229,7 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
     """Parameter buffers cast to varying where the gradients of the shards are to stay apart."""
     kinds = spec.layout.kinds
-    return [vary(b, (DP, TP) if kind == "partial" else (DP,)) for b, kind in zip(buffers, kinds, strict=True)]
+    return [vary(b, AXES if kind == "partial" else DATA) for b, kind in zip(buffers, kinds, strict=True)]
 
 
 def _trace(
@@ -252,7 +253,7 @@ def _trace(
         return jnp.zeros(())
 
     # Types make derivatives right where parameters are divided; elsewhere they would only refuse loops that start from zeros.
-    typed, specs = spec.tp.size > 1, tuple(jax.tree.map(spec_of, args))
+    typed, specs = spec.tp.divided, tuple(jax.tree.map(spec_of, args))
     mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
     jax.eval_shape(mapped, *args)
     flat = flatten(captured[0].jaxpr, captured[0].consts, sources=_SOURCE)
@@ -263,13 +264,13 @@ def _trace(
 
 
 def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
-    dp = mesh.shape[DP]
+    dp, shards = mesh.shape[DP], mesh.shape[DP] * mesh.shape[CP]
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
     for what, v in arrays:
         if spec.links.span > 1 and not v.shape:
             raise StageError(f"{what} has no axis 0, on which {spec.links.span} microbatches could be put together")
-        if dp > 1 and (not v.shape or v.shape[0] % dp):
+        if dp > 1 and (not v.shape or v.shape[0] % shards):
             size = v.shape[0] if v.shape else "no axis"
             raise StageError(
                 f"{what} of shape {tuple(v.shape)} has {size} on axis 0, which does not divide over dp {dp}; use a "
@@ -313,7 +314,7 @@ def _run(
     out = links.leave(results, x)
     learns = [yes for entry, yes in zip(links.exits(out), links.y_learns, strict=False) for _ in array_leaves(entry)]
     for i, leaf in enumerate(array_leaves(out)):
-        values[Port("y", i)] = vary(jnp.asarray(leaf), (DP,))
+        values[Port("y", i)] = vary(jnp.asarray(leaf), DATA)
         learning += [Port("y", i)] if is_inexact(values[Port("y", i)]) and i < len(learns) and learns[i] else []
     ys = list(values.values())
     metrics: dict[str, tuple[int, int]] = {}
@@ -357,7 +358,7 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], d
         layer = spec.layers[spec.links.losses[port.index // 2]]
         factor = arrays.get(loss_factor(layer))
         cotangent = seed.astype(v.dtype)
-        found.append(cotangent if factor is None else cotangent * vary(factor[0], (DP,)).astype(v.dtype))
+        found.append(cotangent if factor is None else cotangent * vary(factor[0], DATA).astype(v.dtype))
     return found
 
 
@@ -457,7 +458,7 @@ def _scalar(layer: str, what: str, value: Any) -> Any:
         raise StageError(
             f"{what} of the loss layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
         )
-    return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), (DP,))
+    return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), DATA)
 
 
 def _refuse_ordered_effects(spec: TraceSpec, flat: FlatJaxpr) -> None:

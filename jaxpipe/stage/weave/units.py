@@ -1,4 +1,4 @@
-"""Units of a stage function: its per-shard jaxpr cut at the tensor-parallel collectives (`stp.txt` section 3, figure 3).
+"""Units of a stage function: its per-shard jaxpr cut at the collectives over ``tp`` and ``cp`` (`stp.txt` section 3, figure 3).
 
 An equation belongs to the unit of the first collective, in program order, that needs its result; what no collective needs is
 filler: weight gradients, and what follows the last collective. So the units of one function run in order, each ends by
@@ -11,11 +11,11 @@ of the following unit, since the collective lies between it and the products tha
 Units are made of chunks, the least that ``weave/weaver.py`` moves: one product (or loop, or kernel) with the cheap
 equations around it.
 
-Collectives are the all-reduces, reduce-scatters, all-gathers and all-to-alls over ``tp``. Those that move little beside the
-largest one (the maxima and sums of a cross entropy) stay ordinary equations: nothing is gained by cutting there. Costs come
-from shapes (:class:`UnitCosts`): a chunk takes the longer of its arithmetic and its memory traffic, results that stay within
-it cost none, and collectives are rings. Not modelled: collectives inside ``scan`` and ``while`` bodies (the loop is one chunk),
-kernel launches, and that a collective slows the products beside it (`stp.txt` table 11: 7.5%).
+Collectives are the all-reduces, reduce-scatters, all-gathers, all-to-alls and permutes over either axis. Those that move little
+beside the largest one (the maxima and sums of a cross entropy) stay ordinary equations: nothing is gained by cutting there.
+Costs come from shapes (:class:`UnitCosts`): a chunk takes the longer of its arithmetic and its memory traffic, results that
+stay within it cost none, and collectives are rings. Not modelled: collectives inside ``scan`` and ``while`` bodies (the loop is
+one chunk), kernel launches, and that a collective slows the products beside it (`stp.txt` table 11: 7.5%).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
-from jaxpipe.mesh import TP
+from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.flops import eqn_flops
 from jaxpipe.stage.primitives import Kind, kind, mesh_axes, row, row_of
@@ -53,9 +53,11 @@ class UnitCosts:
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
     def collective_s(self, primitive: str, whole_bytes: int, shards: int) -> float:
-        """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather."""
-        passes = 2 if row_of(primitive).exchange == "all-reduce" else 1
-        return self.link_latency_s + passes * whole_bytes * (shards - 1) / shards / self.link_bytes_per_s
+        """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather. A permute is one
+        step of it, with all of the array."""
+        exchange = row_of(primitive).exchange
+        passes = 1.0 if exchange == "permute" else (2 if exchange == "all-reduce" else 1) * (shards - 1) / shards
+        return self.link_latency_s + passes * whole_bytes / self.link_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over ``tp``: its position in the jaxpr, and the bytes of the whole (gathered, unscattered) array."""
+    """A collective over ``axes``: its position in the jaxpr, and the bytes of the whole (gathered, unscattered) array."""
 
     eqn: int
     primitive: str
     whole_bytes: int
+    axes: tuple[str, ...] = (TP,)
 
     @property
     def eqns(self) -> tuple[int, ...]:
@@ -144,12 +147,12 @@ class PartGraph(Dataflow):
 
 
 def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
-    """All collectives over ``tp`` that move activations or statistics in bulk, in program order."""
+    """All collectives over ``tp`` or ``cp`` that move activations or statistics in bulk, in program order."""
     found = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        if row(eqn).exchange and TP in mesh_axes(eqn):
+        if row(eqn).exchange and not {CP, TP}.isdisjoint(mesh_axes(eqn)):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
-            found.append(Collective(i, eqn.primitive.name, max(ends)))
+            found.append(Collective(i, eqn.primitive.name, max(ends), mesh_axes(eqn)))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Weave stage functions into one jaxpr so that each tensor-parallel collective has compute under it (`stp.txt` section 3).
+"""Weave stage functions into one jaxpr so that each collective of its shards has compute under it (`stp.txt` section 3).
 
 F of one microbatch and B, W or BW of another, of the same stage or of two, depend on nothing of each other; put into one
 program as they are, XLA still runs them one after the other. :func:`weave` orders their chunks (``weave/units.py``) on
@@ -16,6 +16,7 @@ varying-axis types (:mod:`jaxpipe.stage.inline`); the result is evaluated with `
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,6 +33,7 @@ from jaxpipe._jax_compat import (
     fresh_var,
     variables,
 )
+from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
@@ -107,19 +109,19 @@ class Woven:
         return "\n".join([head, *(f"  {c}" for c in self.collectives)])
 
 
-def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8) -> Woven:
+def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Woven:
     """One jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
 
     Args:
         parts: flat per-shard jaxprs; none reads what another one makes. They may hold the same variables.
-        shards: size of the mesh axis ``tp``, for the cost of collectives. The rates that decide what is put under what are an
-            H100's.
+        shards, cp: sizes of the mesh axes ``tp`` and ``cp``, for the cost of collectives. The rates that decide what is put
+            under what are an H100's.
     """
     assert parts, "nothing to weave"
     least = cut_threshold(parts)
     renamed, consts = _apart(parts)
     graphs = [PartGraph(part, least) for part in renamed]
-    nodes = _nodes(graphs, UnitCosts(), shards)
+    nodes = _nodes(graphs, UnitCosts(), {TP: shards, CP: cp})
     order = best_order(nodes)
     eqns, names = _Emission(graphs, nodes).run(order)
     outvars = [called(names, a) for g in graphs for a in g.jaxpr.outvars]
@@ -147,7 +149,7 @@ def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[
     return made, list(consts.values())
 
 
-def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[Node]:
+def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, sizes: Mapping[str, int]) -> list[Node]:
     """Chunks and collectives of all parts, each after what it depends on."""
     nodes: list[Node] = []
     for p, graph in enumerate(graphs):
@@ -155,12 +157,13 @@ def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, shards: int) -> list[N
         made_by = {i: n for n, (_, work) in enumerate(works, len(nodes)) for i in work.eqns}
         for unit, work in works:
             deps = {made_by[j] for i in work.eqns for j in graph.inputs(i)} - {len(nodes)}
-            nodes.append(Node(p, unit.name, work, _seconds(work, costs, shards), tuple(sorted(deps)), unit.filler))
+            nodes.append(Node(p, unit.name, work, _seconds(work, costs, sizes), tuple(sorted(deps)), unit.filler))
     return nodes
 
 
-def _seconds(work: Chunk | Collective, costs: UnitCosts, shards: int) -> float:
+def _seconds(work: Chunk | Collective, costs: UnitCosts, sizes: Mapping[str, int]) -> float:
     if isinstance(work, Collective):
+        shards = math.prod(sizes.get(axis, 1) for axis in work.axes)
         return costs.collective_s(work.primitive, work.whole_bytes, shards)
     return costs.work_s(work.flops, work.bytes_read + work.bytes_written)
 

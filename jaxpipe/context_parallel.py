@@ -1,0 +1,395 @@
+"""Context parallelism (``stp.txt`` section 5.3): the positions of each sequence divided over the axis ``cp``.
+
+    B batch   T time   H query heads   G key/value heads   R = H / G   K size of a head   c shards (``tp.cp``)   n = T / 2c
+
+Everything in a transformer but attention works on one position at a time, so a shard just has fewer. Under a causal mask late
+positions see more than early ones; so a sequence is cut into 2c chunks of n, and shard s has chunk s and chunk 2c−1−s, one
+after the other (the *zigzag*, as in Megatron-LM): every shard has as many pairs of a query and a key that it sees as any other.
+Batch arrays are laid out so on the host (:func:`laid_out`), once a step; layers ask where their positions lie
+(:func:`own_positions`).
+
+Not modelled: shards of unequal size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe._jax_compat import vary, varying_axes
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.mesh import CP, TensorParallel
+
+__all__ = [
+    "gathered",
+    "gathered_positions",
+    "heads_for_times",
+    "in_time_order",
+    "joined_times",
+    "laid_out",
+    "own_heads",
+    "own_positions",
+    "own_times",
+    "ring_attention",
+    "shard_avals",
+    "times_for_heads",
+    "whole_times",
+]
+
+
+def _chunks(cp: int) -> list[int]:
+    """The chunks of all shards, those of the first before those of the second."""
+    return [chunk for s in range(cp) for chunk in (s, 2 * cp - 1 - s)]
+
+
+# --- batch arrays -----------------------------------------------------------------------------------------------------------
+
+
+def shard_avals(
+    what: str, avals: Mapping[str, jax.ShapeDtypeStruct], over_time: Collection[str], tp: TensorParallel
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a microbatch as :func:`laid_out` makes them: [B·c, T/c, …] of those with a time axis, [B·c, …] of others.
+
+    ``what`` names the model; ``over_time``: its arrays whose axis 1 is time.
+
+    Raises:
+        ConfigError: the model does not say which have one, or T does not divide into the chunks.
+    """
+    if tp.cp == 1:
+        return dict(avals)
+    if not over_time:
+        raise ConfigError(
+            f"model {what} does not say which of its batch arrays lie over time: use cp 1 (pipeline.cp=1)"
+        )
+    parts = 2 * tp.cp * (tp.size if tp.splits_time else 1)
+    made = {}
+    for name, aval in avals.items():
+        rows, *rest = aval.shape
+        if name in over_time:
+            if rest[0] % parts:
+                split = " and sequence parallelism" if tp.splits_time else ""
+                raise ConfigError(
+                    f"model {what}: sequences of {rest[0]} positions do not divide over cp {tp.cp}, which takes 2 chunks a "
+                    f"shard{split}; use a multiple of {parts} such as {-(-rest[0] // parts) * parts}"
+                )
+            rest[0] //= tp.cp
+        made[name] = jax.ShapeDtypeStruct((rows * tp.cp, *rest), aval.dtype)
+    return made
+
+
+def laid_out(
+    batch: Mapping[str, np.ndarray | jax.Array], over_time: Collection[str], dp: int, cp: int
+) -> Mapping[str, np.ndarray | jax.Array]:
+    """Arrays [m, B, …] of m microbatches as the devices along dp and cp read them, one device's rows after another's: those of
+    ``over_time`` are [m, B·c, T/c, …], each shard with its two chunks; every shard has all of the others, [m, B·c, …]."""
+    if cp == 1:
+        return batch
+    made = {}
+    for name, array in batch.items():
+        m, rows, *rest = array.shape
+        if name in over_time:
+            chunks = array.reshape(m, dp, rows // dp, 2 * cp, rest[0] // (2 * cp), *rest[1:])
+            own = chunks[:, :, :, np.array(_chunks(cp))].reshape(m, dp, rows // dp, cp, rest[0] // cp, *rest[1:])
+            made[name] = own.swapaxes(2, 3).reshape(m, rows * cp, rest[0] // cp, *rest[1:])
+        else:
+            each = array.reshape(m, dp, 1, rows // dp, *rest)
+            made[name] = each.repeat(cp, axis=2).reshape(m, rows * cp, *rest)
+    return made
+
+
+def joined_times(shards: Sequence[np.ndarray], axis: int = 1) -> np.ndarray:
+    """The whole of what each shard has a part of along ``axis``: the inverse of the zigzag, on the host."""
+    if len(shards) == 1:
+        return shards[0]
+    parts = [part for shard in shards for part in np.split(shard, 2, axis)]
+    return np.concatenate([parts[k] for k in np.argsort(_chunks(len(shards)))], axis)
+
+
+# --- inside a shard ---------------------------------------------------------------------------------------------------------
+
+
+def own_times(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+    """This shard's positions, along ``axis``, of what every shard has whole; all of them on one shard."""
+    if tp.cp == 1:
+        return whole
+    n = whole.shape[axis] // (2 * tp.cp)
+    s = lax.axis_index(CP)
+    return jnp.concatenate(
+        [lax.dynamic_slice_in_dim(whole, chunk * n, n, axis) for chunk in (s, 2 * tp.cp - 1 - s)], axis
+    )
+
+
+def own_positions(length: int, tp: TensorParallel) -> jax.Array:
+    """Where in its sequence each of this shard's ``length`` positions lies: [length] int32."""
+    return own_times(jnp.arange(length * tp.cp, dtype=jnp.int32), tp, 0)
+
+
+def gathered(own: jax.Array, tp: TensorParallel, axis: int = 1) -> jax.Array:
+    """The parts of all shards along ``axis``, one shard after another: their positions are :func:`gathered_positions`.
+
+    Its gradient is summed over the shards and scattered."""
+    whole: jax.Array = lax.all_gather(own, CP, axis=axis, tiled=True)
+    return whole
+
+
+def gathered_positions(length: int, tp: TensorParallel) -> np.ndarray:
+    """Where in its sequence each position of what :func:`gathered` made lies, ``length`` in all: [length] int32."""
+    n = length // (2 * tp.cp)
+    return (np.array(_chunks(tp.cp), np.int32)[:, None] * n + np.arange(n, dtype=np.int32)).reshape(-1)
+
+
+def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back: bool = False) -> jax.Array:
+    """What lies one shard after another along ``axis``, in the order of time; or ``back`` from that order."""
+    order = _chunks(tp.cp)
+    parts = jnp.split(joined, len(order), axis)
+    picked = order if back else [order.index(chunk) for chunk in range(len(order))]
+    return jnp.concatenate([parts[k] for k in picked], axis)
+
+
+def whole_times(own: jax.Array, tp: TensorParallel, axis: int = 1) -> jax.Array:
+    """What every shard has a part of along ``axis``, whole and in the order of time."""
+    return own if tp.cp == 1 else in_time_order(gathered(own, tp, axis), tp, axis)
+
+
+def times_for_heads(own: jax.Array, tp: TensorParallel) -> jax.Array:
+    """[B, T/c, N, …] with N heads → [B, T, N/c, …]: this shard's heads at all times, in the order of time.
+
+    Raises:
+        StageError: N does not divide over the shards.
+    """
+    N = own.shape[2]
+    if N % tp.cp:
+        raise StageError(
+            f"attention: {N} key/value heads do not divide over cp {tp.cp} by cp_method=heads; use ring or gather"
+        )
+    joined = lax.all_to_all(own, CP, split_axis=2, concat_axis=1, tiled=True)
+    return in_time_order(joined, tp)
+
+
+def heads_for_times(own: jax.Array, tp: TensorParallel) -> jax.Array:
+    """The inverse of :func:`times_for_heads`."""
+    apart: jax.Array = lax.all_to_all(in_time_order(own, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True)
+    return apart
+
+
+def own_heads(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+    """This shard's heads, along ``axis``, of what every shard has whole."""
+    own = whole.shape[axis] // tp.cp
+    return lax.dynamic_slice_in_dim(whole, lax.axis_index(CP) * own, own, axis)
+
+
+# --- attention by a ring ----------------------------------------------------------------------------------------------------
+
+_MASKED = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """As in :func:`ring_attention`."""
+
+    tp: TensorParallel
+    causal: bool
+    window: int | None
+    dropout: float
+
+    def pairs(self, step: int) -> list[tuple[Any, Any]]:
+        """Which of this shard's two chunks of queries meets which of the two chunks of keys that are here: with a causal mask
+        those of which any sees any, as many on each shard."""
+        if not self.causal:
+            return [(0, 0), (0, 1), (1, 0), (1, 1)]
+        if step == 0:
+            return [(0, 0), (1, 0), (1, 1)]
+        earlier = self.source(step) < lax.axis_index(
+            CP
+        )  # the shard whose keys these are: then both see its first chunk
+        same = jnp.where(earlier, 0, 1)
+        return [(1, 0), (same, same)]
+
+    def source(self, step: int) -> jax.Array:
+        """The shard whose keys and values are here."""
+        return (lax.axis_index(CP) - step) % self.tp.cp
+
+    def chunk(self, shard: jax.Array, half: Any) -> jax.Array:
+        """The position, in the order of time, of one of a shard's two chunks."""
+        return jnp.where(jnp.asarray(half) == 0, shard, 2 * self.tp.cp - 1 - shard)
+
+    def passed_on(self, x: jax.Array) -> jax.Array:
+        """What the shard before this one in the ring has."""
+        given: jax.Array = lax.ppermute(x, CP, [(s, (s + 1) % self.tp.cp) for s in range(self.tp.cp)])
+        return given
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tp: TensorParallel,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    lengths: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of this shard's ``q`` [B, T/c, H, K] over the keys and values [B, T/c, G, K] of all shards, which go round a
+    ring (Liu et al., "Ring Attention", 2023): while a shard works on one pair, the next is on its way.
+
+    Results of the chunks are merged by their largest score and sum of exponentials, in float32 or wider; the backward pass
+    computes the scores again, with gradients of keys and values going round too. Nothing that grows with T² is kept, nor a
+    whole sequence of anything. With a causal mask a shard computes 2c + 1 products of chunks of the 4c of all its queries and
+    keys; what ``window`` or ``segments`` hide is computed. Arguments as in :func:`jaxpipe.models.attention.attention`.
+    """
+    if segments is not None:
+        segments = whole_times(segments, tp)
+    how = _Ring(tp, causal, window, dropout if key is not None else 0.0)
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    rows = q.reshape(B, 2, T // 2, G, H // G, K).transpose(0, 3, 1, 2, 4, 5).reshape(B, G, 2, T // 2 * H // G, K)
+    apart = [x.reshape(B, 2, T // 2, G, K).transpose(0, 3, 1, 2, 4) for x in (k, v)]
+    out = _ring(how, rows * (K**-0.5), jnp.stack(apart), lengths, segments, key)
+    return out.reshape(B, G, 2, T // 2, H // G, K).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, H, K)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(
+    how: _Ring,
+    q: jax.Array,
+    kv: jax.Array,
+    lengths: jax.Array | None,
+    segments: jax.Array | None,
+    key: jax.Array | None,
+) -> jax.Array:
+    """q [B, G, 2, n·R, K] (scaled), k and v [2, B, G, 2, n, K] → as q."""
+    return _ring_forward(how, q, kv, lengths, segments, key)[0]
+
+
+def _ring_forward(
+    how: _Ring,
+    q: jax.Array,
+    kv: jax.Array,
+    lengths: jax.Array | None,
+    segments: jax.Array | None,
+    key: jax.Array | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    keep = _kept(how, q, kv, key)
+    axes = sorted(varying_axes(q))
+    top = vary(jnp.full(q.shape[:-1], _MASKED, wide), axes)
+    total, out = vary(jnp.zeros(q.shape[:-1], wide), axes), vary(jnp.zeros(q.shape, wide), axes)
+    here = kv
+    for step in range(how.tp.cp):
+        coming = how.passed_on(here) if step + 1 < how.tp.cp else here
+        for i, j in how.pairs(step):
+            k, v = (_at(x, j) for x in here)
+            scores = _scores(how, _at(q, i), k, step, i, j, lengths, segments)
+            old = _at(top, i)
+            new = jnp.maximum(old, scores.max(axis=-1))
+            shrink, probs = jnp.exp(old - new), jnp.exp(scores - new[..., None])
+            seen = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            part = jnp.einsum("bgms,bgsk->bgmk", seen, v, preferred_element_type=wide)
+            top = _put(top, new, i)
+            total = _put(total, _at(total, i) * shrink + probs.sum(axis=-1), i)
+            out = _put(out, _at(out, i) * shrink[..., None] + part, i)
+        here = coming
+    result = (out / total[..., None]).astype(q.dtype)
+    return result, (q, kv, lengths, segments, key, result, top + jnp.log(total))
+
+
+def _ring_backward(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    q, kv, lengths, segments, key, result, lse = kept
+    wide = lse.dtype
+    keep = _kept(how, q, kv, key)
+    axes = sorted(varying_axes(q))
+    weight = jnp.sum(cotangent.astype(wide) * result.astype(wide), axis=-1)
+    dq = vary(jnp.zeros(q.shape, wide), axes)
+    here, arrived = kv, None
+    for step in range(how.tp.cp):
+        coming = how.passed_on(here) if step + 1 < how.tp.cp else here
+        dk, dv = (vary(jnp.zeros(kv.shape[1:], wide), axes) for _ in range(2))
+        for i, j in how.pairs(step):
+            k, v = (_at(x, j) for x in here)
+            rows, given = _at(q, i), _at(cotangent, i)
+            probs = jnp.exp(_scores(how, rows, k, step, i, j, lengths, segments) - _at(lse, i)[..., None])
+            seen = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            dprobs = jnp.einsum("bgmk,bgsk->bgms", given, v, preferred_element_type=wide)
+            dscores = (probs * (_dropped(how, dprobs, keep, step, i, j) - _at(weight, i)[..., None])).astype(q.dtype)
+            dq = _put(dq, _at(dq, i) + jnp.einsum("bgms,bgsk->bgmk", dscores, k, preferred_element_type=wide), i)
+            dk = _put(dk, _at(dk, j) + jnp.einsum("bgms,bgmk->bgsk", dscores, rows, preferred_element_type=wide), j)
+            dv = _put(dv, _at(dv, j) + jnp.einsum("bgms,bgmk->bgsk", seen, given, preferred_element_type=wide), j)
+        own = jnp.stack([dk, dv])
+        arrived = how.passed_on(
+            own if arrived is None else own + arrived
+        )  # with the keys that they are of, at last back home
+        here = coming
+    assert arrived is not None
+    return dq.astype(q.dtype), arrived.astype(kv.dtype), None, None, None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _scores(
+    how: _Ring,
+    q: jax.Array,
+    k: jax.Array,
+    step: int,
+    i: Any,
+    j: Any,
+    lengths: jax.Array | None,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Masked scores [B, G, n·R, n] of two chunks, float32 or wider."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    masked = jnp.einsum("bgmk,bgsk->bgms", q, k, preferred_element_type=wide)
+    n, R = k.shape[2], q.shape[2] // k.shape[2]
+    mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
+    position, column = (mine * n + jnp.arange(n * R) // R)[:, None], (theirs * n + jnp.arange(n))[None, :]
+    if how.causal:
+        unseen = column > position
+        unseen = unseen if how.window is None else unseen | (column <= position - how.window)
+        masked += jnp.where(unseen, _MASKED, 0.0).astype(wide)[None, None]
+    if lengths is not None:
+        masked += jnp.where(column >= lengths[:, None], _MASKED, 0.0).astype(wide)[:, None, None]
+    if segments is not None:
+        rows, columns = (lax.dynamic_slice_in_dim(segments, chunk * n, n, 1) for chunk in (mine, theirs))
+        others = jnp.repeat(rows, R, axis=1)[:, :, None] != columns[:, None, :]
+        masked += jnp.where(others, _MASKED, 0.0).astype(wide)[:, None]
+    return masked
+
+
+def _kept(how: _Ring, q: jax.Array, kv: jax.Array, key: jax.Array | None) -> jax.Array | None:
+    """Which probabilities of whole sequences are not dropped, by chunk: [B, G, 2c, n·R, 2c, n]; None: all."""
+    if key is None or how.dropout == 0:
+        return None
+    B, G, _, rows, _ = q.shape
+    chunks, n = 2 * how.tp.cp, kv.shape[4]
+    whole = jax.random.bernoulli(key, 1 - how.dropout, (B, G, chunks * rows, chunks * n))
+    return whole.reshape(B, G, chunks, rows, chunks, n)
+
+
+def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i: Any, j: Any) -> jax.Array:
+    """``probs`` of two chunks, or their cotangents, where they are kept."""
+    if keep is None:
+        return probs
+    mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
+    own = lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(keep, mine, 2, keepdims=False), theirs, 3, keepdims=False)
+    return jnp.where(own, probs / (1 - how.dropout), jnp.zeros_like(probs))
+
+
+def _at(x: jax.Array, half: Any) -> jax.Array:
+    """One of the two chunks, axis 2."""
+    return lax.dynamic_index_in_dim(x, half, 2, keepdims=False) if isinstance(half, jax.Array) else x[:, :, half]
+
+
+def _put(x: jax.Array, value: jax.Array, half: Any) -> jax.Array:
+    """``x`` with one of its two chunks, axis 2, replaced."""
+    new: jax.Array = lax.dynamic_update_index_in_dim(x, value, half, 2)
+    return new

@@ -59,7 +59,7 @@ os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine ha
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.
 _UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
-hypothesis.settings.register_profile("ci", _UNTIMED, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("ci", _UNTIMED, derandomize=True, max_examples=35)
 hypothesis.settings.register_profile("soak", _UNTIMED, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

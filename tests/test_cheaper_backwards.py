@@ -20,7 +20,7 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.sections import PipelineConfig
 
 AUTO = "pipeline.split_backwards=auto"
-SHORT = ("run.steps=10", "run.eval_every=0", "optimizer.min_lr_ratio=1")  # the rate must not depend on the last step
+SHORT = ("run.steps=6", "run.eval_every=0", "optimizer.min_lr_ratio=1")  # the rate must not depend on the last step
 
 
 def _costs(*bw_ms: float) -> CostProfile:
@@ -86,12 +86,12 @@ def test_a_resumed_run_keeps_what_was_chosen(text: Path, tmp_path: Path, measure
     assert "stage 0: B and then W in place of BW: 33.3% less time" in printed
     assert _fused(tmp_path / "straight") == (1,)
 
-    run(config(text, tmp_path / "first", AUTO, *SHORT, "run.steps=5"))
+    run(config(text, tmp_path / "first", AUTO, *SHORT, "run.steps=3", "run.checkpoint_every=3"))
     measured(20, 30)  # another time of the day
     _, printed = run(config(text, copy_run(tmp_path / "first", tmp_path / "then"), AUTO, *SHORT))
     assert "stage 0: B and then W in place of BW: as in the run so far" in printed
     assert _fused(tmp_path / "then") == (1,)
-    jax.tree.map(np.testing.assert_array_equal, final(tmp_path / "then", 10)[0], final(tmp_path / "straight", 10)[0])
+    jax.tree.map(np.testing.assert_array_equal, final(tmp_path / "then", 6)[0], final(tmp_path / "straight", 6)[0])
 
     other = config(text, copy_run(tmp_path / "first", tmp_path / "other"), AUTO, *SHORT, "pipeline.cut=[1]")
     run(other)

@@ -52,7 +52,7 @@ def beats(cell: dict[str, object]) -> None:
     assert peak(ours) <= cell["peak"] * (1 + 1e-9), cell  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("p", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_no_worse_than_the_authors_code(p: int) -> None:
     cells = [c for c in CELLS if c["p"] == p and c["m"] == 2 * p and c["costs"] in ("unit", "38.5B")]
     assert len(cells) == 32
@@ -88,7 +88,7 @@ def own_peak(p: int, m: int, v: int) -> float:
     return draft.peak
 
 
-@pytest.mark.parametrize("v", [4, 8, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("v", [4, *(pytest.param(v, marks=pytest.mark.soak) for v in (8, 16))])
 def test_half_of_the_chunks_hold_most_of_the_memory(v: int) -> None:
     """Figure 3: p = 8. At most 3/8 of its own peak for any k <= 1 (v >= 4), a quarter of interleaved 1F1B's."""
     m = 16

@@ -385,7 +385,7 @@ def test_a_weight_that_is_not_finite_counts_for_the_step(spoilt: Callable[..., P
     assert (skipped["applied"], skipped["tokens"]) == (False, None)
 
 
-@pytest.mark.parametrize("rate", ["1e5", "1e30"])
+@pytest.mark.parametrize("rate", [pytest.param("1e5", marks=pytest.mark.soak), "1e30"])
 def test_a_run_that_blows_up_keeps_what_was_good(rate: str, text: Path, tmp_path: Path) -> None:
     """Without evaluation, checkpoints of finite parameters with absurd losses replaced all good ones."""
     out_dir = tmp_path / "run"

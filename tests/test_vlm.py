@@ -105,7 +105,7 @@ def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[st
     [
         (TensorParallel(2), 2),
         pytest.param(TensorParallel(2, sequence=True), 1, marks=pytest.mark.soak),
-        (TensorParallel(4, False, True), 1),
+        pytest.param(TensorParallel(4, False, True), 1, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.usefixtures("x64")

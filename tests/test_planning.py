@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxpipe.planning.report import assumptions
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.stages import Compiler, PlannedStage, Workbench, planner, workbench
 from jaxpipe.planning.suggest import suggest
-from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target
+from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Braid, generate, read_costs, read_schedule, simulate
 from jaxpipe.schedule.passes import unbraid
@@ -46,12 +46,6 @@ ACTIVATION_GB = {
     "gpt-38.5b": {"1f1b": 35, "v-half": 19, "v-min": 14, "v-zb": 36},
 }
 """`controllable-memory.txt` table 4."""
-
-
-def target_json(target: Target) -> dict[str, Any]:
-    """The fields as plain values; a file of them is read back by :func:`find_target`."""
-    plain = asdict(replace(target, flops_per_s=dict(target.flops_per_s)))
-    return {key: value for key, value in plain.items() if value is not None}
 
 
 def silent(text: str) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpipe.cli.machine_flags import (
+    add_machine_flags,
+    add_settings_argument,
+    config_of,
+    efficiency_of,
+    limit_bytes_of,
+    without_devices,
+)
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_value, amount
@@ -21,38 +28,17 @@ if TYPE_CHECKING:
     from jaxpipe.train.config import TrainConfig
 
 _OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
-_EFFICIENCIES = {
-    "matmul": ("--matmul-efficiency", "part of the dense peak that matrix products reach (default 0.75)"),
-    "bandwidth": ("--bandwidth-efficiency", "part of the memory bandwidth that other kernels reach (default 0.8)"),
-    "link": ("--link-efficiency", "part of NVLink's and the network's bandwidth (default 0.8)"),
-    "host": ("--host-efficiency", "part of the host link's bandwidth (default 0.85)"),
-    "memory": ("--memory-fraction", "part of the device's memory that arrays may fill (default 0.92)"),
-}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="CONFIG section.key=value",
-        help="TOML or JSON settings of a training run, and overrides of them; without a file the defaults",
-    )
-    parser.add_argument(
-        "--target",
-        default="h100",
-        metavar="NAME|FILE.json",
-        help="machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one (default h100)",
-    )
+    add_settings_argument(parser)
     add_parallel_flags(parser)
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)",
     )
-    text = "bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory"
-    add_value(parser, "--memory-limit-gb", "GB", amount("memory limit", zero=False), text)
-    for flag, text in _EFFICIENCIES.values():
-        add_value(parser, flag, "X", amount(flag.strip("-"), most=1, zero=False), text)
+    add_machine_flags(parser)
     text = "compile stage functions for the target to know their workspace, for about S seconds; 0: estimate"
     add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
     parser.add_argument(
@@ -68,14 +54,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from jaxpipe.train.config import load_config
-
-    files = [x for x in args.settings if "=" not in x]
-    if len(files) > 1:
-        raise ConfigError(f"one config file, please: got {' and '.join(map(repr, files))}")
     overrides = with_parallel_flags(args, [x for x in args.settings if "=" in x])
     split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
-    config = load_config(files[0] if files else None, [*overrides, *split])
+    config = config_of(args, [*overrides, *split])
     check_outputs(args.output, _OUTPUTS)
     if args.costs_out:
         check_outputs([args.costs_out], (".json",), "--costs-out")
@@ -85,25 +66,20 @@ def _run(args: argparse.Namespace) -> None:
     from jaxpipe.planning.targets import find_target
 
     target = find_target(args.target)
-    from jaxpipe.train.devices import request_devices
-
-    request_devices(1, "cpu")  # plan runs nothing on a device, and must not wait for a GPU's driver
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    without_devices()
     _plan(args, config, target)
 
 
 def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
-    from jaxpipe.planning.roofline import Efficiency
     from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
     from jaxpipe.train.imported import completed
 
     config = completed(config)
-    given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
-    efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
-    limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
+    efficiency = efficiency_of(args)
+    limit = limit_bytes_of(args, target, efficiency)
     bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
         pipe = config.pipeline

@@ -56,6 +56,9 @@ VERBS: tuple[Verb, ...] = (
         "rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "jaxpipe.cli.rehearse_verb"
     ),
     Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "jaxpipe.cli.plan_verb"),
+    Verb(
+        "tune", "the fastest layout and schedule of a config on so many devices of a machine", "jaxpipe.cli.tune_verb"
+    ),
     Verb("schedules", "list the schedule families", _SCHEDULE),
     Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
     Verb("simulate", "check and simulate a schedule file", _SCHEDULE),

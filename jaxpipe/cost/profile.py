@@ -43,11 +43,15 @@ _BYTES = (
 """Of a profile, of stage functions and of :class:`StageSizes`."""
 
 
+Exchanges = Mapping[tuple[str, float, int], float]
+"""Collectives of a function: of each (primitive, whole bytes, devices among which), how many."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageSizes:
     """What a profile takes of a stage beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``: of
-    gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: of F, B and W, how many
-    collectives there are of each (primitive, whole bytes, devices among which)."""
+    gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: the collectives of F, B
+    and W."""
 
     residual_bytes: float
     w_residual_bytes: float
@@ -57,7 +61,7 @@ class StageSizes:
     param_bytes: float
     acc_bytes: float
     passing: Mapping[str, float]
-    exchanges: Mapping[str, Mapping[tuple[str, int, int], float]]
+    exchanges: Mapping[str, Exchanges]
 
     @classmethod
     def of(cls, stage: StageFunctions) -> StageSizes:
@@ -72,7 +76,7 @@ class StageSizes:
 
     def exchange_s(self, op: str, rates: UnitCosts) -> float:
         """Seconds of the collectives of one function, as rings."""
-        return sum(n * rates.collective_s(*kind) for kind, n in self.exchanges.get(op, {}).items())
+        return sum((n * rates.collective_s(*kind) for kind, n in self.exchanges.get(op, {}).items()), 0.0)
 
 
 def _exchanges(function: StageFunction) -> Iterator[tuple[str, int, int]]:

@@ -13,7 +13,7 @@ over the step and the dense peak of the compute dtype.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -22,11 +22,13 @@ from jaxpipe.planning.costs import link_of, planned_costs
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import PlannedStage, Workbench, planner
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import CostProfile, MemoryCurve, Schedule, Timeline, op_spec, simulate
+from jaxpipe.schedule import CostProfile, MemoryCurve, Placement, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
+from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.recompute_report import remarks
+from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.assemble import choose, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.sections import PipelineConfig
@@ -101,6 +103,49 @@ class Prediction:
         return self.worst.peak_bytes <= self.limit_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is known of a config whatever order its actions run in: the cut, its stages, and what they cost; ``own_ops``: ops of
+    one's own, which take no time."""
+
+    plan: StagePlan
+    stages: tuple[PlannedStage, ...]
+    costs: CostProfile
+    own_ops: tuple[str, ...] = ()
+
+    def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
+        """Seconds from the end of the pipeline to that of the step: gradients reduced, parameters updated."""
+        static = max(static_bytes(placement, self.costs))
+        gradients = max(
+            sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
+        )
+        reduced_s = reduction_s(gradients, bench.target, bench.efficiency, config.pipeline)
+        return 2 * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced_s
+
+
+def ground(
+    config: TrainConfig,
+    bench: Workbench,
+    plan: StagePlan,
+    limit_bytes: float,
+    ops: Collection[str] = (),
+    compile_stages: bool = False,
+) -> Ground:
+    """The stages of ``plan`` and their costs. ``ops``: that schedules will run; ``compile_stages``: as :func:`predict`.
+
+    Raises:
+        StageError: a stage can't be traced or split, or no such policy.
+    """
+    pipe = config.pipeline
+    stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
+    stages = bench.compiled(stages, ops if compile_stages else ())
+    costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
+    own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
+    for op in own:
+        costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
+    return Ground(plan, stages, costs, tuple(own))
+
+
 def predict(
     config: TrainConfig,
     bench: Workbench,
@@ -116,22 +161,22 @@ def predict(
     """
     pipe = config.pipeline
     schedule, plan = choose(pipe, bench.model, planner(config, bench.model), config.traverse)
-    stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
     ops |= {"B", "W"} if pipe.separate_gradients else set()
-    stages = bench.compiled(stages, ops if compile_stages else ())
-    costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
-    own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
-    for op in own:
-        costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
-    schedule = final_order(pipe, schedule, costs, [s.cost for s in plan.stages], lambda text: None)
+    known = ground(config, bench, plan, limit_bytes, ops, compile_stages)
+    schedule = final_order(pipe, schedule, known.costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
-        schedule = transform(schedule, costs)
-    timeline = simulate(schedule, costs)
+        schedule = transform(schedule, known.costs)
+    return predicted(config, bench, known, schedule, simulate(schedule, known.costs), limit_bytes)
+
+
+def predicted(
+    config: TrainConfig, bench: Workbench, known: Ground, schedule: Schedule, timeline: Timeline, limit_bytes: float
+) -> Prediction:
+    """The prediction for ``config`` whose final ``schedule``, under the costs that are ``known``, gives ``timeline``."""
+    pipe, stages, costs, own = config.pipeline, known.stages, known.costs, known.own_ops
     memory, activations = _memory(schedule, timeline, stages, costs)
-    static_bytes = max(sum(m.by_kind[kind] for kind in _STATIC) for m in memory)
     flops = 3 * sum(s.work["F"].flops for s in stages) * pipe.microbatches * pipe.rank_devices
-    reduced = reduction_s(max(m.by_kind["gradients"] for m in memory), bench.target, bench.efficiency, pipe)
     return Prediction(
         config=config,
         target=bench.target,
@@ -141,15 +186,12 @@ def predict(
         memory=memory,
         activation_bytes=activations,
         limit_bytes=limit_bytes,
-        update_s=2 * static_bytes / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced,
+        update_s=known.update_s(config, bench, schedule.placement),
         model_flops=flops,
-        num_params=sum(s.num_params for s in plan.stages),
+        num_params=sum(s.num_params for s in known.plan.stages),
         fused_attention=any(s.fuses_attention for s in stages),
         remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
     )
-
-
-_STATIC: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 
 
 def _memory(
@@ -180,7 +222,7 @@ def _memory(
         }
         by_kind: dict[Kind, int] = {kind: round(n) for kind, n in held_then.items()}
         total = sum(by_kind.values())
-        static = sum(by_kind[kind] for kind in _STATIC)
+        static = by_kind["parameters"] + by_kind["gradients"] + by_kind["optimizer"]
         memory.append(
             RankMemory(rank, total, f"{at:.3g} s", by_kind, by_kind, static + round(held[rank].peak), round(on_host))
         )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.planning.roofline import Efficiency
+from jaxpipe.planning.space import Space, shown
+from jaxpipe.planning.stages import Workbench
 from jaxpipe.planning.suggest import Suggestion, Suggestions
+from jaxpipe.planning.targets import target_json
+from jaxpipe.planning.tune import Tried, Tuned
 from jaxpipe.wording import aligned, format_bytes, format_seconds
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
@@ -137,6 +143,64 @@ def _reached(p: Prediction) -> dict[str, Any]:
     """What a config reaches on its target."""
     names = ("fits", "step_s", "tokens_per_s", "tokens_per_s_per_device", "mfu")
     return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
+
+
+def tuned_text(found: Tuned, space: Space) -> str:
+    """What was found, and a table of what fits, the fastest first. ``found`` has a best."""
+    p = found.best
+    assert p is not None
+    counts = Counter[str]()
+    for tried in found.tried:
+        counts[tried.status] += tried.candidates
+    left = ", ".join(f"{n:,} {status}" for status, n in counts.items())
+    early = f" ({found.stopped}: {counts['not reached']:,} candidates were not reached)" if found.stopped else ""
+    head = [
+        f"{p.config.model.target}, {_count(p.num_params)} parameters on {space.devices} of {p.target.description}, "
+        f"batch {p.config.run.batch} × {p.config.data.seq_len} tokens, {format_bytes(p.limit_bytes)} a device",
+        f"best of {counts.total():,} candidates in {format_seconds(found.seconds)}{early}: {left}",
+        f"step {format_seconds(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s ({p.tokens_per_s_per_device:,.0f} a device), "
+        f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}%, rank {p.worst.rank} needs "
+        f"{format_bytes(p.worst.peak_bytes)}",
+    ]
+    columns = [axis.key for axis in space.axes]
+    rows = [(*(key.rpartition(".")[2] for key in columns), "peak", "step", "tokens/s", "order")]
+    for tried in found.leading[:_SHOWN]:
+        order = " ".join(
+            f"{key.rpartition('.')[2]}={shown(x)}" for key, x in tried.settings.items() if key not in columns
+        )
+        rows.append(
+            (
+                *(shown(tried.settings[key]) for key in columns),
+                format_bytes(max(tried.peak_bytes)),
+                format_seconds(tried.step_s or 0.0),
+                f"{tried.tokens_per_s:,.0f}",
+                order.removeprefix("schedule=") + " and the offload pass" * tried.offloaded,
+            )
+        )
+    return "\n".join([*head, "", *aligned(rows, left=(len(columns) + 3,))])
+
+
+def tuned_json(found: Tuned, space: Space, bench: Workbench, limit_bytes: float) -> dict[str, Any]:
+    """Everything that was tried. A record's ``settings`` are overrides of ``base``; ``candidates`` of them share it."""
+    best = found.best
+    return {
+        "base": space.base.to_dict(),
+        "devices": space.devices,
+        "target": target_json(bench.target),
+        "efficiency": asdict(bench.efficiency),
+        "limit_bytes": limit_bytes,
+        "axes": {axis.key: list(axis.values) for axis in space.axes},
+        "only": {key: list(values) for key, values in space.only.items()},
+        "best": None if best is None else {"config": best.config.to_dict(), **_reached(best)},
+        "seconds": found.seconds,
+        "stopped": found.stopped,
+        "tried": [_tried_json(t) for t in found.tried],
+    }
+
+
+def _tried_json(t: Tried) -> dict[str, Any]:
+    facts = {field.name: getattr(t, field.name) for field in fields(t)}
+    return {name: x for name, x in facts.items() if x not in (None, (), "", False)}
 
 
 def _count(number: int) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
@@ -51,15 +51,41 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel that runs ``times``, at these rates."""
+
+    times: int
+    flops: float
+    moved_bytes: float
+    launch_s: float
+    flops_per_s: float
+    bytes_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all its times."""
+        one = max(self.flops / self.flops_per_s, self.moved_bytes / self.bytes_per_s) + self.launch_s
+        return self.times * one
+
+    def towards(self, other: Kernel, share: float) -> Kernel:
+        """On arrays whose sizes lie ``share`` of the way from those of this to those of ``other``."""
+        moved = self.moved_bytes + share * (other.moved_bytes - self.moved_bytes)
+        return replace(self, flops=self.flops + share * (other.flops - self.flops), moved_bytes=moved)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a function does: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
-    the target, ``workspace_bytes`` (estimated)."""
+    the target, ``workspace_bytes`` (estimated). ``parts``: the kernels one by one; ``levels``: live bytes of workspace after
+    each change; neither survives :meth:`plus`."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     seconds: float = 0.0
     kernels: int = 0
     workspace_bytes: float = 0.0
+    parts: tuple[Kernel, ...] = field(default=(), compare=False, repr=False)
+    levels: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     def plus(self, other: Work, times: float = 1.0) -> Work:
         """This and then ``times`` × the other; workspaces are not needed at once."""
@@ -70,6 +96,27 @@ class Work:
             self.kernels + round(times * other.kernels),
             max(self.workspace_bytes, other.workspace_bytes),
         )
+
+    def towards(self, other: Work, share: float) -> Work | None:
+        """The work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those of ``other``
+        (beyond it, if more than 1): of every kernel and level what is linear in between. None if the kernels are others."""
+        if len(self.levels) != len(other.levels) or [_like(k) for k in self.parts] != [_like(k) for k in other.parts]:
+            return None
+        parts = tuple(k.towards(x, share) for k, x in zip(self.parts, other.parts, strict=True))
+        levels = tuple(a + share * (b - a) for a, b in zip(self.levels, other.levels, strict=True))
+        return Work(
+            self.flops + share * (other.flops - self.flops),
+            self.moved_bytes + share * (other.moved_bytes - self.moved_bytes),
+            sum(k.seconds for k in parts),
+            self.kernels,
+            max(levels, default=0.0),
+            parts,
+            levels,
+        )
+
+
+def _like(kernel: Kernel) -> tuple[int, float, float, float]:
+    return kernel.times, kernel.launch_s, kernel.flops_per_s, kernel.bytes_per_s
 
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
@@ -84,6 +131,8 @@ class _Walk:
     def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
         self.body, self.target, self.efficiency = body, target, efficiency
         self.total = Work()
+        self.parts: list[Kernel] = []
+        self.levels: list[float] = [0.0]
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
         self.stored = self._stored()
@@ -121,17 +170,18 @@ class _Walk:
                 shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
                 fused.add((sources, size))
                 self._kernel(eqn, () if shared else sources, 0.0, launch=not shared)
-        return Work(
-            self.total.flops, self.total.moved_bytes, self.total.seconds, self.total.kernels,
-            max(self.total.workspace_bytes, self._workspace()),
-        )  # fmt: skip
+        self._workspace()
+        return replace(self.total, workspace_bytes=max(self.levels), parts=tuple(self.parts), levels=tuple(self.levels))
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:
         scan = scan_parts(eqn)
         bodies = [work_of(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
         if bodies:
             chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
-            self.total = self.total.plus(chosen, scan.length if scan is not None else 1)
+            times = scan.length if scan is not None else 1
+            self.total = self.total.plus(chosen, times)
+            self.parts += [replace(k, times=times * k.times) for k in chosen.parts]
+            self.levels += chosen.levels
             self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
             return
         sources = {self.base(v) for v in variables(eqn.invars)}
@@ -154,10 +204,10 @@ class _Walk:
         written = sum(aval_bytes(v.aval) for v in eqn.outvars if _sized(v))
         moved = written + extra_bytes + sum(aval_bytes(v.aval) for v in sources if _sized(v))
         e, t = self.efficiency, self.target
-        compute_s = flops / (t.peak_flops_per_s(_dtype(eqn)) * e.matmul)
-        memory_s = moved / (t.memory_bytes_per_s * e.bandwidth)
-        seconds = max(compute_s, memory_s) + (e.kernel_s if launch else 0.0)
-        self.total = self.total.plus(Work(flops, moved, seconds, int(launch)))
+        rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul, t.memory_bytes_per_s * e.bandwidth
+        kernel = Kernel(1, flops, moved, e.kernel_s if launch else 0.0, *rates)
+        self.total = self.total.plus(Work(flops, moved, kernel.seconds, int(launch)))
+        self.parts.append(kernel)
         self._note(eqn, sources)
 
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:
@@ -174,8 +224,8 @@ class _Walk:
 
         return frozenset(filter(is_source, reachable(map(self.base, variables(eqn.invars)), made_of)))
 
-    def _workspace(self) -> float:
-        """Most bytes of values that are made and read inside, in the order of :meth:`_order`.
+    def _workspace(self) -> None:
+        """Bytes of values that are made and read inside, in the order of :meth:`_order`.
 
         A result may take the place of an operand that is read for the last time, except in kernels of their own.
         """
@@ -193,11 +243,10 @@ class _Walk:
                 continue
             size = aval_bytes(v.aval)
             changes += [(born, 1, size), (*max((born, 2), last[v]), -size)]
-        live = most = 0.0
-        for _, _, change in sorted(changes):
+        live = 0.0
+        for _, _, change in sorted(changes, key=lambda x: (x[:2], x[2] > 0)):
             live += change
-            most = max(most, live)
-        return most
+            self.levels.append(live)
 
     def _order(self) -> list[int]:
         """Kernels in the order of the program, but what is only read later runs right before its first reader (what a backward

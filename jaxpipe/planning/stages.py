@@ -31,7 +31,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
 from jaxpipe.context_parallel import shard_avals
-from jaxpipe.cost.profile import StageSizes
+from jaxpipe.cost.profile import Exchanges, StageSizes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
@@ -106,7 +106,8 @@ class PlannedStage:
 @dataclass
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
-    is told what takes time."""
+    is told what takes time. ``sizes``: two numbers of sequences, both traced in place of any other, which follows from them
+    kernel by kernel and array by array, where their kernels are the same."""
 
     model: Model
     compute_dtype: Any
@@ -117,6 +118,7 @@ class Workbench:
     temp_of: Compiler | None = None
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
+    sizes: tuple[int, int] | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
 
@@ -145,16 +147,31 @@ class Workbench:
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
+        traced = (size,) if self.sizes is None or size in self.sizes else self.sizes
+        found = self._stages(cut, recompute, size, traced, offload_fraction)
+        return found or self._stages(cut, recompute, size, (size,), offload_fraction)
+
+    def _stages(
+        self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
+    ) -> tuple[PlannedStage, ...]:
+        """From them with each of the sizes ``traced``; nothing where these do not tell."""
         layers, made = [self.model.layers[a:b] for a, b in cut], list[PlannedStage]()
-        leaving: list[tuple[Any, ...]] = []
+        leaving = [list[tuple[Any, ...]]() for _ in traced]
         for s, (links, policy) in enumerate(
             zip(links_of(layers, self.avals), per_stage(recompute, len(cut)), strict=True)
         ):
-            key = StageKey(layers[s], cut[s][0], links.entering(leaving), links, policy, size, offload_fraction)
-            if key.kind not in self._known:
-                self._known[key.kind] = self._grown(key)
-            made.append(self._known[key.kind])
-            leaving.append(links.exits(made[-1].functions.y))
+            keys = [
+                StageKey(layers[s], cut[s][0], links.entering(left), links, policy, n, offload_fraction)
+                for n, left in zip(traced, leaving, strict=True)
+            ]
+            kind = keys[0].kind if len(traced) == 1 else (traced, replace(keys[0], size=size).kind)
+            if kind not in self._known and (grown := self._grown(keys, size)) is not None:
+                self._known[kind] = grown
+            if kind not in self._known:
+                return ()
+            made.append(self._known[kind])
+            for key, left in zip(keys, leaving, strict=True):
+                left.append(links.exits(self._traced_once(_cut_to(key, *_short(key))).functions.y))
         return tuple(made)
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
@@ -179,20 +196,34 @@ class Workbench:
                 self.cache, self.tp,
             )  # fmt: skip
 
-    def _grown(self, key: StageKey) -> PlannedStage:
-        """The stage, from it with two and three layers of each long run of equal ones."""
-        runs = (
-            _long_runs(key) if key.offload_fraction in (0, 1) else []
-        )  # else the largest leaves go, which is not linear
-        base = self._make(_cut_to(key, runs, [_KEPT] * len(runs)))
-        whole = base
+    def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
+        """The stage, from it with two and three layers of each long run of equal ones; None as :meth:`_make`."""
+        runs, kept = _short(keys[0])
+        base = whole = self._make([_cut_to(key, runs, kept) for key in keys], size)
         for k, run in enumerate(runs):
-            more = self._make(_cut_to(key, runs, [_KEPT + (i == k) for i in range(len(runs))]))
-            whole = _plus(whole, more, base, len(run) - _KEPT)
-        return replace(whole, key=key, functions=base.functions)
+            more = self._make([_cut_to(key, runs, [n + (i == k) for i, n in enumerate(kept)]) for key in keys], size)
+            if base is None or more is None:
+                return None
+            whole = _plus(whole, more, base, len(run) - kept[k])
+        return None if whole is None else replace(whole, key=replace(keys[0], size=size))
 
-    def _make(self, key: StageKey) -> PlannedStage:
-        """The stage, traced as it is, once for those of its kind."""
+    def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
+        """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
+        where they have other kernels than each other."""
+        one, *others = map(self._traced_once, keys)
+        if not others:
+            return one
+        (two,) = others
+        share = (size - keys[0].size) / (keys[1].size - keys[0].size)
+        work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}
+        exchanges = {op: _towards(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()}
+        known = {op: x for op, x in work.items() if x is not None}
+        if len(known) < len(work) or None in exchanges.values():
+            return None
+        sizes = replace(_plus(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
+        return replace(one, sizes=sizes, work=known)
+
+    def _traced_once(self, key: StageKey) -> PlannedStage:
         if key.kind not in self._traced:
             self.progress(f"tracing {key}")
             self._traced[key.kind] = self._trace(key)
@@ -208,12 +239,23 @@ class Workbench:
         return PlannedStage(key, functions, StageSizes.of(functions), work, sum(map(aval_bytes, (*masters, *moments))))
 
 
-def _plus(whole: Any, more: Any, base: Any, times: int) -> Any:
+def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
+    """Collectives of arrays whose sizes lie ``share`` of the way from those of ``one`` to those of ``two``; None if these are
+    others."""
+    if [(name, among, n) for (name, _, among), n in one.items()] != [
+        (name, among, n) for (name, _, among), n in two.items()
+    ]:
+        return None
+    sizes = ((a + share * (b - a)) for (_, a, _), (_, b, _) in zip(one, two, strict=True))
+    return {(name, size, among): n for ((name, _, among), n), size in zip(one.items(), sizes, strict=True)}
+
+
+def _plus(whole: Any, more: Any, base: Any, times: float) -> Any:
     """``whole`` and ``times`` what ``more`` has beyond ``base``, number by number; of others ``whole``'s."""
     if isinstance(whole, int | float):
         return whole + times * (more - base)
     if isinstance(whole, PlannedStage | StageSizes | Work):
-        names = [f.name for f in fields(whole) if f.name != "functions"]
+        names = [f.name for f in fields(whole) if f.name not in ("key", "functions", "parts", "levels")]
         return replace(whole, **{x: _plus(getattr(whole, x), getattr(more, x), getattr(base, x), times) for x in names})
     if isinstance(whole, Mapping):
         kinds = {**base, **whole, **more}
@@ -285,6 +327,13 @@ def _long_runs(stage: StageKey) -> list[list[int]]:
     runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
     long = [run for run in runs if len(run) > _MOST_EQUAL]
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
+
+
+def _short(stage: StageKey) -> tuple[list[list[int]], list[int]]:
+    """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which is
+    not linear in their number."""
+    runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
+    return runs, [_KEPT] * len(runs)
 
 
 def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], kept: Sequence[int]) -> StageKey:

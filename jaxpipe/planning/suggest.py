@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Prediction
-from jaxpipe.schedule import FAMILIES, CostProfile, Schedule
+from jaxpipe.planning.space import MOST_PAIRS, SEARCHES
+from jaxpipe.schedule import FAMILIES, CostProfile, Placement, Schedule
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.stage.split.policies import STANDARD, per_stage
@@ -31,10 +32,7 @@ Predict = Callable[[TrainConfig, Transform | None], Prediction]
 
 _LEAN = ("v-min", "v-half", "po-h", "po-f", "gis-h")
 """Families of little memory, the ones that pairs are made of; tried first."""
-_SEARCHES = frozenset({"v-adaptive", "ada-offload"})
-"""Families that search, and take many seconds at large sizes: left out there."""
 _MOST_NAMED = 16  # stages up to which policies of single stages are spelled out
-_MOST_PAIRS = 256  # ranks × microbatches up to which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +110,17 @@ def _tried(current: Prediction, change: _Change, predict: Predict) -> Suggestion
 
 
 def _single(current: Prediction) -> Iterator[_Change]:
-    config, units = current.config, _limit_in_activations(current)
+    config, units = current.config, _room(current)
     yield from _recompute(config)
     yield from _recompute_where_tight(current)
     yield from itertools.chain(_offloads(units), _smaller(config), _more_ranks(config))
-    small = config.pipeline.ranks * config.pipeline.microbatches <= _MOST_PAIRS
-    rest = [name for name in FAMILIES if name not in _LEAN and (small or name not in _SEARCHES)]
+    small = config.pipeline.ranks * config.pipeline.microbatches <= MOST_PAIRS
+    rest = [name for name in FAMILIES if name not in _LEAN and (small or name not in SEARCHES)]
     yield from (_family(config, name, units) for name in (*_LEAN, *rest) if name != config.pipeline.schedule)
 
 
 def _pairs(current: Prediction) -> Iterator[_Change]:
-    config, units = current.config, _limit_in_activations(current)
+    config, units = current.config, _room(current)
     policies = [*_recompute(config)]
     leaner = [*_smaller(config), *_more_ranks(config)]
     families = [_family(config, name, units) for name in _LEAN]
@@ -204,13 +202,16 @@ def _offloads(units: float) -> Iterator[_Change]:
     yield _Change("all offload that is free", (), free)
 
 
-def _limit_in_activations(current: Prediction) -> float:
+def _room(current: Prediction) -> float:
+    return limit_in_activations(current.schedule.placement, current.costs, current.limit_bytes)
+
+
+def limit_in_activations(placement: Placement, costs: CostProfile, limit_bytes: float) -> float:
     """The memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
-    placement, costs = current.schedule.placement, current.costs
     rooms = []
     for rank, static in enumerate(static_bytes(placement, costs)):
         mine = placement.stages_of(rank)
         workspace = max((values[s] for _, values in costs.temp_bytes for s in mine), default=0.0)
         if share := sum(costs.residual_bytes[s] for s in mine):
-            rooms.append((current.limit_bytes - static - workspace) / share)
+            rooms.append((limit_bytes - static - workspace) / share)
     return min(rooms, default=math.inf)

@@ -19,7 +19,7 @@ Not modelled: clocks that fall under load, and contention of links beyond what `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -148,6 +148,12 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     }
 )  # fmt: skip
 """Known machines by name."""
+
+
+def target_json(target: Target) -> dict[str, Any]:
+    """The fields as plain values; a file of them is read back by :func:`find_target`."""
+    plain = asdict(replace(target, flops_per_s=dict(target.flops_per_s)))
+    return {key: value for key, value in plain.items() if value is not None}
 
 
 def device_text(target: Target) -> str:

@@ -1,0 +1,112 @@
+"""The verb ``tune``: the fastest layout and schedule of a training config on so many devices."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpipe.cli.machine_flags import (
+    add_machine_flags,
+    add_settings_argument,
+    config_of,
+    efficiency_of,
+    limit_bytes_of,
+    without_devices,
+)
+from jaxpipe.cli.outputs import check_outputs
+from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.registry import Command
+from jaxpipe.cli.report import notice
+from jaxpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpipe.planning.tune import Tuned
+
+_MOST_DEVICES = 65536
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_settings_argument(parser)
+    add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices to use, all of them", 8)
+    add_machine_flags(parser)
+    text = "seconds to search; Ctrl-C ends it earlier with the best so far (default: until nothing can be better)"
+    add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,…",
+        help="try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)",
+    )
+    parser.add_argument("-o", dest="output", metavar="FILE.toml", help="write the config with the best settings")
+    parser.add_argument("--json", metavar="FILE.json", help="write everything that was tried")
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = config_of(args, [x for x in args.settings if "=" in x])
+    for path, suffixes, flag in ((args.output, (".toml",), "-o"), (args.json, (".json",), "--json")):
+        check_outputs([path] if path else [], suffixes, flag)
+    from jaxpipe.planning.targets import find_target
+
+    target = find_target(args.target)
+    without_devices()
+    from jaxpipe.planning.report import tuned_json, tuned_text
+    from jaxpipe.planning.space import Space
+    from jaxpipe.planning.stages import workbench
+    from jaxpipe.planning.tune import SIZES, tune
+    from jaxpipe.train.imported import completed
+
+    space = Space.of(completed(config), args.devices, args.only)
+    efficiency = efficiency_of(args)
+    limit = limit_bytes_of(args, target, efficiency)
+    bench = workbench(space.base, target, efficiency, lambda text: None, sizes=SIZES)
+    tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"))
+    if args.json:
+        _write_json(args.json, tuned_json(tuned, space, bench, limit))
+    if tuned.best is None:
+        if tuned.stopped == "interrupted":
+            raise KeyboardInterrupt
+        raise ConfigError(_nothing(tuned, limit))
+    print(tuned_text(tuned, space))
+    if args.output:
+        _write_config(args.output, tuned)
+        print(f"wrote {args.output}")
+
+
+def _write_json(path: str, document: dict[str, Any]) -> None:
+    import json
+
+    from jaxpipe.files import write_atomically
+
+    write_atomically(Path(path), json.dumps(document, allow_nan=False))
+
+
+def _write_config(path: str, tuned: Tuned) -> None:
+    """The config, and beside it the schedule where no name makes it."""
+    from jaxpipe.files import write_atomically
+    from jaxpipe.schedule import write_schedule
+
+    assert tuned.best is not None
+    config = tuned.best.config
+    if tuned.to_file:
+        file = str(Path(path).with_suffix(".sched"))
+        write_schedule(tuned.best.schedule, file)
+        pipe = replace(config.pipeline, schedule=file, memory_limit=None)
+        config = replace(config, pipeline=pipe, traverse=type(config.traverse)())
+    write_atomically(Path(path), config.to_toml())
+
+
+def _nothing(tuned: Tuned, limit: float) -> str:
+    """Why there is no answer."""
+    if tuned.stopped:
+        return f"out of time before anything was found that fits in {limit / 1e9:g} GB a device: raise --time-limit"
+    least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)
+    if all(t.status == "refused" for t in tuned.tried):
+        return f"nothing could be tried: {tuned.tried[0].reason if tuned.tried else 'no layout divides the batch'}"
+    found = f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
+    return f"nothing tried fits in {limit / 1e9:g} GB a device{found}: use more devices"
+
+
+COMMANDS = {"tune": Command(_configure, _run)}

@@ -1,0 +1,201 @@
+"""What a tuner chooses among: axes of settings whose values are data, and the orders that a layout's ranks may run in.
+
+Source: FlexPipe (`flexpipe.txt`) section 6 and 7.1: a grid over (pp, dp, microbatch size) in powers of two, placements and
+traversal priorities, intervals of p for circular placements only, units of 1, forwards first only if asked for. Beyond it:
+tensor and context parallelism, recomputation, the schedule families, and limits on microbatches in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule import FAMILIES, Placement
+from jaxpipe.schedule.families import Family
+from jaxpipe.schedule.placement import one_to_one, placement_named
+from jaxpipe.schedule.search_orders import cheap_first
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.sections import TraverseConfig
+from jaxpipe.wording import closest
+
+Settings = Mapping[str, Any]
+"""Values by dotted key, as overrides of a config give them."""
+
+DEVICE_KEYS = ("pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
+"""The axes whose product is the number of devices."""
+LEAST_POSITIONS = 1024
+"""Of a sequence, on a device: finer than this, cp is tried only if asked for."""
+RECOMPUTE = ("none", "cheap", "full")
+CHUNKS = (2, 4)
+"""Chunks a rank of families and placements that take any number of them."""
+SEARCHES = frozenset({"v-adaptive", "ada-offload"})
+"""Families that search, and take many seconds at large sizes: left out there."""
+MOST_PAIRS = 256
+"""Ranks × microbatches up to which they are tried."""
+_TRAVERSED = ("one-to-one", "circular", "v", "wave", "bidirectional")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A setting, and the values that are tried for it."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The settings that make a schedule of a layout, and its placement."""
+
+    settings: Settings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """``base``: the config, with what the axes set at its default. ``only``: by key, the values that an order may have."""
+
+    base: TrainConfig
+    devices: int
+    axes: tuple[Axis, ...]
+    only: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, config: TrainConfig, devices: int, only: Sequence[str] = ()) -> Space:
+        """The space around ``config``. ``only``: ``key=value,value`` narrows an axis, or the orders, to these values, as
+        texts.
+
+        Raises:
+            ConfigError: no such axis, no such value, or it leaves nothing.
+        """
+        pipe = config.pipeline
+        if pipe.towers:
+            raise ConfigError("pipeline.towers fix ranks and orders branch by branch: there is nothing to tune in them")
+        recompute = (pipe.recompute,) if isinstance(pipe.recompute, str) else ()
+        batch = config.run.batch
+        found: dict[str, tuple[Any, ...]] = {key: _divisors(devices) for key in DEVICE_KEYS}
+        every = dict(found)
+        found["pipeline.cp"] = tuple(
+            n for n in every["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
+        )
+        found["pipeline.microbatches"] = tuple(m for m in _divisors(batch) if _is_power_of_two(batch // m))
+        found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
+        narrowed = _read(only)
+        of_orders = {key for order in orders(2, 4) for key in order.settings}
+        for key, texts in narrowed.items():
+            if key in found:
+                known = {str(value): value for value in every.get(key, found[key])}
+                if unknown := [text for text in texts if text not in known]:
+                    raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(known)}")
+                found[key] = tuple(known[text] for text in texts)
+            elif key not in of_orders:
+                keys = sorted({*found, *of_orders})
+                raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
+        kept = replace(
+            pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, chunks=1, schedule="1f1b", memory_limit=None, recompute="none",
+            cut="analytic", separate_gradients=False,
+        )  # fmt: skip
+        base = replace(config, pipeline=kept, traverse=TraverseConfig(), run=replace(config.run, devices=0))
+        rest = {key: texts for key, texts in narrowed.items() if key not in found}
+        return cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
+
+    def layouts(self) -> Iterator[Settings]:
+        """Every combination of the axes that uses all devices and divides the batch."""
+        for values in itertools.product(*(axis.values for axis in self.axes)):
+            layout = dict(zip((axis.key for axis in self.axes), values, strict=True))
+            parts = layout["pipeline.microbatches"] * layout["pipeline.dp"]
+            if math.prod(layout[key] for key in DEVICE_KEYS) == self.devices and self.base.run.batch % parts == 0:
+                yield layout
+
+    def orders(self, ranks: int, microbatches: int) -> tuple[Order, ...]:
+        """The orders of a layout. One rank runs everything in one."""
+        every = orders(ranks, microbatches) if ranks > 1 else (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
+        return tuple(o for o in every if all(shown(o.settings.get(k)) in texts for k, texts in self.only.items()))
+
+    def config(self, settings: Settings) -> TrainConfig:
+        """The config with these settings.
+
+        Raises:
+            ConfigError: they contradict each other or the config.
+        """
+        return self.base.override(overrides(settings))
+
+
+def overrides(settings: Settings) -> list[str]:
+    """As ``section.key=value``."""
+    return [f"{key}={shown(value)}" for key, value in settings.items()]
+
+
+def shown(value: Any) -> str:
+    """A value of a setting as an override writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def orders(ranks: int, microbatches: int) -> tuple[Order, ...]:
+    """Families, the cheap ones first, and then the grid of traversal rules."""
+    return (*_families(ranks, microbatches), *_traversals(ranks))
+
+
+def _families(ranks: int, microbatches: int) -> Iterator[Order]:
+    small = ranks * microbatches <= MOST_PAIRS
+    for family in cheap_first(FAMILIES.values()):
+        if family.name in SEARCHES and not small:
+            continue
+        limits = (None, ranks, ranks / 2) if "memory_limit" in family.options else (None,)
+        for chunks, limit in itertools.product(_chunks(family), limits):
+            try:
+                placement = family.placement(ranks, chunks)
+            except ScheduleError:  # none of these sizes
+                continue
+            settings: dict[str, Any] = {"pipeline.schedule": family.name, "pipeline.chunks": chunks}
+            yield Order(settings | ({} if limit is None else {"pipeline.memory_limit": limit}), placement)
+
+
+def _chunks(family: Family) -> tuple[int, ...]:
+    takes = "chunks" in family.options
+    return tuple(dict.fromkeys((family.default_chunks, *CHUNKS))) if takes else (family.default_chunks,)
+
+
+def _traversals(ranks: int) -> Iterator[Order]:
+    for kind in _TRAVERSED:
+        for chunks in CHUNKS if kind in ("circular", "wave") else (None,):
+            placement = placement_named(kind, ranks, chunks)
+            stage_orders = ["breadth"] if kind == "one-to-one" else ["breadth", "depth"]
+            if kind == "circular":
+                stage_orders += [f"breadth:{ranks}", f"depth:{ranks}"]
+            for forward, backward, first, held in itertools.product(
+                stage_orders, stage_orders, ("backward", "interleaved"), (None, ranks * placement.num_chunks)
+            ):
+                settings = {
+                    "pipeline.schedule": "traverse",
+                    "pipeline.chunks": placement.num_chunks,
+                    "traverse.placement": kind,
+                    "traverse.first": first,
+                    "traverse.forward": forward,
+                    "traverse.backward": backward,
+                }
+                yield Order(settings | ({} if held is None else {"traverse.in_flight": held}), placement)
+
+
+def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Values by key of ``key=value,value``."""
+    found = {}
+    for text in only:
+        key, equals, values = text.partition("=")
+        if not equals or not all(values.split(",")):
+            raise ConfigError(f"--only {text!r}: write it as section.key=value or section.key=value,value")
+        found[key.strip()] = tuple(value.strip() for value in values.split(","))
+    return found
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -1,0 +1,391 @@
+"""The best layout and schedule of a training config on so many devices: a search over a :class:`~jaxpipe.planning.space.Space`.
+
+Source: FlexPipe (`flexpipe.txt`) section 6, a grid search. Here the grid is walked by lower bounds, the least first, and what
+can't be shorter than the best found is left out, so the answer is that of the whole grid:
+
+1. Every *layout* (devices, microbatches, recomputation) is priced, with each number of stages that orders have, from traces in
+   two microbatch sizes. Where what stays in memory and one backward pass need too much, it ends here. Each placement of its
+   stages gets the lower bound of all schedules there, plus the seconds of the update.
+2. The placement with the least bound gets all its orders, families and rules, simulated under real costs. Of the
+   :data:`LEADERS` fastest that fit gradients are separated, and the fastest that don't fit go through the offload pass.
+
+Not tried: the solver (``jaxpipe solve``), uneven cuts by hand, a policy for each stage, sequence parallelism and ZeRO-1 other
+than as the config has them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.planning.predict import Ground, Prediction, ground, predict
+from jaxpipe.planning.space import Order, Settings, Space
+from jaxpipe.planning.stages import Workbench, planner
+from jaxpipe.planning.suggest import limit_in_activations
+from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
+from jaxpipe.schedule.bounds import lower_bound
+from jaxpipe.schedule.memory import static_bytes
+from jaxpipe.schedule.passes import offload
+from jaxpipe.schedule.passes.backwards import fused_backwards
+from jaxpipe.schedule.placement import Edges
+from jaxpipe.schedule.search_orders import offloaded_share
+from jaxpipe.schedule.tolerance import TIME, nine_digits
+from jaxpipe.stage.compiled.compile import BuildCache
+from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.train.assemble import Planner, choose, final_order, shards_of
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.setup import microbatch_size
+
+LEADERS = 3
+"""Orders of a placement whose gradients are separated, and that are offloaded where they don't fit."""
+SIZES = 2, 4
+"""Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
+
+Status = Literal["fits", "too large", "same", "refused", "slower", "not reached"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What was found of a candidate, or of ``candidates`` that share ``settings`` and were left out for one ``reason``.
+
+    ``status``: it ``fits``; is ``too large``; makes the ``same`` schedule as another; is ``refused`` (sizes don't suit it);
+    can't be but ``slower`` than the best by ``bound_s``; or was ``not reached`` in time. ``bound_s``: no schedule of the
+    placement takes a step in less. ``peak_bytes``: by rank. ``offloaded``: the offload pass went over the schedule.
+    """
+
+    settings: Settings
+    status: Status
+    candidates: int = 1
+    bound_s: float | None = None
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: tuple[int, ...] = ()
+    offloaded: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """``best``: of all that fit, or None; its ``schedule`` must go into a file where the offload pass made it (``to_file``).
+    ``tried``: everything, in order. ``seconds``: spent. ``stopped``: why the search ended early, or nothing."""
+
+    best: Prediction | None
+    to_file: bool
+    tried: tuple[Tried, ...]
+    seconds: float
+    stopped: str = ""
+
+    @property
+    def leading(self) -> tuple[Tried, ...]:
+        """What fits, the fastest first."""
+        return tuple(sorted((t for t in self.tried if t.status == "fits"), key=lambda t: (t.step_s, max(t.peak_bytes))))
+
+
+def tune(
+    space: Space,
+    bench: Workbench,
+    limit_bytes: float,
+    progress: Callable[[str], None] = lambda text: None,
+    time_limit_s: float = float("inf"),
+    *,
+    prune: bool = True,
+    progress_s: float = 1.0,
+) -> Tuned:
+    """The fastest candidate of ``space`` that needs at most ``limit_bytes`` on each device.
+
+    ``bench``: of the space's base; candidates on other shards get their own, which share its model. ``time_limit_s``: no
+    trial starts later. ``prune``: False simulates every candidate (to check the search). ``progress`` is told every
+    ``progress_s`` seconds.
+    Ctrl-C ends it with the best so far.
+    """
+    return _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s).run()
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """Candidates that share a layout and a number of stages; with ``known`` and ``placement`` also where stages run."""
+
+    layout: Settings
+    orders: tuple[Order, ...]
+    known: Ground | None = None
+    update_s: float = 0.0
+
+    @property
+    def placement(self) -> Placement:
+        return self.orders[0].placement
+
+    @property
+    def costs(self) -> CostProfile:
+        assert self.known is not None
+        return self.known.costs
+
+    @property
+    def settings(self) -> Settings:
+        if self.known is None:
+            return {**self.layout, "stages": self.placement.num_stages}
+        return {**self.layout, "placement": self.placement.kind, "pipeline.chunks": self.placement.num_chunks}
+
+    @property
+    def size(self) -> int:
+        """Candidates, each order once."""
+        return len(self.orders)
+
+
+@dataclass
+class _Search:
+    space: Space
+    bench: Workbench
+    limit_bytes: float
+    progress: Callable[[str], None]
+    time_limit_s: float
+    prune: bool
+    progress_s: float
+    tried: list[Tried] = field(default_factory=list)
+    best: Tried | None = None
+    best_schedule: Schedule | None = None
+    _benches: dict[TensorParallel, Workbench] = field(default_factory=dict)
+    _planners: dict[int, Planner] = field(default_factory=dict)
+    _drafts: dict[Any, Schedule] = field(default_factory=dict)
+    _began: float = field(default_factory=time.monotonic)
+    _told: float = field(default_factory=time.monotonic)
+    _simulated: int = 0
+
+    def run(self) -> Tuned:
+        heap: list[tuple[float, int, _Node]] = []
+        numbers = itertools.count()
+        stopped, layouts = "", self.space.layouts()
+        try:
+            for layout in layouts:
+                self._check_time()
+                for node in self._nodes(layout):
+                    for bound, placed in self._placed(node):
+                        heapq.heappush(heap, (bound, next(numbers), placed))
+            while heap and not self._hopeless(heap[0][0]):
+                self._check_time()
+                bound, _, node = heapq.heappop(heap)
+                self._try_all(node, bound)
+        except (_OutOfTimeError, KeyboardInterrupt) as error:
+            stopped = "out of time" if isinstance(error, _OutOfTimeError) else "interrupted"
+        for bound, _, node in sorted(heap):
+            slower = self._hopeless(bound)
+            said = "no schedule there takes a step in less than bound_s" if slower else stopped
+            self._note(node.settings, "slower" if slower else "not reached", node.size, bound_s=bound, reason=said)
+        best = self._prediction()
+        return Tuned(
+            best, bool(self.best and self.best.offloaded), tuple(self.tried), time.monotonic() - self._began, stopped
+        )
+
+    # -- from layouts to placements ------------------------------------------------------------------------------------
+
+    def _nodes(self, layout: Settings) -> Iterator[_Node]:
+        """The layout with each number of stages that some order has."""
+        orders = self.space.orders(layout["pipeline.ranks"], layout["pipeline.microbatches"])
+        by_stages: dict[int, list[Order]] = {}
+        for order in orders:
+            by_stages.setdefault(order.placement.num_stages, []).append(order)
+        for group in by_stages.values():
+            yield _Node(layout, tuple(group))
+
+    def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
+        """The node priced, by placement, each with its lower bound."""
+        try:
+            config = self.space.config({**node.layout, **node.orders[0].settings})
+            bench = self._bench_of(config)
+            plan = self._planner(config)(node.placement.num_stages)
+            held = [
+                self._least_static(node.layout, plan, placement) for placement in {o.placement for o in node.orders}
+            ]
+            if min(held) > self.limit_bytes:
+                self._too_large(node, min(held))
+                return
+            known = ground(config, bench, plan, self.limit_bytes)
+        except JaxpipeError as error:
+            self._note(node.settings, "refused", node.size, reason=" ".join(str(error).split()))
+            return
+        by_placement: dict[Placement, list[Order]] = {}
+        for order in node.orders:
+            by_placement.setdefault(order.placement, []).append(order)
+        for placement, orders in by_placement.items():
+            least = _least_bytes(placement, known.costs)
+            update_s = known.update_s(config, bench, placement)
+            made = _Node(node.layout, tuple(orders), known, update_s)
+            if least > self.limit_bytes:
+                self._too_large(made, least)
+                continue
+            yield lower_bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
+
+    def _too_large(self, node: _Node, least: float) -> None:
+        said = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"
+        self._note(node.settings, "too large", node.size, reason=said)
+
+    def _least_static(self, layout: Settings, plan: StagePlan, placement: Placement) -> float:
+        """What the fullest rank holds for good at least, by its number of parameters."""
+        if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
+            return 0.0
+        base = self.space.base
+        computed = 2 if base.run.dtype == "bfloat16" else 4
+        state = (4 if computed < 4 else 0) + (8 if base.optimizer.name == "adamw" else 4)
+        each = computed + 4 + state / (layout["pipeline.dp"] if base.pipeline.zero1 else 1)
+        ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
+        shards: int = layout["pipeline.tp"]
+        return max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / shards
+
+    # -- orders of a placement -----------------------------------------------------------------------------------------
+
+    def _try_all(self, node: _Node, bound: float) -> None:
+        """Every order of the placement; then separated gradients and the offload pass for the leaders."""
+        done: list[tuple[Tried, Order, Schedule]] = []
+        seen: dict[object, Tried] = {}
+        for k, order in enumerate(node.orders):
+            settings = {**node.layout, **order.settings}
+            try:
+                self._check_time()
+                schedule = self._schedule(node, settings, order, bound)
+            except (_OutOfTimeError, KeyboardInterrupt):
+                self._note(node.settings, "not reached", len(node.orders) - k, bound_s=bound)
+                raise
+            if schedule is None:
+                continue
+            if (twin := seen.get(schedule.rows)) is not None:
+                same = replace(twin, settings=settings, status="same", reason=f"as {_told(twin.settings)}")
+                self.tried.append(same)
+                continue
+            seen[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
+            done.append((tried, order, schedule))
+        done.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
+        fused = [x for x in done if x[0].status == "fits" and fused_backwards(x[2])]
+        for _, order, _ in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
+            self._check_time()
+            settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
+            if (schedule := self._schedule(node, settings, order, bound)) is not None:
+                self._simulate(node, settings, schedule, bound)
+        large = [x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs)]
+        for tried, order, schedule in large[:LEADERS]:
+            self._check_time()
+            self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
+
+    def _offload(self, node: _Node, settings: Settings, schedule: Schedule, tried: Tried, bound: float) -> None:
+        units = limit_in_activations(node.placement, node.costs, self.limit_bytes)
+        if self._hopeless(tried.step_s or 0.0):
+            said = "offload makes no schedule faster, and as it is this is slower than the best"
+            self._note(settings, "slower", bound_s=tried.step_s, offloaded=True, reason=said)
+        elif units > 0:
+            moved = offload(schedule, node.costs, memory_limit=units).schedule
+            self._simulate(node, settings, moved, bound, offloaded=True)
+
+    def _schedule(self, node: _Node, settings: Settings, order: Order, bound: float) -> Schedule | None:
+        """The final order of a candidate; None, and a note why, where there is none."""
+        assert node.known is not None
+        plan = node.known.plan
+        costs = [s.cost for s in plan.stages]
+        try:
+            config = self.space.config(settings)
+            pipe = config.pipeline
+            relative = tuple(x / (max(costs) or 1) for x in costs)
+            key = (tuple(order.settings.items()), pipe.ranks, pipe.microbatches, relative)
+            if key not in self._drafts:
+                self._drafts[key], _ = choose(pipe, self.bench.model, self._planner(config), config.traverse)
+            return final_order(pipe, self._drafts[key], node.costs, costs, lambda text: None)
+        except JaxpipeError as error:
+            self._note(settings, "refused", bound_s=bound, reason=" ".join(str(error).split()))
+            return None
+
+    def _simulate(
+        self, node: _Node, settings: Settings, schedule: Schedule, bound: float, offloaded: bool = False
+    ) -> Tried:
+        timeline = simulate(schedule, node.costs)
+        self._simulated += 1
+        step_s = timeline.makespan + node.update_s
+        static = static_bytes(node.placement, node.costs)
+        peaks = tuple(round(n + curve.peak) for n, curve in zip(static, timeline.memory, strict=True))
+        base = self.space.base
+        tried = Tried(
+            settings, "fits" if max(peaks) <= self.limit_bytes else "too large", 1, bound, step_s,
+            base.run.batch * base.data.seq_len / step_s, peaks, offloaded,
+        )  # fmt: skip
+        self.tried.append(tried)
+        if tried.status == "fits" and (self.best is None or _key(tried) < _key(self.best)):
+            self.best, self.best_schedule = tried, schedule
+        return tried
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _note(self, settings: Settings, status: Status, candidates: int = 1, **facts: Any) -> None:
+        self.tried.append(Tried(settings, status, candidates, **facts))
+
+    def _hopeless(self, bound_s: float) -> bool:
+        return self.prune and self.best is not None and bound_s >= (self.best.step_s or 0.0) * (1 - TIME)
+
+    def _check_time(self) -> None:
+        now = time.monotonic()
+        if now - self._began > self.time_limit_s:
+            raise _OutOfTimeError
+        if now - self._told >= self.progress_s:
+            self._told = now
+            best = "nothing that fits yet"
+            if self.best is not None:
+                best = f"best so far {self.best.tokens_per_s:,.0f} tokens/s ({_told(self.best.settings)})"
+            self.progress(f"{now - self._began:7.1f} s  {self._simulated} schedules simulated; {best}")
+
+    def _bench_of(self, config: TrainConfig) -> Workbench:
+        """The workbench for the shards of the config."""
+        shards = shards_of(config.pipeline)
+        if shards == self.bench.tp:
+            return self.bench
+        if shards not in self._benches:
+            self._benches[shards] = replace(self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={})
+        return self._benches[shards]
+
+    def _planner(self, config: TrainConfig) -> Planner:
+        """As training cuts the model for these microbatches; each cut once."""
+        size = microbatch_size(config) // config.pipeline.dp
+        if size not in self._planners:
+            plan, made = planner(config, self.bench.model), dict[Any, StagePlan]()
+
+            def once(num_stages: int, edges: Edges | None = None) -> StagePlan:
+                if (num_stages, edges) not in made:
+                    made[(num_stages, edges)] = plan(num_stages, edges)
+                return made[(num_stages, edges)]
+
+            self._planners[size] = once
+        return self._planners[size]
+
+    def _prediction(self) -> Prediction | None:
+        """The best candidate as ``plan`` predicts it."""
+        if self.best is None:
+            return None
+        schedule = self.best_schedule if self.best.offloaded else None
+        config = self.space.config(self.best.settings)
+        bench = replace(self._bench_of(config), sizes=None)
+        return predict(config, bench, self.limit_bytes, None if schedule is None else lambda *_: schedule)
+
+
+def _key(tried: Tried) -> tuple[float, int]:
+    """The smaller, the better."""
+    return nine_digits(tried.step_s or 0.0), max(tried.peak_bytes)
+
+
+def _least_bytes(placement: Placement, costs: CostProfile) -> float:
+    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch."""
+    temp = dict(costs.temp_bytes)
+    none = (0.0,) * costs.num_stages
+    b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
+    held, waiting = costs.residual_bytes, costs.w_residual_bytes
+    least = [min(held[s] + bw[s], max(held[s] + b[s], waiting[s] + w[s])) for s in range(costs.num_stages)]
+    static = static_bytes(placement, costs)
+    return max(n + max((least[s] for s in placement.stages_of(r)), default=0.0) for r, n in enumerate(static))
+
+
+def _told(settings: Settings) -> str:
+    """Settings in a line, without what is at its default."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())

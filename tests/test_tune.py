@@ -1,0 +1,124 @@
+"""The tuner: its answer is that of the whole grid, every number can be recomputed, and what it writes is what plan predicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxpipe.cli import main
+from jaxpipe.errors import ConfigError
+from jaxpipe.planning.predict import predict
+from jaxpipe.planning.roofline import Efficiency
+from jaxpipe.planning.space import Space
+from jaxpipe.planning.stages import Workbench, workbench
+from jaxpipe.planning.targets import TARGETS
+from jaxpipe.planning.tune import SIZES, tune
+from jaxpipe.train.config import TrainConfig, load_config
+
+A800 = TARGETS["a800"]
+FEW = ("pipeline.schedule=1f1b,interleaved-1f1b,gpipe,zb-h1,v-zb,chimera,po-h",)
+
+
+def small() -> TrainConfig:
+    options = {"vocab_size": 512, "d_model": 64, "num_layers": 6, "num_heads": 4, "tied": False}
+    return TrainConfig.from_dict(
+        {
+            "model": {"target": "models.gpt:GPT", "options": options},
+            "data": {"path": "none.npy", "tokenizer": "ids:512", "seq_len": 128},
+            "run": {"batch": 32, "dtype": "bfloat16"},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    """Traces are shared by all tests."""
+    return workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES)
+
+
+@pytest.mark.parametrize("limit", [4.4e6, pytest.param(80e9, marks=pytest.mark.soak)])
+def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) -> None:
+    only = (*FEW, "pipeline.tp=1", "pipeline.recompute=none,full", "pipeline.microbatches=2,8")
+    space = Space.of(small(), 8, only)
+    found, every = tune(space, bench, limit), tune(space, bench, limit, prune=False)
+    assert found.best is not None and every.best is not None
+    assert found.best.step_s == every.best.step_s
+    assert found.best.fits and found.best.devices == 8
+    simulated = [t for t in every.tried if t.step_s is not None]
+    assert len([t for t in found.tried if t.step_s is not None]) < len(simulated)
+    assert not any(t.status in ("slower", "not reached") for t in every.tried)
+    for t in simulated[:: len(simulated) // 6]:  # what plan predicts, but for traces in two sizes
+        if not t.offloaded:
+            p = predict(space.config(t.settings), replace(bench, sizes=None), limit)
+            assert (p.step_s, p.tokens_per_s) == pytest.approx((t.step_s, t.tokens_per_s), rel=1e-3)
+            assert [m.peak_bytes for m in p.memory] == pytest.approx(t.peak_bytes, rel=1e-3)
+            assert t.bound_s is not None and t.bound_s <= p.step_s * (1 + 1e-9)
+    orders = {
+        json.dumps({**layout, **order.settings})
+        for layout in space.layouts()
+        for order in space.orders(layout["pipeline.ranks"], layout["pipeline.microbatches"])
+    }
+    extra = [t for t in every.tried if t.offloaded or "pipeline.separate_gradients" in t.settings]
+    assert sum(t.candidates for t in every.tried) - len(extra) == len(orders)
+
+
+def test_what_is_written_is_what_plan_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(small().to_toml())
+    only = [f"--only=pipeline.{x}" for x in ("schedule=1f1b,gpipe", "tp=1", "cp=2", "recompute=none")]
+    flags = ["small.toml", "--target", "a800", "--memory-limit-gb", "0.006"]
+    assert main(["tune", *flags, "--devices", "4", *only, "-o", "best.toml", "--json", "all.json"]) == 0
+    shown = capsys.readouterr().out
+    document = json.loads(Path("all.json").read_text())
+    best = document["best"]
+    assert load_config("best.toml").to_dict()["run"] == small().to_dict()["run"]
+    assert load_config("best.toml").pipeline.num_devices == 4
+    assert main(["plan", "best.toml", *flags[1:], "--compile-seconds", "0", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fits"] and planned["step_s"] == best["step_s"]
+    assert f"{best['tokens_per_s']:,.0f} tokens/s" in shown
+    assert min(t["step_s"] for t in document["tried"] if t["status"] == "fits") == pytest.approx(
+        best["step_s"], rel=1e-3
+    )
+
+
+def test_time_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
+    found = tune(Space.of(small(), 8, FEW), bench, 80e9, time_limit_s=1e-9)
+    assert (found.best, found.stopped) == (None, "out of time")
+
+
+def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
+    told: list[str] = []
+
+    def interrupt(text: str) -> None:
+        told.append(text)
+        if "best so far" in text:
+            raise KeyboardInterrupt
+
+    only = ("pipeline.schedule=1f1b,gpipe", "pipeline.tp=1", "pipeline.recompute=none")
+    found = tune(Space.of(small(), 8, only), bench, 80e9, interrupt, progress_s=0.0)
+    assert found.best is not None and found.stopped == "interrupted"
+    assert any(t.status == "not reached" for t in found.tried)
+
+
+@pytest.mark.parametrize(
+    ("only", "says"),
+    [
+        ("pipeline.pp=2", "'pipeline.pp' is none of the axes"),
+        ("pipeline.tp=3", "pipeline.tp=3 is no value that is tried: 1, 2, 4, 8"),
+        ("pipeline.tp", "write it as section.key=value"),
+    ],
+)
+def test_wrong_axes_are_one_line(only: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Space.of(small(), 8, [only])
+
+
+def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--devices", "2", "--memory-limit-gb", "1e-6", "--only", "pipeline.schedule=1f1b"]) == 2
+    assert "nothing tried fits in 1e-06 GB a device" in capsys.readouterr().err

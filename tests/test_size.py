@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1070, 16),
-    "cli": (20, 2344, 6),
-    "cost": (5, 772, 7),
+    "cli": (22, 2465, 6),
+    "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (8, 1023, 11),
+    "planning": (10, 1612, 18),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),

@@ -21,7 +21,8 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, LeafRule, Model, with_leaf_rules
 from jaxpipe.stage.model.reference import apply_model, init_params
-from jaxpipe.train.step import StepMetrics, TrainStep
+from jaxpipe.train.state import StepMetrics
+from jaxpipe.train.step import TrainStep
 
 V, D, H, WIDE, ROWS, MICROBATCHES = 11, 8, 24, 1100, 4, 4
 LAYERS = ("embed", "wide", "narrow", "head", "loss")

@@ -18,7 +18,8 @@ from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, LeafRule, Model, Path, with_leaf_rules
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.train.step import TrainState, TrainStep
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
 from models.gpt import GPT
 from tests import optimizer_cases as cases
 from tests.optimizer_cases import batches, on_one_device, over_ranks, params

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.train.step import TrainState, TrainStep
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
 from tests.parallel_cases import (
     FACTORINGS,
     Case,

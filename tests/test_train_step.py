@@ -22,7 +22,8 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.optimizer import adamw, learning_rate
-from jaxpipe.train.step import TrainState, TrainStep
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
 from models.gpt import GPT
 
 STEPS = 3

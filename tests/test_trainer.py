@@ -25,7 +25,7 @@ from jaxpipe.schedule import Traversal, generate, one_to_one, traverse, write_sc
 from jaxpipe.stage.model.layer import LayerContext
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
-from jaxpipe.train.step import StepMetrics, TrainState
+from jaxpipe.train.state import StepMetrics, TrainState
 from models.gpt import GPT
 
 V, T, B, M = 11, 6, 2, 4

@@ -24,7 +24,8 @@ from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.reduction import GradientReduction
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import stage_optimizers
-from jaxpipe.train.step import TrainState, TrainStep
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update import compile_update
 from tests.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 

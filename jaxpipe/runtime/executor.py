@@ -8,6 +8,7 @@ until an offload has left the device: a sync (S), and an action whose memory tha
 
 A braid that runs as one function is one instruction, one token and one recorded event. An *epilogue* is a function of a stage's
 gradient accumulators, dispatched when the last action that adds to them has been, so that it runs in the tail of the pipeline.
+A step may begin *late*: a rank's accumulators are asked for before its first backward, and whoever is asked may drop the step.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads
+from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.ownership import Ownership
 from jaxpipe.runtime.recorder import Recorder
 from jaxpipe.runtime.transfer import InProcess, Parcel, Routed, Transport
-from jaxpipe.schedule import Action, Event, Slot
+from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
 Bank = list[Any]
@@ -43,6 +44,14 @@ Probe = Callable[[int, Sequence[jax.Array]], None]
 Epilogues = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
 """By (rank, stage): what to do with the gradient accumulators once nothing adds to them any more (reduce them over shards). It
 must dispatch and not wait; it may donate them."""
+
+Late = Callable[[int], Mapping[tuple[int, int], Sequence[jax.Array]]]
+"""The gradient accumulators of a rank by (rank, stage), asked for before its first backward is dispatched. May wait, and may
+raise :class:`StepDropped`."""
+
+
+class StepDropped(Exception):  # noqa: N818
+    """What has been dispatched of a step is in vain: it is to begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +217,25 @@ class Executor:
         done = next((n for n, (_, _, token) in enumerate(known) if not token.is_ready()), len(known))  # type: ignore[attr-defined]
         return None if done == len(actions) else actions[done]
 
-    def run(self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None) -> StepOutputs:
+    def run(
+        self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None, late: Late | None = None
+    ) -> StepOutputs:
         """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
-        instruction of :attr:`sequence` has put its results into slots, before it drops anything.
+        instruction of :attr:`sequence` has put its results into slots, before it drops anything. ``late`` gives the
+        accumulators, and those of ``inputs`` do not count; not with the other two.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
+            StepDropped: ``late`` says so.
         """
+        acc = {} if late else dict(inputs.acc)
+        inputs = replace(inputs, acc=acc)
         self._bind(inputs)
         try:
             if record:
                 return self._run_recorded(inputs, probe)
-            tokens, stamps = self._dispatch(None, probe)
+            code = self._late_code(late, acc) if late else self._code
+            tokens, stamps = self._dispatch(code, None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
         except BaseException:
             self._transport.clear()
@@ -231,14 +247,43 @@ class Executor:
     def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
         start = time.perf_counter()
         with Recorder(self._num_ranks) as recorder:
-            tokens, stamps = self._dispatch(recorder, probe)
+            tokens, stamps = self._dispatch(self._code, recorder, probe)
         step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
-    def _dispatch(self, recorder: Recorder | None, probe: Probe | None) -> tuple[list[Token], list[float]]:
+    @cached_property
+    def _first_backwards(self) -> Mapping[int, tuple[Program, int]]:
+        """By rank its program, and which instruction is the first that computes a gradient or reads an accumulator."""
+        programs = {p.rank: (p, {slot for v, slot in p.bound if v.kind == "acc"}) for p in self._programs}
+        found: dict[int, tuple[Program, int]] = {}
+        for n, (rank, at) in enumerate(self.sequence):
+            program, accumulators = programs[rank]
+            instruction = program.instructions[at]
+            ops = [op for op, _ in instruction.parts] if isinstance(instruction, Run) else []
+            if any(op_spec(op).sends == "pred" for op in ops) or not accumulators.isdisjoint(reads(instruction)):
+                found.setdefault(rank, (program, n))
+        return found
+
+    def _late_code(self, late: Late, acc: dict[tuple[int, int], Sequence[jax.Array]]) -> list[_Linked]:
+        """The list that the loop visits, with instructions that bind what ``late`` gives, and put it into ``acc``."""
+
+        def bind(rank: int, places: Sequence[Value], _: Any) -> list[jax.Array]:
+            acc.update(late(rank))
+            return [acc[rank, v.stage][v.index] for v in places]
+
+        code = list(self._code)
+        for rank, (program, n) in sorted(self._first_backwards.items(), key=lambda item: -item[1][1]):
+            bound = [(v, slot) for v, slot in program.bound if v.kind == "acc"]
+            run, outs = partial(bind, rank, [v for v, _ in bound]), tuple(slot for _, slot in bound)
+            code.insert(n, code[n]._replace(kind=_EPILOGUE, run=run, get=_getter(()), outs=outs, clear=()))
+        return code
+
+    def _dispatch(
+        self, code: Sequence[_Linked], recorder: Recorder | None, probe: Probe | None
+    ) -> tuple[list[Token], list[float]]:
         """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
         at = 0
         tokens: list[Token] = []
@@ -247,7 +292,7 @@ class Executor:
         self.dispatched = tokens
         clock = time.perf_counter
         try:
-            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(self._code):
+            for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(code):
                 stamps.append(clock())
                 if kind == _RUN:
                     results = run(*get(bank))
@@ -273,8 +318,10 @@ class Executor:
                     for n in self._received_for.get(at, ()):
                         recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
                     recorder.dispatched(rank, lane, action, done, stamps[-1])
+        except StepDropped:
+            raise
         except Exception as error:
-            failed = self._code[at]
+            failed = code[at]
             raise _run_error(failed.rank, failed.action, error, failed.kind == _EPILOGUE) from error
         stamps.append(clock())
         return tokens, stamps
@@ -288,7 +335,7 @@ class Executor:
                 match value.kind:
                     case "param":
                         bank[slot] = inputs.params[(r, value.stage)][value.index]
-                    case "acc":
+                    case "acc" if inputs.acc:
                         bank[slot] = inputs.acc[(r, value.stage)][value.index]
                     case "data":
                         bank[slot] = inputs.data[(r, value.stage)][value.microbatch][value.index]

@@ -41,7 +41,7 @@ from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
-from jaxpipe.runtime.executor import Epilogues, Executor, StepInputs, StepOutputs, routed
+from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs, routed
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import gathered, measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
@@ -229,18 +229,20 @@ class Pipeline(Assembly):
         key: jax.Array | None = None,
         *,
         record: bool = False,
+        late: Late | None = None,
     ) -> StepOutputs:
         """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``,
         which is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers. ``record``: all processes
-        start together, and process 0 gets the events of all.
+        start together, and process 0 gets the events of all. ``late``: gives accumulators in place of ``acc``.
 
         Raises:
             RunError: an instruction failed.
+            StepDropped: ``late`` says so.
             ProgramError: the batch does not fit.
         """
         inputs, processes = self.step_inputs(params, acc, batch, key), self.ownership.processes
         if not record:
-            return self.executor.run(inputs)
+            return self.executor.run(inputs, late=late)
         clock = processes.clock()
         return gathered(self.executor.run(inputs, record=True), processes, clock)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
 
@@ -31,10 +32,13 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
     """Before JAX is started.
 
     Raises:
+        ConfigError: a setting is for one process.
         AgreedError: versions or settings differ, or the run directory is not one that all see.
     """
     if processes.number == 1:
         return
+    if config.pipeline.post_validation != "off":
+        raise ConfigError("pipeline.post_validation works in one process; with several say off")
     from jaxpipe import __version__
 
     versions = {"jaxpipe": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}

@@ -48,7 +48,7 @@ from jaxpipe.train.resume import Start
 from jaxpipe.train.run_directory import RunDirectory
 from jaxpipe.train.saving import Content, Saving
 from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
-from jaxpipe.train.step import StepMetrics, TrainState
+from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.stop import STOPPED, EndingEarly, Stop
 from jaxpipe.train.tokenizers import stored_tokenizer
 from jaxpipe.train.trace_window import TraceWindow
@@ -271,7 +271,7 @@ class _Run:
         if self.resumed and self._due(run.eval_every, first) and not evaluated:
             self._evaluate(state)  # a signal came between the step and its evaluation
         while state.step < run.steps and not self.stopping:
-            self._replan()
+            self._replan(state)
             try:
                 batch = self.start.batches.batch_at(state.step)
             except DataError as error:
@@ -284,7 +284,7 @@ class _Run:
                 self._save(state)
         self._finish(state)
 
-    def _replan(self) -> None:
+    def _replan(self, state: TrainState) -> None:
         """Go on with a better schedule, if one was found: in several processes once all have heard that there is one. What was
         recorded before belongs to the old one."""
         if self.offer is None:
@@ -292,6 +292,7 @@ class _Run:
         if not (self.switching if self.processes.number > 1 else self.offer):
             return
         self._settle()
+        state.committed()
         self.switching = False
         offer = Offer.from_text(self.processes.broadcast("switch", self.offer.to_text() if self.offer else ""))
         self.offer = None
@@ -318,6 +319,7 @@ class _Run:
         with self.watchdog.watch(self.begun):
             if record:  # what runs still would count as this step's
                 self._settle()
+                state = state.committed()
                 with self.pace.waiting():
                     jax.block_until_ready((dict(state.master), dict(state.compute)))
             with self.window.step(state.step + 1), self.pace.step():
@@ -367,6 +369,8 @@ class _Run:
     def _remarks(self) -> Iterator[str]:
         if self.skipped.steps:
             yield f"{self.skipped.steps} skipped"
+        if remark := self.trainer.train_step.post_validation.remark:
+            yield remark
         if self.config.replan.enabled:
             yield f"schedule {self.pipe.schedule.name}"
 
@@ -571,6 +575,7 @@ class _Run:
             replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
             peak_bytes=self.peak_bytes,
             skipped_steps=self.skipped.steps,
+            rollbacks=self.trainer.train_step.post_validation.rollbacks,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,
             gain_predicted=gain_predicted,

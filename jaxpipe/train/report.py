@@ -27,7 +27,7 @@ class TrainResult:
     (:meth:`~jaxpipe.train.step.TrainStep.memory_report`); ``peak_measured_bytes``: since the process began, None where the
     backend does not count. ``mfu``: NaN where the device's peak is not known. ``schedule``: the one that ran at the end, to
     which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over
-    the one before, where re-planning changed it, else NaN."""
+    the one before, where re-planning changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again."""
 
     out_dir: Path
     step: int
@@ -47,6 +47,7 @@ class TrainResult:
     gain_measured: float = _NAN
     mfu: float = _NAN
     peak_measured_bytes: int | None = None
+    rollbacks: int = 0
 
     @classmethod
     def finished(cls, out_dir: Path, step: int, metrics: Mapping[str, float], seconds: float) -> TrainResult:
@@ -83,6 +84,8 @@ def result_text(result: TrainResult) -> str:
     if result.skipped_steps:
         plural = "s" if result.skipped_steps > 1 else ""
         lines.append(f"{result.skipped_steps} step{plural} had a gradient that was not finite and changed nothing")
+    if result.rollbacks:
+        lines.append(f"{result.rollbacks} of the steps that began early began again (pipeline.post_validation)")
     lines.append(f"checkpoints, metrics.jsonl and pictures are in {result.out_dir}")
     return "\n".join(lines)
 

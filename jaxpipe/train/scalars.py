@@ -51,6 +51,8 @@ class Scalars:
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
+        self._guess = jax.jit(_guess, static_argnums=2)
+        self._agree = jax.jit(_agree)
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
         lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
@@ -85,7 +87,7 @@ class Scalars:
         made: Any
         combined: Any = None
         if not self._owned.divided:
-            loss_sum, weight, reported = self._sum_losses(jax.device_put(losses, first) if self._several else losses)
+            loss_sum, weight, reported = self._summed(losses)
             made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
             return _with(made, weight, reported, [stop, switch])
         sums: Any = ()
@@ -109,6 +111,17 @@ class Scalars:
             combined = _with(made, weight, reported, self._any(asked))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
+
+    def guess(self, losses: Sequence[tuple[jax.Array, ...]], found: Combined) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
+        are; and, on rank 0, whether ``found`` has the same. Not for several processes."""
+        loss_sum, weight, _ = self._summed(losses)
+        scale, loss = self._guess(loss_sum, weight, found.scale.dtype)
+        there = jax.device_put((scale, loss), self._homes[0])
+        return scale, loss, self._agree(found.ok, (found.scale, found.loss), there)
+
+    def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> Any:
+        return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
 
     def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
         """Whether all of the scalars, by stage, are true."""
@@ -170,6 +183,17 @@ def _sum_losses(
     sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
     means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
     return *reported.loss(sums), means
+
+
+def _guess(loss_sum: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Factors of a gradient that is not clipped, and the mean loss."""
+    total = jnp.where(weight > 0, weight, 1.0)
+    one = jnp.ones((), dtype)
+    return jnp.stack([one, one / total]).astype(dtype), loss_sum / total
+
+
+def _agree(ok: jax.Array, found: tuple[jax.Array, ...], guess: tuple[jax.Array, ...]) -> jax.Array:
+    return ok & jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(found, guess, strict=True)]))
 
 
 def _combine(

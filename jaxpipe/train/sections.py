@@ -172,6 +172,9 @@ class PipelineConfig:
     #: Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
     #: to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ).
     split_backwards: Literal["auto", "never", "always"] = "auto"
+    #: Begin a step before it is known whether the last one's gradient was finite and short enough: always, or after ten steps
+    #: that were so (``auto``). The same bits.
+    post_validation: Literal["off", "on", "auto"] = "off"
     #: Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
     #: ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last).
     towers: Mapping[str, Any] = field(default_factory=dict)

@@ -212,6 +212,7 @@ def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
         clip_norm=config.optimizer.clip_norm,
         learning_rate=_learning_rate(config),
         zero1=config.pipeline.zero1,
+        post_validation=config.pipeline.post_validation,
     )
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,77 +26,26 @@ import numpy as np
 import optax
 
 from jaxpipe.cost.memory import MemoryReport
-from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import replicated
 from jaxpipe.runtime.batches import Batch
-from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.runtime.executor import StepDropped, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import on_rank
-from jaxpipe.schedule import CostProfile, Timeline
-from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint
+from jaxpipe.schedule import CostProfile
+from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, total_device_bytes
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.optimizer import LearningRate
+from jaxpipe.train.post_validation import LateUpdate, PostValidation
 from jaxpipe.train.reduction import GradientReduction, Reduced
 from jaxpipe.train.scalars import Scalars
 from jaxpipe.train.shards import StageShards
 from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
+from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
 from jaxpipe.train.step_memory import StageState, step_memory
 from jaxpipe.train.ties import TiedLeaves
-from jaxpipe.train.update import compile_update, fresh_state, taken
-
-Instance = tuple[int, int]
-Buffers = list[jax.Array]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class TrainState:
-    """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
-    accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
-    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.shards`). ``optimizer``: by stage, the
-    state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
-
-    A state is consumed by the step that takes it (its buffers are donated).
-    """
-
-    step: int
-    master: Mapping[Instance, Buffers]
-    compute: Mapping[Instance, Buffers]
-    acc: Mapping[Instance, Buffers]
-    optimizer: Mapping[int, Any]
-    fixed: Mapping[str, Params]
-
-    def __repr__(self) -> str:
-        return f"<TrainState after step {self.step}, {len(self.optimizer)} stages>"
-
-    def require_unused(self) -> None:
-        """Raises RunError if a step has taken this state."""
-        if any(a.is_deleted() for buffers in self.acc.values() for a in buffers):
-            raise RunError(
-                f"the state after step {self.step} is used up: a TrainState is consumed by the step that takes it; keep the "
-                "new one"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
-    was applied, whether all parameters are finite after it, the sum of weights; ``metrics``, by name, what the loss layer
-    reports: each sum ÷ its weight (NaN where that is 0); ``stop``, ``switch``: whether a process wants to;
-    ``learning_rate``, if the step knows it. ``timeline``: measured, on recorded steps, in process 0. ``outputs`` has the
-    host-side timings (and no accumulators)."""
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    applied: jax.Array
-    finite: jax.Array
-    weight: jax.Array
-    metrics: Mapping[str, jax.Array]
-    stop: jax.Array | bool
-    switch: jax.Array | bool
-    learning_rate: jax.Array | None
-    timeline: Timeline | None
-    outputs: StepOutputs
+from jaxpipe.train.update import StageUpdate, compile_update, fresh_state, taken
 
 
 class TrainStep:
@@ -108,6 +58,8 @@ class TrainStep:
             ``value``, if it takes that.
         clip_norm: bound on the global gradient norm; 0 for none.
         zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.shards`).
+        post_validation: ``"off"``, ``"on"`` or ``"auto"``: whether the next step begins before it is known that this one is
+            finite and not clipped (:mod:`jaxpipe.train.post_validation`). The same bits; not for several processes.
         learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
             ``optax.inject_hyperparams`` needs no telling.
         extra: arguments of the optimizer's update by name, numbers or arrays, which a call may give other values.
@@ -124,6 +76,7 @@ class TrainStep:
         *,
         clip_norm: float = 0.0,
         zero1: bool = False,
+        post_validation: str = "off",
         learning_rate: float | optax.Schedule | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -131,6 +84,9 @@ class TrainStep:
             raise ConfigError(
                 f"clip_norm is {clip_norm}; want the largest norm of the gradient, such as 1.0, or 0 for any"
             )
+        self.post_validation, self._late = PostValidation(post_validation), post_validation != "off"
+        if pipeline.ownership.divided and self._late:
+            raise ConfigError("post_validation is for one process; say 'off' where several train together")
         self.optimizer, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._own = {s: r for s, r in self._primary.items() if r in pipeline.ownership.ranks}
@@ -209,45 +165,119 @@ class TrainStep:
         state.require_unused()
         extra = {**self._extra, **extra}
         updates = self._updates_for(extra)
-        outputs = pipe.run(state.compute, state.acc, batch, key, record=record)
-        acc = self._ties.gather(pipe.sum_replicas(outputs.acc))
+        state, outputs = self._run(state, batch, key, record)
+        acc = self._ties.gather(pipe.sum_replicas({**state.acc, **outputs.acc}))
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
-        outputs = replace(outputs, acc={}, reduced={})  # whoever keeps the metrics would keep what is in them
-        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, outputs.losses, stop, switch)
-        rate = self._rate.before(state.optimizer[min(self._own)])
-        master, compute, optimizer = dict(state.master), dict(state.compute), dict(state.optimizer)
-        finite = {}
-        for s, r in self._own.items():
-            at, home = (r, s), replicated(pipe.submeshes[r])
-            given = jax.device_put((found.scale, found.ok, {"value": found.loss, **extra}), home)
-            new = updates[s](self._taken(s, compute[at]), master[at], reduced[s].grads, optimizer[s], *given)
-            buffers, master[at], optimizer[s], zeros, all_finite = new
-            compute[at] = _with_buffers(compute[at], self._writes[s], buffers)
-            acc[at] = zeros or reduced[s].acc
-            finite[s] = all_finite
-        self._ties.spread(compute)
-        pipe.copy_to_replicas(compute)
+        losses, outputs = outputs.losses, replace(outputs, acc={}, reduced={})  # what would be kept with the metrics
+        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, losses, stop, switch)
+        whole = Unapplied(
+            state.step + 1,
+            {s: self._taken(s, state.compute[r, s]) for s, r in self._own.items()},
+            dict(state.master),
+            dict(state.optimizer),
+            reduced,
+            dict(state.compute),
+            acc,
+            state.fixed,
+            found,
+            extra,
+            updates,
+        )
         timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
-        rate = self._rate.after(optimizer[min(self._own)]) if rate is None else rate
+        state, updated = self._updated(whole, losses)
         metrics = StepMetrics(
             found.loss,
             found.norm,
             found.ok,
-            self._scalars.all_true(finite),
             found.weight,
             found.reported,
             found.stop,
             found.switch,
-            rate,
+            updated,
             timeline,
             outputs,
         )
-        return TrainState(state.step + 1, master, compute, acc, optimizer, state.fixed), metrics
+        return state, metrics
+
+    def _run(
+        self, state: TrainState, batch: Batch, key: jax.Array | None, record: bool
+    ) -> tuple[TrainState, StepOutputs]:
+        """The pipeline on ``batch``, and ``state`` with all of the step before: committed while that runs, if it can."""
+        late = state.late
+        if late is not None and not record and late.open:
+            with suppress(StepDropped):
+                outputs = self.pipeline.run(state.compute, {}, batch, key, late=late.accumulators)
+                return late.settled(), outputs
+        state = state.committed()
+        return state, self.pipeline.run(state.compute, state.acc, batch, key, record=record)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def _updated(
+        self, whole: Unapplied, losses: Sequence[tuple[jax.Array, ...]]
+    ) -> tuple[TrainState, Callable[[], Updated]]:
+        """The state after the step, if need be without what can be committed later, and what is known of it."""
+        if self.post_validation.mode != "off":
+            scale, loss, valid = self._scalars.guess(losses, whole.found)
+            if self.post_validation.goes_ahead(valid):
+                return self._ahead(whole, scale, loss, valid)
+        updated = self._applied(whole)
+        return whole.state(), lambda: updated
+
+    def _ahead(
+        self, whole: Unapplied, scale: jax.Array, loss: jax.Array, valid: jax.Array
+    ) -> tuple[TrainState, Callable[[], Updated]]:
+        rate = self._rate.before(whole.optimizer[min(self._own)])
+        given, finite = {}, {}
+        for s, r in self._own.items():
+            at, reduced = (r, s), whole.reduced[s]
+            given[s] = self._given(s, scale, np.True_, loss, whole.extra)
+            taken = whole.params[s], whole.master[at], reduced.grads, whole.optimizer[s]
+            buffers, finite[s] = whole.updates[s].ahead(*taken, *given[s])
+            whole.compute[at] = _with_buffers(whole.compute[at], self._writes[s], buffers)
+            masters, reads = self._shards[s].mastered, zip(self._reads[s], whole.params[s], strict=True)
+            whole.params[s] = [whole.compute[at][i] if i in masters else old for i, old in reads]
+            whole.reduced[s] = replace(reduced, acc=[])  # made anew when it is needed
+        self._hand_round(whole.compute)
+        updated = Updated(self._scalars.all_true(finite), rate)
+        late = LateUpdate(whole, given, valid, updated, self._rate_after, self._applied, self.post_validation)
+        return replace(whole.state(), acc={}, late=late), late.updated
+
+    def _applied(self, whole: Unapplied) -> Updated:
+        """Update all of it."""
+        found, finite = whole.found, {}
+        rate = self._rate.before(whole.optimizer[min(self._own)])
+        for s, r in self._own.items():
+            at, reduced = (r, s), whole.reduced[s]
+            given = self._given(s, found.scale, found.ok, found.loss, whole.extra)
+            taken, update = (whole.params[s], whole.master[at], reduced.grads, whole.optimizer[s]), whole.updates[s]
+            buffers, whole.master[at], whole.optimizer[s], zeros, finite[s] = update.whole(*taken, *given)
+            whole.compute[at] = _with_buffers(whole.compute[at], self._writes[s], buffers)
+            whole.acc[at] = zeros or reduced.acc or update.zeros()
+        self._hand_round(whole.compute)
+        return Updated(self._scalars.all_true(finite), self._rate_after(whole.optimizer) if rate is None else rate)
+
+    def _rate_after(self, optimizer: Mapping[int, Any]) -> jax.Array | None:
+        return self._rate.after(optimizer[min(self._own)])
+
+    def _given(self, stage: int, scale: Any, ok: Any, loss: jax.Array, extra: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The last arguments of an update, on the devices of its rank."""
+        home = replicated(self.pipeline.submeshes[self._primary[stage]])
+        given: tuple[Any, ...] = jax.device_put((scale, ok, {"value": loss, **extra}), home)
+        return given
+
+    def _hand_round(self, compute: dict[Instance, Buffers]) -> None:
+        """New parameters to tied copies and replicas."""
+        self._ties.spread(compute)
+        self.pipeline.copy_to_replicas(compute)
+
+    # -- by layer -----------------------------------------------------------------------------------------------------
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
         """Master parameters and optimizer state by layer name, whole, each parameter once: what a checkpoint stores. The same
         bits however many ranks and devices they were divided over; valid until the next step, which reuses the memory."""
         state.require_unused()
+        state = state.committed()
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
         for s, r in self._own.items():
@@ -280,7 +310,7 @@ class TrainStep:
 
     def with_state(self, costs: CostProfile) -> CostProfile:
         """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
-        more = [s.optimizer_bytes + s.master_bytes for s in self.states.values()]
+        more = [s.optimizer_bytes + s.master_bytes + total_device_bytes(s.twice) for s in self.states.values()]
         return replace(
             costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
         )
@@ -302,6 +332,7 @@ class TrainStep:
             optimizer=self._optimizers[stage].avals,
             grads=[shards.bucket_aval(i) for i in shards.updated] if shards.chunked else [],
             divided=shards.chunked,
+            twice=[functions.param_avals[i] for i in shards.updated if i not in shards.mastered] if self._late else [],
         )
 
     def _update_footprint(self, stage: int) -> Footprint:
@@ -314,8 +345,12 @@ class TrainStep:
         extra = jax.tree.map(shards.same_aval, _shapes(self._extra))
         grads = list(state.grads) if shards.chunked else list(state.acc)
         update = self._updates[_kinds(self._extra)][stage]
-        lowered = update.lower(list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra)
-        found = compiled_footprint(lowered.compile())
+        given = list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra
+        found = compiled_footprint(update.whole.lower(*given).compile())
+        for half in (update.ahead, update.commit) if self._late else ():
+            more = compiled_footprint(half.lower(*given).compile())
+            temp, code = max(found.temp_bytes, more.temp_bytes), found.code_bytes + more.code_bytes
+            found = replace(found, temp_bytes=temp, code_bytes=code)
         if shards.mesh.size > 1:
             before = compiled_footprint(self._reduce[stage].function.lower(list(state.acc)).compile())
             temp, code = max(found.temp_bytes, before.temp_bytes), found.code_bytes + before.code_bytes
@@ -364,7 +399,7 @@ class TrainStep:
                     insert_leaf(fixed[slot.layer], slot.path, np.array(get_leaf(params[slot.layer], slot.path), dtype))
         return fixed
 
-    def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, Any]:
+    def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, StageUpdate]:
         """The compiled updates for arguments like ``extra``."""
         kinds = _kinds(extra)
         if kinds not in self._updates:
@@ -376,7 +411,7 @@ class TrainStep:
             self._updates[kinds] = {s: self._compile_update(s, optimizers[s]) for s in self._own}
         return self._updates[kinds]
 
-    def _compile_update(self, stage: int, optimizer: StageOptimizer) -> Any:
+    def _compile_update(self, stage: int, optimizer: StageOptimizer) -> StageUpdate:
         acc = self.pipeline.functions[self.pipeline.primary(stage)].acc_avals
         return compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
 

@@ -25,7 +25,8 @@ from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, total_devi
 class StageState:
     """What the update of one stage takes, as shapes on the stage's primary rank. ``params``: parameter buffers that it reads
     and replaces; ``master``: masters, and ``made``, the parameter buffers that it makes of them; ``grads``: what gradients take
-    beside the accumulators once they are reduced. ``divided``: over dp (ZeRO-1)."""
+    beside the accumulators once they are reduced. ``divided``: over dp (ZeRO-1). ``twice``: of ``params``, those that are there
+    old and new from an update ahead to its commit."""
 
     params: Sequence[jax.ShapeDtypeStruct]
     master: Sequence[jax.ShapeDtypeStruct]
@@ -34,6 +35,7 @@ class StageState:
     optimizer: Any
     grads: Sequence[jax.ShapeDtypeStruct] = ()
     divided: bool = False
+    twice: Sequence[jax.ShapeDtypeStruct] = ()
 
     @property
     def master_bytes(self) -> int:
@@ -82,7 +84,7 @@ def resident_avals(
     """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
     own = [states[s] for s in states if pipeline.primary(s)[0] == rank]
     return {
-        "masters": [a for state in own for a in state.master],
+        "masters": [a for state in own for a in (*state.master, *state.twice)],
         "optimizer": [a for state in own for a in jax.tree.leaves(state.optimizer)],
     }
 

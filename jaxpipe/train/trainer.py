@@ -43,7 +43,8 @@ from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
 from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.sections import PipelineConfig
-from jaxpipe.train.step import StepMetrics, TrainState, TrainStep
+from jaxpipe.train.state import StepMetrics, TrainState
+from jaxpipe.train.step import TrainStep
 from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
 from jaxpipe.wording import format_bytes, format_count
 
@@ -73,6 +74,8 @@ class Trainer(Closing):
         dp, cp, tp, zero1: devices of each rank that share a microbatch's sequences, each sequence's positions, and its layers'
             work; divide the optimizer's state and update over dp.
         cp_method: how attention is computed where positions are divided (:data:`jaxpipe.mesh.CP_METHODS`).
+        post_validation: ``"off"``, ``"on"`` or ``"auto"``: begin a step before it is known whether the last one's gradient was
+            finite and short enough (:mod:`jaxpipe.train.post_validation`). The same bits.
         offload, braid: as in :meth:`Pipeline.build`.
         trainable, float32: of (layer name, path), whether a parameter is trained, and whether it stays float32 where
             ``dtype`` is smaller (:func:`jaxpipe.stage.model.layer.with_leaf_rules`).
@@ -108,6 +111,7 @@ class Trainer(Closing):
         cp_method: str = "gather",
         tp: int | TensorParallel = 1,
         zero1: bool = False,
+        post_validation: Literal["off", "on", "auto"] = "off",
         offload: OffloadOptions = OFFLOAD_ALL,
         braid: bool = True,
         trainable: LeafRule | None = None,
@@ -161,6 +165,7 @@ class Trainer(Closing):
             fused_residual=shards.fused_residual,
             zero1=zero1,
             braid=braid,
+            post_validation=post_validation,
         )
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards.size)
@@ -183,6 +188,7 @@ class Trainer(Closing):
             optimizer if ema is None else with_ema(optimizer, ema),
             clip_norm=clip_norm,
             zero1=zero1,
+            post_validation=post_validation,
             learning_rate=learning_rate,
             extra=update_arguments,
         )
@@ -380,7 +386,7 @@ class Trainer(Closing):
     def _params(self, state: TrainState, ema: bool) -> Mapping[Any, Any]:
         """Parameters on the ranks, in the compute dtype."""
         _require_state(state).require_unused()
-        return self.pipeline.place(self.params(state, ema=True)) if ema else state.compute
+        return self.pipeline.place(self.params(state, ema=True)) if ema else state.committed().compute
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

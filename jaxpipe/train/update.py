@@ -7,7 +7,8 @@ kept beside, stay in chunks. Either way the transformation may see pieces of lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,22 @@ from jaxpipe.train.shards import StageShards
 Buffers = Sequence[jax.Array]
 
 
+@dataclass(frozen=True, slots=True)
+class StageUpdate:
+    """``whole``: see :func:`compile_update`; ``ahead``: of the same arguments only ``params`` and ``finite``, and nothing is
+    donated; ``commit``: the other three, and all but parameters and buckets is donated. ``zeros()``: accumulators."""
+
+    whole: Any
+    ahead: Any
+    commit: Any
+    zeros: Callable[[], list[jax.Array]]
+
+
 def compile_update(
     shards: StageShards, part: OptimizerPart, acc_avals: Sequence[jax.ShapeDtypeStruct], state_specs: Any
-) -> Any:
-    """``update(params, masters, grads, state, scale, ok, extra) -> (params, masters, state, acc, finite)``, compiled when it
-    first runs.
+) -> StageUpdate:
+    """``update(params, masters, grads, state, scale, ok, extra) -> (params, masters, state, acc, finite)``, whole and in two
+    halves, compiled when they first run.
 
     ``params``: the buffers that :func:`taken` names, then all of :attr:`StageShards.updated`. ``masters``: of
     :attr:`StageShards.mastered`. ``grads``: as :class:`~jaxpipe.train.reduction.GradientReduction` gives them. ``state``: of
@@ -40,18 +52,19 @@ def compile_update(
     buckets = [shards.bucket_spec(i) for i in shards.updated]
     acc = [spec_of(a) for a in acc_avals]
     masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
-    return on_rank(
-        partial(_update, shards, part),
-        shards.mesh,
-        (
-            [shards.buffer_spec(i) for i in taken(shards)],
-            masters,
-            buckets if shards.chunked else acc,
-            state_specs,
-            *[P()] * 3,
-        ),
-        ([shards.buffer_spec(i) for i in shards.updated], masters, state_specs, [] if shards.chunked else acc, P()),
-        donate=(0, 1, 3) if shards.chunked else (0, 1, 2, 3),
+    update = partial(_update, shards, part)
+    given = [shards.buffer_spec(i) for i in taken(shards)], masters, buckets if shards.chunked else acc, state_specs
+    made = [shards.buffer_spec(i) for i in shards.updated], masters, state_specs, [] if shards.chunked else acc, P()
+    in_place = (1, 3) if shards.chunked else (1, 2, 3)
+
+    def made_of(kept: slice, donate: tuple[int, ...]) -> Any:
+        return on_rank(lambda *old: update(*old)[kept], shards.mesh, (*given, *[P()] * 3), made[kept], donate=donate)
+
+    return StageUpdate(
+        whole=made_of(slice(None), (0, *in_place)),
+        ahead=made_of(slice(0, None, 4), ()),
+        commit=made_of(slice(1, 4), in_place),
+        zeros=lambda: [jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in acc_avals],
     )
 
 

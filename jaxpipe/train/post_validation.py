@@ -1,0 +1,181 @@
+"""Post-validation: a step is updated before it is known whether its gradient is to be clipped, or finite at all.
+
+Sources: Qi et al. 2023 (zero bubble) section 4, `optpipe.txt` section 3.2. There an update that turns out wrong is undone by
+arithmetic, which is not exact. Here nothing has to be undone (*late commit*): at first only the parameters that are computed
+with are made anew, as if the norm were small, and the next step's forwards begin with them. Masters, optimizer state and
+gradients stay as they are until the norm of the whole gradient is known, at the latest before a rank's first backward. If the
+guess was right, the same arithmetic then changes the rest; if not, the forwards are dropped, the step is updated as any other,
+and the next one begins anew. So every bit is as without post-validation. What a rank must know at first, mean loss and sum of
+weights, comes from the ranks of the loss long before its last gradient.
+
+The update's arithmetic is done twice, and parameters that are their own masters are there twice until the commit. That a part
+of the update compiles to the bits of the whole is nothing that XLA promises: the first :data:`PROVED_STEPS` that are made ahead
+are made whole, too, and if a bit differs there is no post-validation from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.runtime.executor import StepDropped
+from jaxpipe.train.state import Buffers, Instance, TrainState, Unapplied, Updated
+
+MODES = ("off", "on", "auto")
+CLEAN_STEPS = 10
+"""So many steps in a row must have been neither clipped nor skipped before ``auto`` guesses that the next one is not."""
+
+PROVED_STEPS = 3
+"""So many times the parameters made ahead are compared with those of the whole update, before the next step begins."""
+
+
+class PostValidation:
+    """When a step is updated ahead: never (``off``), always (``on``), or after :data:`CLEAN_STEPS` (``auto``). ``rollbacks``:
+    how often that was in vain. ``unproven``: how many are to be compared yet; one that differed makes ``mode`` ``off``.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+
+    def __init__(self, mode: str) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"post_validation is {mode!r}; want one of {', '.join(MODES)}")
+        self.mode, self.rollbacks = mode, 0
+        self.unproven = PROVED_STEPS
+        self._clean = 0
+        self._unread: deque[jax.Array] = deque()
+
+    def goes_ahead(self, valid: jax.Array) -> bool:
+        """Whether to update ahead the step that may be if ``valid``. Waits for the step before, which runs still, at most."""
+        if self.mode == "on":
+            return True
+        self._unread.append(valid)
+        while len(self._unread) > 1:
+            self._clean = self._clean + 1 if self._unread.popleft() else 0
+        return self._clean >= CLEAN_STEPS
+
+    def proved(self, same: bool) -> None:
+        """Parameters made ahead are the ``same`` as those of the whole update in every bit, or not."""
+        self.unproven -= 1
+        if not same:
+            self.mode = "off"
+
+    @property
+    def remark(self) -> str:
+        """What has come of it, in a few words."""
+        if self.mode == "off" and self.unproven < PROVED_STEPS:
+            return "no post-validation: bits differ"
+        return f"{self.rollbacks} rollback{'s' * (self.rollbacks > 1)}" if self.rollbacks else ""
+
+    def failed(self) -> None:
+        """An update ahead was in vain."""
+        self.rollbacks += 1
+        self._clean = 0
+        self._unread.clear()
+
+
+class LateUpdate:
+    """The rest of an update that was made ahead, of a step that the next one may begin without.
+
+    Args:
+        whole: what is to be committed, with the new parameters in ``compute``.
+        given: by stage, the last three arguments of the update ahead.
+        valid: whether they were right.
+        updated: what is known of it; ``rate`` finds the learning rate in the new optimizer state, if that is unknown.
+        anew: the whole update, if they were wrong.
+        policy: is told if they were.
+    """
+
+    def __init__(
+        self,
+        whole: Unapplied,
+        given: Mapping[int, tuple[Any, ...]],
+        valid: jax.Array,
+        updated: Updated,
+        rate: Callable[[Mapping[int, Any]], jax.Array | None],
+        anew: Callable[[Unapplied], Updated],
+        policy: PostValidation,
+    ) -> None:
+        self._whole, self._given, self._flag, self._updated = whole, dict(given), valid, updated
+        self._rate, self._anew, self._policy = rate, anew, policy
+        self._valid: bool | None = None
+        self._settled: TrainState | None = None
+        self._begun = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the next step may begin before anything is committed."""
+        return self._settled is None and not self._begun and not self._policy.unproven
+
+    @property
+    def used(self) -> bool:
+        """Whether a step has taken the state that this is part of."""
+        return self._begun or (self._settled is not None and self._settled.used)
+
+    def accumulators(self, rank: int) -> dict[Instance, Buffers]:
+        """Of a rank, whose stages are committed. Waits until the update is known to be valid.
+
+        Raises:
+            StepDropped: it is not.
+        """
+        if not self._is_valid():
+            raise StepDropped
+        self._begun = True
+        for at in [at for at in self._whole.master if at[0] == rank and at[1] in self._given]:
+            self._commit(at)
+        return {at: buffers for at, buffers in self._whole.acc.items() if at[0] == rank}
+
+    def settled(self) -> TrainState:
+        """The state after the step, all of it. Waits as :meth:`accumulators`."""
+        if self._settled is None:
+            if self._is_valid() and not self._policy.unproven:
+                for at in [at for at in self._whole.master if at[1] in self._given]:
+                    self._commit(at)
+            else:
+                ahead = {at: list(buffers) for at, buffers in self._whole.compute.items()}
+                self._updated = self._anew(self._whole)
+                if self._is_valid():
+                    self._policy.proved(_agree(ahead, self._whole.compute))
+            self._settled = self._whole.state()
+        return self._settled
+
+    def updated(self) -> Updated:
+        """Waits as :meth:`settled`."""
+        self.settled()
+        return self._updated
+
+    def _is_valid(self) -> bool:
+        if self._valid is None:
+            self._valid = bool(self._flag)
+            if not self._valid:
+                self._policy.failed()
+        return self._valid
+
+    def _commit(self, at: Instance) -> None:
+        whole, stage = self._whole, at[1]
+        update, grads = whole.updates[stage], whole.reduced.pop(stage).grads
+        old = whole.params.pop(stage), whole.master[at], grads, whole.optimizer[stage]
+        whole.master[at], whole.optimizer[stage], zeros = update.commit(*old, *self._given.pop(stage))
+        del old, grads  # what was not donated is gone before the accumulators come
+        whole.acc[at] = zeros or update.zeros()
+        if self._updated.learning_rate is None:
+            self._updated = replace(self._updated, learning_rate=self._rate(whole.optimizer))
+
+
+def _agree(old: Mapping[Instance, Buffers], new: Mapping[Instance, Buffers]) -> bool:
+    """Whether buffers that have been replaced have the same bits as before."""
+    pairs = [(a, b) for at, buffers in old.items() for a, b in zip(buffers, new[at], strict=True)]
+    same = [_same_bits(a, b) for a, b in pairs if a is not b and not a.is_deleted()]
+    return all(same)
+
+
+@jax.jit
+def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
+    unsigned = f"uint{8 * a.dtype.itemsize}"
+    return jnp.all(jax.lax.bitcast_convert_type(a, unsigned) == jax.lax.bitcast_convert_type(b, unsigned))

@@ -1,0 +1,135 @@
+"""What a training step takes and gives: its state, before and after the update, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jaxpipe.errors import RunError
+from jaxpipe.runtime.executor import StepOutputs
+from jaxpipe.schedule import Timeline
+from jaxpipe.stage.model.layer import Params
+from jaxpipe.train.reduction import Reduced
+from jaxpipe.train.scalars import Combined
+from jaxpipe.train.update import StageUpdate
+
+Instance = tuple[int, int]
+Buffers = list[jax.Array]
+
+
+class Commit(Protocol):
+    """The rest of an update that was made ahead (:class:`jaxpipe.train.post_validation.LateUpdate`)."""
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def used(self) -> bool: ...
+
+    def accumulators(self, rank: int, /) -> Mapping[Instance, Buffers]: ...
+
+    def settled(self) -> TrainState: ...
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainState:
+    """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
+    accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
+    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.shards`). ``optimizer``: by stage, the
+    state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
+
+    A state is consumed by the step that takes it (its buffers are donated). ``late``: what is left of the last step's update,
+    if that was made ahead (:mod:`jaxpipe.train.post_validation`); then ``acc`` is not there, and :meth:`committed` is it all.
+    """
+
+    step: int
+    master: Mapping[Instance, Buffers]
+    compute: Mapping[Instance, Buffers]
+    acc: Mapping[Instance, Buffers]
+    optimizer: Mapping[int, Any]
+    fixed: Mapping[str, Params]
+    late: Commit | None = None
+
+    def __repr__(self) -> str:
+        return f"<TrainState after step {self.step}, {len(self.optimizer)} stages>"
+
+    @property
+    def used(self) -> bool:
+        """Whether a step has taken this state."""
+        if self.late is not None:
+            return self.late.used
+        return any(a.is_deleted() for buffers in self.acc.values() for a in buffers)
+
+    def require_unused(self) -> None:
+        """Raises RunError if a step has taken this state."""
+        if self.used:
+            raise RunError(
+                f"the state after step {self.step} is used up: a TrainState is consumed by the step that takes it; keep the "
+                "new one"
+            )
+
+    def committed(self) -> TrainState:
+        """The same state, all of it: parameters, masters and optimizer state after the step. Waits for the step if it must."""
+        return self if self.late is None else self.late.settled()
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Whether all parameters are finite after an update, and its learning rate, if the step knows it."""
+
+    finite: jax.Array
+    learning_rate: jax.Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
+    was applied, whether all parameters are ``finite`` after it, the sum of weights; ``metrics``, by name, what the loss layer
+    reports: each sum ÷ its weight (NaN where that is 0); ``stop``, ``switch``: whether a process wants to;
+    ``learning_rate``, if the step knows it. Those two are ``updated()``, and wait for an update that was made ahead.
+    ``timeline``: measured, on recorded steps, in process 0. ``outputs`` has the host-side timings (and no accumulators)."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    applied: jax.Array
+    weight: jax.Array
+    metrics: Mapping[str, jax.Array]
+    stop: jax.Array | bool
+    switch: jax.Array | bool
+    updated: Callable[[], Updated]
+    timeline: Timeline | None
+    outputs: StepOutputs
+
+    @property
+    def finite(self) -> jax.Array:
+        return self.updated().finite
+
+    @property
+    def learning_rate(self) -> jax.Array | None:
+        return self.updated().learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Unapplied:
+    """A step before its update. By stage: ``params``, the parameter buffers that the update reads, ``reduced`` gradients, and
+    ``updates``; ``compute``: the buffers that get new ones; ``acc``: accumulators that are zero. The rest as in
+    :class:`TrainState`. ``found``: of the whole step; ``extra``: arguments of the optimizer's update."""
+
+    step: int
+    params: dict[int, Buffers]
+    master: dict[Instance, Buffers]
+    optimizer: dict[int, Any]
+    reduced: dict[int, Reduced]
+    compute: dict[Instance, Buffers]
+    acc: dict[Instance, Buffers]
+    fixed: Mapping[str, Any]
+    found: Combined
+    extra: Mapping[str, Any]
+    updates: Mapping[int, StageUpdate]
+
+    def state(self) -> TrainState:
+        """The state that the step leaves, once all is updated."""
+        return TrainState(self.step, self.master, self.compute, self.acc, self.optimizer, self.fixed)

@@ -1,0 +1,324 @@
+"""Post-validation changes no bit: states and metrics against the same steps without, clipped and not finite ones among them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from train_runs import STEPS, config, deterministic, final, run, settings, write_text
+
+from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.runtime.processes import Alone
+from jaxpipe.schedule import generate
+from jaxpipe.train import run_directory
+from jaxpipe.train.agreement import agree_on_settings
+from jaxpipe.train.config import load_config
+from jaxpipe.train.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
+from jaxpipe.train.trainer import Trainer
+from tests.parallel_cases import Case, batches, optimizer, params_for, pipeline
+from tests.pipelines import assert_same_arrays
+
+SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16")
+Told = tuple[float, float, bool, bool]
+
+
+def whole(state: TrainState) -> Any:
+    return jax.device_get((dict(state.master), dict(state.optimizer), dict(state.compute)))
+
+
+def told(metrics: Any) -> Told:
+    return float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), bool(metrics.finite)
+
+
+def same_bits(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def spoilt(count: int) -> list[dict[str, np.ndarray]]:
+    """Batches of which one gives a gradient that is not finite."""
+    made = batches(count)
+    made[count // 2]["weights"][0, 0, 0] = np.nan
+    return made
+
+
+def without(
+    step: Callable[..., TrainStep], params: Any, made: Sequence[Any]
+) -> tuple[float, list[Any], list[Told], Any]:
+    """A norm that some of the steps exceed, and all that is after each step that clips by it."""
+    norms = []
+    plain = step(clip_norm=0.0)
+    state = plain.init(params)
+    for batch in made[: len(made) // 2]:
+        state, metrics = plain(state, batch)
+        norms.append(float(metrics.grad_norm))
+    clip_norm = sorted(norms)[len(norms) // 2]
+    clipping = step(clip_norm=clip_norm)
+    state, states, seen = clipping.init(params), [], []
+    for batch in made:
+        state, metrics = clipping(state, batch)
+        states.append(whole(state))
+        seen.append(told(metrics))
+    return clip_norm, states, seen, jax.device_get(clipping.by_layer(state))
+
+
+def check_every_bit(
+    step: Callable[..., TrainStep], params: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> TrainStep:
+    """The steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
+    made = spoilt(count)
+    clip_norm, states, seen, end = without(step, params, made)
+    committed = []
+    settled = LateUpdate.settled
+
+    def watch(late: LateUpdate) -> TrainState:
+        first, state = late._settled is None, settled(late)
+        committed.extend([whole(state)] if first else [])
+        return state
+
+    monkeypatch.setattr(LateUpdate, "settled", watch)
+    ahead = step(clip_norm=clip_norm, post_validation="on")
+    state, metrics = ahead.init(params), []
+    for batch in made:
+        state, found = ahead(state, batch)
+        metrics.append(found)
+    same_bits(jax.device_get(ahead.by_layer(state)), end)
+    same_bits([told(m) for m in metrics], seen)
+    same_bits(committed, states)
+    clipped = sum(norm > clip_norm for _, norm, *_ in seen)
+    assert count / 6 < clipped < 2 * count / 3
+    assert ahead.post_validation.rollbacks == clipped + 1
+    return ahead
+
+
+CASES = [
+    Case(name, 2, 1, dp, family=family, dtype=dtype, zero1=zero1)
+    for name, family, dtype, (dp, zero1) in itertools.product(
+        ("gpt-tied", "gpt"),
+        ("1f1b", "zb-2p", "v-zb"),
+        ("float32", "bfloat16"),
+        ((1, False), (2, False), (2, True)),
+    )
+]
+QUICK = Case("gpt", 2, 1, 1, family="zb-2p", dtype="float32")
+
+
+def step_of(case: Case, **more: Any) -> Callable[..., TrainStep]:
+    given = {"zero1": case.zero1, **more}
+    made = given.pop("optimizer", optimizer)
+    return lambda **options: TrainStep(pipeline(case), made(), **given, **options)
+
+
+@pytest.fixture
+def same_programs(request: pytest.FixtureRequest) -> None:
+    """What is compiled from here on has the same bits in parts and whole; without, a test's quick compilation may differ."""
+    pipeline(QUICK).warm_up()
+    request.getfixturevalue("users_compiler")
+
+
+@pytest.mark.usefixtures("same_programs")
+def test_every_bit_is_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_bit(step_of(QUICK), params_for(QUICK), 8, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_bit_of_thirty_steps_is_as_without(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_bit(step_of(case), params_for(case), 30, monkeypatch)
+
+
+# -- what others see --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def small(post_validation: str) -> TrainStep:
+    return TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e-3, post_validation=post_validation)  # clips every step
+
+
+@cache
+def small_states(count: int = 3) -> tuple[Any, ...]:
+    """By layer, after each step."""
+    step, state, seen = small("off"), small("off").init(params_for(SMALL)), []
+    for batch in batches(count):
+        state, _ = step(state, batch)
+        seen.append(jax.device_get(step.by_layer(state)))
+    return tuple(seen)
+
+
+def test_whoever_looks_sees_what_is_committed() -> None:
+    """A checkpoint, an evaluation, a metric and a recorded step each have the last update settled; then training goes on."""
+    trainer = Trainer.over(small("on"))
+    made, wanted = batches(3), small_states()
+    before = trainer.train_step.post_validation.rollbacks
+    state, metrics = trainer.step(trainer.init(params_for(SMALL)), made[0])
+    assert state.late is not None and not state.acc
+    assert bool(metrics.finite) and metrics.learning_rate is None
+    same_bits(jax.device_get(trainer.train_step.by_layer(state)), wanted[0])
+    loss = trainer.evaluate(state, made[2])["loss"]
+    assert loss == Trainer.over(small("off")).evaluate(small("off").init(*wanted[0]), made[2])["loss"]
+    again, metrics = trainer.step(state, made[1], record=True)
+    assert metrics.timeline is not None
+    assert len(metrics.outputs.tokens) == sum(map(len, trainer.schedule.rows))
+    with pytest.raises(RunError, match="is used up"):
+        trainer.step(state, made[1])
+    other = trainer.with_schedule(generate("zb-h1", 2, trainer.schedule.num_microbatches))
+    same_bits(jax.device_get(trainer.train_step.by_layer(again)), wanted[1])
+    last, _ = other.step(again, made[2])
+    got, want = jax.device_get(other.train_step.by_layer(last)), wanted[2]
+    assert jax.tree.structure(got) == jax.tree.structure(want)  # another order adds gradients otherwise
+    assert trainer.train_step.post_validation.rollbacks == before + 3
+
+
+def test_a_step_in_which_forwards_were_dropped_goes_on_in_another_order() -> None:
+    step, state = small("on"), small("on").init(params_for(SMALL))
+    made = batches(2)
+    state, _ = step(state, made[0])
+    moved = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
+    state, metrics = moved(state, made[1])
+    assert bool(metrics.applied)
+    same_bits(jax.device_get(moved.by_layer(state)), small_states()[1])
+
+
+def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:
+    policy = PostValidation("auto")
+    ahead = [policy.goes_ahead(np.bool_(k != 3)) for k in range(CLEAN_STEPS + 8)]  # type: ignore[arg-type]
+    assert ahead.index(True) == 4 + CLEAN_STEPS and all(ahead[ahead.index(True) :])
+    policy.failed()
+    assert [policy.goes_ahead(np.True_) for _ in range(CLEAN_STEPS)] == [False] * CLEAN_STEPS  # type: ignore[arg-type]
+    assert policy.goes_ahead(np.True_)  # type: ignore[arg-type]
+    assert policy.rollbacks == 1
+    assert not PostValidation("off").rollbacks and PostValidation("on").goes_ahead(np.False_)  # type: ignore[arg-type]
+
+
+@pytest.mark.soak
+def test_auto_changes_no_bit_and_fails_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are clean but for one that is not finite, before and after which the update goes ahead."""
+    made = spoilt(30)
+    ends = []
+    for mode in ("off", "auto"):
+        step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
+        state, ahead = step.init(params_for(SMALL)), []
+        for batch in made:
+            state, _ = step(state, batch)
+            ahead.append(state.late is not None)
+        ends.append(jax.device_get(step.by_layer(state)))
+        assert step.post_validation.rollbacks == (mode == "auto")
+    same_bits(*ends)
+    assert ahead == [False] * 10 + [True] * 6 + [False] * 10 + [True] * 4
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [SMALL, QUICK, pytest.param(CASES[-1], marks=pytest.mark.soak)], ids=str)
+def test_memory(case: Case) -> None:
+    """Between two steps bfloat16 takes no byte more, float32 its parameters again; and that is what is predicted."""
+    dtype, zero1 = case.dtype, case.zero1
+    live, predicted = {}, {}
+    for mode in ("off", "on"):
+        step = TrainStep(pipeline(case), optimizer(), clip_norm=1.0, zero1=zero1, post_validation=mode)
+        state, metrics = step(step.init(params_for(case)), batches(1)[0])
+        jax.block_until_ready((metrics.loss, dict(state.compute)))
+        arrays = jax.tree.leaves((dict(state.master), dict(state.compute), dict(state.acc), dict(state.optimizer)))
+        if state.late is not None:
+            held = state.late._whole  # type: ignore[attr-defined]
+            arrays += jax.tree.leaves(([x.grads for x in held.reduced.values()], held.params, held.acc))
+            arrays += jax.tree.leaves([x.acc for x in held.reduced.values()])
+        here = {id(a): a for a in arrays if not a.is_deleted()}
+        live[mode] = sum(s.data.nbytes for a in here.values() for s in a.addressable_shards)
+        predicted[mode] = step.memory_report(workspace=False)
+    twice = sum(a.size * 4 for s in step.states.values() for a in s.twice)
+    total = sum(a.size * a.dtype.itemsize for s in step.states.values() for a in (*s.params, *s.made))
+    assert twice == (total if dtype == "float32" else 0)
+    assert live["on"] - live["off"] <= twice if zero1 else live["on"] - live["off"] == twice
+    for with_it, without_it in zip(predicted["on"].ranks, predicted["off"].ranks, strict=True):
+        at = [s for s, ranks in step.pipeline.instances.items() if ranks[0] == with_it.rank]
+        more = sum(a.size * 4 for s in at for a in step.states[s].twice)
+        assert 0 <= with_it.peak_bytes - without_it.peak_bytes <= more
+        assert with_it.peaks.get("masters", 0) - without_it.peaks.get("masters", 0) == more
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="post_validation is 'maybe'; want one of off, on, auto"):
+        TrainStep(pipeline(SMALL), optimizer(), post_validation="maybe")
+    with pytest.raises(ConfigError, match=r"pipeline\.post_validation"):
+        load_config(None, ["pipeline.post_validation=maybe"])
+
+    class Two(Alone):
+        number = 2
+
+    asked = load_config(None, ["pipeline.post_validation=auto"])
+    with pytest.raises(ConfigError, match="works in one process"):
+        agree_on_settings(Two(), asked)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "PICTURES", ())
+
+
+KILLED = """
+import os, signal, sys
+from jaxpipe.cli import main
+from jaxpipe.train import post_validation
+accumulators = post_validation.LateUpdate.accumulators
+def killed(late, rank):
+    if late._whole.step == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return accumulators(late, rank)
+post_validation.LateUpdate.accumulators = killed
+main(sys.argv[1:])
+"""
+
+
+def assert_same_run(out_dir: Path, other: Path) -> None:
+    assert_same_arrays(final(out_dir)[:-2], final(other)[:-2])
+    assert deterministic(out_dir) == deterministic(other)
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.soak)])
+def test_a_run_is_the_same_and_tells_how_often_it_began_again(text: Path, tmp_path: Path, steps: int) -> None:
+    """With every step clipped, where a norm that none exceeds would leave it to the compiler whether there are others."""
+    clip = ("optimizer.clip_norm=1e-2", f"run.steps={steps}", "run.log_every=3")
+    result, printed = run(config(text, tmp_path / "on", *clip, "pipeline.post_validation=on"))
+    assert result.rollbacks == steps
+    assert f"  {steps} rollbacks" in printed
+    if steps == STEPS:
+        plain, _ = run(config(text, tmp_path / "off", *clip))
+        assert plain.rollbacks == 0
+        assert_same_run(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.soak
+def test_killed_among_the_forwards_of_the_next_step(text: Path, tmp_path: Path) -> None:
+    run(config(text, tmp_path / "off"))
+    on = settings(text, tmp_path / "on", "pipeline.post_validation=on")
+    child = subprocess.run([sys.executable, "-c", KILLED, "train", *on], capture_output=True, text=True, env=os.environ)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    result, printed = run(load_config(None, on))
+    assert "resumed from step 10" in printed and result.steps_run == STEPS - 10
+    assert_same_run(tmp_path / "on", tmp_path / "off")

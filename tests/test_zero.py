@@ -94,8 +94,12 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
         update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs)
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
-        found = _over_dp(update, list(state.params), list(state.master), grads, state.optimizer, *scalars, {})
-        assert [name for name, _ in found] == ["all_gather"] * (len(shards[s].updated) if zero1 else 0)
+        given = list(state.params), list(state.master), grads, state.optimizer, *scalars, {}
+        for gathers in (update.whole, update.ahead):
+            found = _over_dp(gathers, *given)
+            assert [name for name, _ in found] == ["all_gather"] * (len(shards[s].updated) if zero1 else 0)
+        if zero1 and s == 0:
+            assert "all-gather" not in update.commit.lower(*given).compile().as_text()
 
 
 # -- how state lies on devices --------------------------------------------------------------------------------------------

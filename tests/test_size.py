@@ -28,7 +28,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
-    "runtime": (18, 2400, 27),
+    "runtime": (18, 2435, 28),
     "schedule": (25, 2941, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 595, 6),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (33, 4041, 52),
     "stage": (46, 5876, 55),
-    "train": (65, 8652, 96),
+    "train": (67, 8922, 102),
 }
 MOST_OF_SCHEDULE = 7527
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

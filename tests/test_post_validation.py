@@ -65,7 +65,7 @@ def without(
     for batch in made[: len(made) // 2]:
         state, metrics = plain(state, batch)
         norms.append(float(metrics.grad_norm))
-    clip_norm = sorted(norms)[len(norms) // 2]
+    clip_norm = sorted(norms)[(len(norms) - 1) // 2]
     clipping = step(clip_norm=clip_norm)
     state, states, seen = clipping.init(params), [], []
     for batch in made:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe._jax_compat import vary, varying_axes
 from jaxpipe.errors import ConfigError, StageError
@@ -188,6 +189,7 @@ def own_heads(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
 # --- attention by a ring ----------------------------------------------------------------------------------------------------
 
 _MASKED = -1e30
+_KEPT = "attn_results"  # the name of what the backward pass reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +252,21 @@ def ring_attention(
     if segments is not None:
         segments = whole_times(segments, tp)
     how = _Ring(tp, causal, window, dropout if key is not None else 0.0)
-    B, T, H, K = q.shape
-    G = k.shape[2]
-    rows = q.reshape(B, 2, T // 2, G, H // G, K).transpose(0, 3, 1, 2, 4, 5).reshape(B, G, 2, T // 2 * H // G, K)
+    B, T, G, K = k.shape
     apart = [x.reshape(B, 2, T // 2, G, K).transpose(0, 3, 1, 2, 4) for x in (k, v)]
-    out = _ring(how, rows * (K**-0.5), jnp.stack(apart), lengths, segments, key)
-    return out.reshape(B, G, 2, T // 2, H // G, K).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, H, K)
+    return _ring(how, _rows(q * (K**-0.5), G), jnp.stack(apart), lengths, segments, key)
+
+
+def _rows(q: jax.Array, G: int) -> jax.Array:
+    """[B, T, H, K] → [B, G, 2, n·R, K]: by chunk, the queries that share a key/value head are rows of one product."""
+    B, T, H, K = q.shape
+    return q.reshape(B, 2, T // 2, G, H // G, K).transpose(0, 3, 1, 2, 4, 5).reshape(B, G, 2, T // 2 * H // G, K)
+
+
+def _heads(rows: jax.Array, n: int) -> jax.Array:
+    """The inverse of :func:`_rows`."""
+    B, G, _, M, K = rows.shape
+    return rows.reshape(B, G, 2, n, M // n, K).transpose(0, 2, 3, 1, 4, 5).reshape(B, 2 * n, M // n * G, K)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -267,7 +278,7 @@ def _ring(
     segments: jax.Array | None,
     key: jax.Array | None,
 ) -> jax.Array:
-    """q [B, G, 2, n·R, K] (scaled), k and v [2, B, G, 2, n, K] → as q."""
+    """q [B, G, 2, n·R, K] (scaled), k and v [2, B, G, 2, n, K] → [B, 2n, H, K]."""
     return _ring_forward(how, q, kv, lengths, segments, key)[0]
 
 
@@ -299,15 +310,21 @@ def _ring_forward(
             total = _put(total, _at(total, i) * shrink + probs.sum(axis=-1), i)
             out = _put(out, _at(out, i) * shrink[..., None] + part, i)
         here = coming
-    result = (out / total[..., None]).astype(q.dtype)
-    return result, (q, kv, lengths, segments, key, result, top + jnp.log(total))
+    result = checkpoint_name(_heads((out / total[..., None]).astype(q.dtype), kv.shape[4]), _KEPT)
+    return result, (q, kv, lengths, segments, key, result, checkpoint_name(top + jnp.log(total), _KEPT))
 
 
 def _ring_backward(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    """Under ``jax.checkpoint``, so that scores belong to the backward pass of a stage, although they need no cotangent."""
+    return jax.checkpoint(partial(_ring_gradients, how))(kept, cotangent)  # type: ignore[no-any-return]
+
+
+def _ring_gradients(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     q, kv, lengths, segments, key, result, lse = kept
     wide = lse.dtype
     keep = _kept(how, q, kv, key)
     axes = sorted(varying_axes(q))
+    cotangent, result = (_rows(x, kv.shape[2]) for x in (cotangent, result))
     weight = jnp.sum(cotangent.astype(wide) * result.astype(wide), axis=-1)
     dq = vary(jnp.zeros(q.shape, wide), axes)
     here, arrived = kv, None

@@ -50,6 +50,9 @@ from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
 SCORES = "attn_scores"
 """Name of every T×T value that the backward may read."""
 
+KEPT = "attn_results"
+"""Name of what a policy that saves operands of products should save instead of what is gathered of it."""
+
 KERNELS = ("auto", "xla", "cudnn")
 MASKS = ("causal", "document")
 """What a position of a language model sees: what stands before it, or of that only its own document."""
@@ -166,7 +169,9 @@ def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, seen: _Seen
 def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen, tp: TensorParallel) -> jax.Array:
     B, T, H, _ = q.shape
     G, whole = k.shape[2], T * tp.cp
-    kv = gathered(jnp.concatenate([k, v], axis=2), tp)  # [B, T·c, 2G, K], one shard after another
+    kv = gathered(
+        checkpoint_name(jnp.concatenate([k, v], axis=2), KEPT), tp
+    )  # [B, T·c, 2G, K], one shard after another
     seen = replace(seen, places=(own_positions(T, tp), jnp.asarray(gathered_positions(whole, tp))))
     if seen.segments is not None:
         seen = replace(seen, segments=(seen.segments[0], gathered(seen.segments[1], tp)))

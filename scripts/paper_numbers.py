@@ -97,6 +97,12 @@ STP_MEMORY_GB: dict[tuple[str, int, int, int], tuple[float, float, float]] = {
 }
 """`stp.txt` table 5: peak memory in GB of 1F1B-I, ZB-V and STP."""
 
+STP_TABLE_10: dict[tuple[int, int, int], tuple[int, tuple[float, float, float]]] = {
+    (12288, 2, 1): (128, (2.64, 2.61, 2.71)),
+    (4096, 1, 2): (256, (9.22, 9.16, 9.40)),
+}
+"""`stp.txt` table 10, 12.1B, TP 2, PP 4: by (sequence, CP, DP) samples a step, and samples a second of 1F1B-I, ZB-V, STP."""
+
 STP_EXPOSED = (8, 6144, 0.275)
 """`stp.txt` figure 1 and section 1: at this TP and sequence this part of a layer's forward is TP communication."""
 

@@ -1,4 +1,4 @@
-"""`stp.txt` again: tables 1, 5 and 6 (7 is 6 as MFU) by simulation, with costs from model arithmetic.
+"""`stp.txt` again: tables 1, 5, 6 (7 is 6 as MFU) and 10 by simulation, with costs from model arithmetic.
 
 The models are Qwen2 with table 2's layers, heads and widths. The paper does not print the MLP's width: 18,944 (Qwen2-7B's) with
 untied embeddings gives 12.2 and 26.3 B parameters. A microbatch is one sample, two at sequence 3072 and 2048 (table 5). All
@@ -20,6 +20,10 @@ Transfers between ranks are Megatron's: each GPU sends its 1/TP of an activation
 which is then gathered over NVLink. They overlap compute here; the paper's STP waits for them (section 5.2). That makes less
 difference than it seems: neighbours wait for each other in turn (``families/stp_rows.py``), so a transfer adds to every slot of
 STP either way. ``gain_without_transfers`` says how much that is.
+
+With context parallelism (table 10) a GPU has 1/CP of each sequence's tokens and of its attention. Keys and values go round a
+ring, as Megatron's do, under the attention of those before them: here they take a thirtieth of its time, and count as none.
+The reduction of gradients over DP and CP, the same for all schedules, is left out.
 
 Bytes: 18 a parameter (bfloat16 with float32 gradients, masters and Adam, nothing sharded over dp); activations as saved with
 flash attention and without sequence parallelism: per token and layer 8 h bytes on every rank, and (4 h + 4 kv + 6 ffn) / TP; W
@@ -49,7 +53,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from paper_numbers import STP_EXPOSED, STP_MEMORY_GB, STP_THROUGHPUT
+from paper_numbers import STP_EXPOSED, STP_MEMORY_GB, STP_TABLE_10, STP_THROUGHPUT
 
 from jaxpipe.schedule import CostProfile, Link, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.ir import Action, B, W
@@ -131,6 +135,7 @@ class Setting:
     sequence: int
     tp: int
     pp: int
+    cp: int = 1
 
     @property
     def model(self) -> Model:
@@ -142,8 +147,9 @@ class Setting:
         return 2 if self.sequence in (3072, 2048) else 1
 
     @property
-    def tokens(self) -> int:
-        return self.samples * self.sequence
+    def tokens(self) -> float:
+        """Of a microbatch, on one GPU."""
+        return self.samples * self.sequence / self.cp
 
     def layer_flops(self) -> tuple[float, float, float]:
         """F, B and W of a layer on one GPU."""
@@ -286,6 +292,28 @@ def _cell(setting: Setting, m: int, paper: tuple[float, ...], efficiency: float)
             for gb, name in zip((*peaks_gb, peaks_gb[-1]), SCHEDULES, strict=True)
         ],
     }
+
+
+def table_10(quick: bool) -> list[Row]:
+    """Table 10: as :func:`table_6`, with CP or DP."""
+    efficiency = efficiency_of(quick)
+    rows = []
+    for (sequence, cp, dp), (samples, paper) in STP_TABLE_10.items():
+        setting, m = Setting("12.1B", sequence, 2, 4, cp), samples // dp // (4 if quick else 1)
+        costs = costs_of(setting, efficiency)
+        spans = [timeline_of(name, setting, m, costs).makespan for name in SCHEDULES[:3]]
+        ours = tuple(m * dp / span for span in spans)
+        rows.append(
+            {
+                "sequence": sequence,
+                "cp": cp,
+                "dp": dp,
+                "microbatches": m,
+                "throughput": [_beside(a, b) for a, b in zip(paper, ours, strict=True)],
+                "gain": [_beside(gain(paper, k), gain(ours, k)) for k in (0, 1)],
+            }
+        )
+    return rows
 
 
 def gain(throughputs: tuple[float, ...], over: int, of: int = 2) -> float:

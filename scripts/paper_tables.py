@@ -222,6 +222,7 @@ TABLES: dict[str, Callable[[bool], list[Row]]] = {
     "pipeoffload figure 3": figure_3,
     "stp table 1": paper_stp.table_1,
     "stp tables 5 and 6": paper_stp.table_6,
+    "stp table 10": paper_stp.table_10,
     "optpipe table 1": table_1_optpipe,
 }
 

@@ -13,8 +13,10 @@ import pytest
 from jaxpipe.context_parallel import joined_times, laid_out
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
 from jaxpipe.mesh import CP_METHODS, TensorParallel
+from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
+from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.step import TrainStep
@@ -104,6 +106,36 @@ def _agree(model: Model, tp: TensorParallel) -> None:
 def test_shards_draw_and_see_what_one_device_does(name: str, method: str, options: dict[str, Any]) -> None:
     """Dropout too: the masks are those of whole sequences."""
     _agree(_model(name, **options), TensorParallel(cp=2, cp_method=method))
+
+
+# memory and work
+
+
+@pytest.mark.parametrize(
+    ("method", "recompute"),
+    [
+        ("ring", "flash"),
+        pytest.param("heads", "none", marks=pytest.mark.soak),
+        pytest.param("gather", "flash+gather", marks=pytest.mark.soak),
+        pytest.param("gather", "full", marks=pytest.mark.soak),
+    ],
+)
+def test_activations_halve_and_a_ring_computes_what_the_mask_leaves(method: str, recompute: str) -> None:
+    T, D, placement = 64, 16, generate("1f1b", 1, 1).placement
+    model = GPT(vocab_size=16, d_model=D, num_layers=1, num_heads=4, seq_len=T, mlp_ratio=2, attention="xla")
+
+    def stage(cp: int) -> StageFunctions:
+        tp = TensorParallel(cp=cp, cp_method=method)
+        return Assembly.of(model, placement, microbatch_size=1, tp=tp, recompute=recompute).stages[0]
+
+    one, *divided = (stage(cp) for cp in (1, 2, 4))
+    for cp, part in zip((2, 4), divided, strict=True):
+        assert part.residual_bytes == pytest.approx(one.residual_bytes / cp, rel=0.05)
+        blocks = (
+            (2 * cp + 1) / (4 * cp) if method == "ring" else 1.0
+        )  # that are computed, of a shard's queries and all keys
+        saved = (1 - blocks) * 4 * (T // cp) * T * D
+        assert part.flops["F"] == pytest.approx(one.flops["F"] / cp - saved, rel=0.01)
 
 
 # pipelines

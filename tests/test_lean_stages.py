@@ -237,3 +237,37 @@ def test_weight_gradients_are_summed_before_the_next_layer_begins() -> None:
     (barrier,) = [eqn for eqn in bw.jaxpr.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     results = set(bw.jaxpr.jaxpr.outvars[1:-1])  # between dx and the token
     assert len(results.intersection(barrier.outvars)) == 4, "the matrices of the last layer"
+
+
+def test_what_is_computed_again_may_read_what_stands_behind_its_first_use() -> None:
+    """Its equations are moved to where the first result is used; the numbers 0, 1, … are made further back."""
+
+    @jax.custom_vjp
+    def wave(x: Any) -> Any:
+        return jnp.sin(x)
+
+    def gradient(x: Any, cotangent: Any) -> Any:
+        first = cotangent * jnp.cos(x)
+        return first + cotangent * jnp.sin(x + jnp.arange(x.shape[1], dtype=x.dtype)[None])
+
+    wave.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (jax.checkpoint(gradient)(x, cotangent),))
+    layers = [
+        Layer("scale", lambda key: {"by": jnp.ones(4)}, lambda p, x, c: c.data["x"] * p["by"][None], reads=("x",)),
+        *(Layer(name, lambda key: {}, lambda p, x, c: wave(x)) for name in ("one", "two")),
+        Layer("loss", lambda key: {}, lambda p, x, c: ((x**2).sum(), jnp.float32(1))),
+    ]
+    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in layers}
+    (stage,) = build_all([layers], params, {"x": x}, pipeline_submeshes(1), "full")
+    given = jnp.arange(8.0).reshape(2, 4)
+    bw, residuals = stage.functions["BW"], {}
+    arrays = {"param": [jnp.ones(4)], "data": [given], "acc": [jnp.zeros(4)]}
+    for port, array in zip(
+        stage.functions["F"].outputs,
+        stage.functions["F"].call(*(arrays[p.kind][p.index] for p in stage.functions["F"].inputs)),
+        strict=True,
+    ):
+        residuals[port] = array
+    made = bw.call(*(residuals[p] if p in residuals else arrays[p.kind][p.index] for p in bw.inputs))
+    want = jax.grad(lambda by: (wave(wave(given * by[None])) ** 2).sum())(jnp.ones(4))
+    np.testing.assert_allclose(made[0], want, rtol=1e-5)

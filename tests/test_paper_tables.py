@@ -96,6 +96,12 @@ def test_stp_gains_as_reported_at_tp_8(tables: ModuleType, saved: dict[str, Any]
     _within_3_points(rows)
 
 
+def test_stp_gains_with_context_and_data_parallelism(tables: ModuleType, saved: dict[str, Any]) -> None:
+    """Table 10: in direction and within 3 points."""
+    for row in (*tables.paper_stp.table_10(True), *saved["tables"]["stp table 10"]):
+        assert all(x["ours"] > 0 and abs(x["difference"]) <= 3 for x in row["gain"]), row
+
+
 def test_new_tables_are_named(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

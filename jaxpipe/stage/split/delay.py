@@ -107,7 +107,7 @@ class _Reordering:
         made = {v for eqn in eqns for v in eqn.outvars}
         reads = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made and self._held(v))
         ends = self.cotangents[g]
-        if not self._ready(reads) or not self.done.issuperset(ends):
+        if not self._ready(reads) or not self._brought(eqns) or not self.done.issuperset(ends):
             return False
         named = [*ends, *self._summed(g)]
         operands = [*reads, *(self.names.get(v, v) for v in named)]
@@ -117,6 +117,19 @@ class _Reordering:
         self.names.update(zip(named, results[len(reads) :], strict=True))
         for eqn in eqns:
             self._emit(eqn, behind)
+        return True
+
+    def _brought(self, eqns: Sequence[JaxprEqn]) -> bool:
+        """Emits what these equations of one group read that is in none and stands further back: a group's equations may stand
+        between others, which use their results one after another."""
+        read = [v for eqn in eqns for v in variables(eqn.invars)]
+        missing = reachable(read, self._missing) - self.done
+        behind = sorted({self.maker[v] for v in missing if v in self.maker and v not in self.group_of})
+        if not self._ready(v for k in behind for v in variables(self.part.eqns[k].invars)):
+            return False
+        self.early.update(behind)
+        for k in behind:
+            self._emit(self.part.eqns[k], self.names)
         return True
 
     def _summed(self, g: int) -> list[Var]:

@@ -25,8 +25,9 @@ the whole stage.
                operands and results of products, random masks, attention probabilities: 34 bsh + 5 abs² bytes for a 16-bit GPT
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"
 ``flash``      ``fused+attention``: what such a framework with flash attention saves, 34 bsh
-``gather``     with sequence parallelism, gather inputs of products over time again: each shard keeps its own part, as
-               Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W
+``gather``     gather over time again: with sequence parallelism inputs of products, of which each shard keeps its own part, as
+               Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W; with context parallelism
+               keys and values
 =============  ==================================================================================================
 
 Names joined by ``+`` recompute what any of them does; all but ``fused`` and ``flash`` save of what is left no more than they
@@ -58,6 +59,9 @@ __all__ = ["ATTENTION_SCORES", "POLICIES", "policy"]
 
 ATTENTION_SCORES = "attn_scores"
 """The name by which a layer marks its attention scores."""
+ATTENTION_RESULTS = "attn_results"
+"""The name by which a layer marks what its attention wants kept: what it gathers, and what a backward pass of its own reads.
+Every policy but ``full`` may save it."""
 
 _UNWORKED = frozenset({Kind.CAST, Kind.MOVE, Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
 """What works on no number: a value between two products that only goes through these is no attention score."""
@@ -116,8 +120,19 @@ def _score_region(graph: Graph) -> frozenset[Var]:
     return frozenset(region | reachable(marked, back) | _found_scores(graph))
 
 
-def _marked(graph: Graph) -> list[Var]:
-    return list(variables(a for name, a in graph.trace.named if name == ATTENTION_SCORES))
+def _marked(graph: Graph, mark: str = ATTENTION_SCORES) -> list[Var]:
+    return list(variables(a for name, a in graph.trace.named if name == mark))
+
+
+def _gathered(graph: Graph) -> frozenset[Var]:
+    """What was gathered, and the same numbers in other places, shapes or dtypes."""
+    found: set[Var] = set()
+    for eqn in graph.eqns:
+        operands = set(variables(eqn.invars))
+        moves = kind(eqn) in _UNWORKED and bool(operands)
+        if row(eqn).exchange == "all-gather" or (moves and operands <= found):
+            found.update(eqn.outvars)
+    return frozenset(found)
 
 
 def _found_scores(graph: Graph) -> set[Var]:
@@ -241,7 +256,7 @@ _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
         "full": lambda graph: frozenset(variables(graph.trace.layer_inputs)).__contains__,
         "fused": _fused,
         "flash": lambda graph: Policy(("fused", "attention"))(graph),
-        "gather": lambda graph: lambda v: row(graph.eqns[graph.maker[v]]).exchange != "all-gather",
+        "gather": lambda graph: _all_but(_gathered(graph)),
     }
 )
 assert _RULES.keys() == POLICIES.keys()
@@ -255,7 +270,8 @@ class Policy:
 
     def __call__(self, graph: Graph) -> Saveable:
         tests = [_RULES[part](graph) for part in self.parts]
-        return lambda v: all(test(v) for test in tests)
+        kept = set() if "full" in self.parts else set(_marked(graph, ATTENTION_RESULTS))
+        return lambda v: v in kept or all(test(v) for test in tests)
 
     @property
     def exact(self) -> bool:

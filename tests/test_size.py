@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (10, 1070, 16),
+    "(top)": (10, 1078, 16),
     "cli": (22, 2465, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (33, 4041, 52),
-    "stage": (46, 5876, 55),
+    "stage": (46, 5898, 55),
     "train": (67, 8922, 102),
 }
 MOST_OF_SCHEDULE = 7527

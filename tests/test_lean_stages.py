@@ -260,14 +260,11 @@ def test_what_is_computed_again_may_read_what_stands_behind_its_first_use() -> N
     params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in layers}
     (stage,) = build_all([layers], params, {"x": x}, pipeline_submeshes(1), "full")
     given = jnp.arange(8.0).reshape(2, 4)
-    bw, residuals = stage.functions["BW"], {}
     arrays = {"param": [jnp.ones(4)], "data": [given], "acc": [jnp.zeros(4)]}
-    for port, array in zip(
-        stage.functions["F"].outputs,
-        stage.functions["F"].call(*(arrays[p.kind][p.index] for p in stage.functions["F"].inputs)),
-        strict=True,
-    ):
-        residuals[port] = array
-    made = bw.call(*(residuals[p] if p in residuals else arrays[p.kind][p.index] for p in bw.inputs))
+    known = {}
+    for op in ("F", "BW"):
+        function = stage.functions[op]
+        made = function.call(*(known[p] if p in known else arrays[p.kind][p.index] for p in function.inputs))
+        known |= dict(zip(function.outputs, made, strict=True))
     want = jax.grad(lambda by: (wave(wave(given * by[None])) ** 2).sum())(jnp.ones(4))
     np.testing.assert_allclose(made[0], want, rtol=1e-5)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
+    DEFAULT_SIZES,
     FREE_CHUNKS,
     MOST_MICROBATCHES,
     CostChoice,
@@ -25,7 +26,7 @@ from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, conclude
+from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, conclude, load_schedule
 from jaxpipe.cli.traverse_flags import PLACEMENTS
 from jaxpipe.errors import ConfigError, ScheduleError
 
@@ -51,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="which ranks run which stages (default: all that suit the number of chunks)",
     )
+    text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
+    parser.add_argument("--start", metavar="FILE", help=text)
     add_cost_flags(parser)
     add_limit_flag(parser)
     add_braid_flag(parser)
@@ -83,11 +86,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
-    tasks = _tasks(arguments, costs)
+    starts = [load_schedule(arguments.start)] if arguments.start else []
+    tasks = _tasks(arguments, costs, starts)
     options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
-    solution = solve_cached(
-        tasks, options, _progress, use_cache=not (arguments.no_cache or arguments.reproducible), notice=notice
-    )
+    use_cache = not (arguments.no_cache or arguments.reproducible)
+    solution = solve_cached(tasks, options, _progress, starts=starts, use_cache=use_cache, notice=notice)
     for failure in solution.failures:
         notice(f"part of the search failed: {failure}")
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
@@ -164,12 +167,23 @@ def _facts(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _tasks(arguments: argparse.Namespace, costs: CostChoice) -> list[SolveTask]:
+def _tasks(arguments: argparse.Namespace, costs: CostChoice, starts: Sequence[Schedule]) -> list[SolveTask]:
     from jaxpipe.schedule.solve import SolveTask
 
     tasks = []
+    for start in starts:
+        said = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
+        if said != (None, "auto", None, None):
+            raise ConfigError("--start brings its placement: drop --placement, --chunks, --layers and --max-chunks")
+        for name, size in (("ranks", start.num_ranks), ("microbatches", start.num_microbatches)):
+            if getattr(arguments, name) not in (size, DEFAULT_SIZES[name]):
+                raise ConfigError(
+                    f"--{name} {getattr(arguments, name)} contradicts {arguments.start}, which has {size}"
+                )
+            setattr(arguments, name, size)
     most = most_chunks(arguments, costs)
-    placements = [x for x in _placements(arguments, costs) if x.num_chunks <= (most or x.num_chunks)]
+    asked = [x.placement for x in starts] or _placements(arguments, costs)
+    placements = [x for x in asked if x.num_chunks <= (most or x.num_chunks)]
     if not placements:
         raise ConfigError(f"no placement asked for has {most} chunk(s) per rank, which --layers or --max-chunks allows")
     for placement in placements:

@@ -179,9 +179,40 @@ class Exact(Job):
             start = result.schedule or start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphNeighbourhoods(Job):
+    """Of any graph of stages: large-neighbourhood search from ``start``."""
+
+    start: Schedule
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.solve.graph import GraphSearch
+
+        for schedule in GraphSearch(task, self.start, self.seed).run(self.budget(), self.bound):
+            tell(schedule, "neighbourhood")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphExact(Job):
+    """Of any graph of stages: the model with all orders of the actions of ``start``, and ``workers`` threads."""
+
+    start: Schedule
+    workers: int
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.solve.graph import exact_search
+
+        search, for_all = exact_search(task, self.start, self.seed)
+        schedule, bound = search.exact(self.budget(), self.workers)
+        tell(schedule, "exact model", bound if for_all else 0.0)
+
+
 KINDS: Mapping[str, type[Job]] = {
     kind.__name__: kind
-    for kind in (Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, OffloadNeighbourhoods, Exact)
+    for kind in (
+        *(Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, OffloadNeighbourhoods, Exact),
+        *(GraphNeighbourhoods, GraphExact),
+    )
 }
 
 

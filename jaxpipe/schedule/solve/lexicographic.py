@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask
 from jaxpipe.schedule.tolerance import at_most
 
@@ -27,8 +27,7 @@ def lexicographic(solution: Solution, options: Options, again: Again) -> Solutio
     """``solution`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan."""
     left = options.time_limit_s * (1 - TIME_SHARE)
     best = solution
-    problem = Problem.of(solution.task.placement, solution.task.num_microbatches, solution.task.costs)
-    step = min((x for x in problem.held if x > 0), default=0.0)
+    step = _least_share(solution.task)
     while step > 0 and left > _LEAST_S:
         limit = max(best.timeline.peak_activations) - step
         found = _try(best, limit, best.task.offload, replace(options, time_limit_s=left * _EACH), again)
@@ -40,6 +39,19 @@ def lexicographic(solution: Solution, options: Options, again: Again) -> Solutio
         peak = max(best.timeline.peak_activations)
         best = _try(best, peak, False, replace(options, time_limit_s=left), again) or best
     return best
+
+
+def _least_share(task: SolveTask) -> float:
+    """The least that an F takes of a rank's share of a microbatch; 0 if none takes anything."""
+    placement, costs = task.placement, task.costs
+    shares = (
+        costs.residual_bytes[s] / rank_share(placement, costs, rank, flow)
+        for flow, groups in enumerate(placement.flows)
+        for s, group in enumerate(groups)
+        for rank in group
+        if costs.residual_bytes[s] > 0
+    )
+    return min(shares, default=0.0)
 
 
 def _try(best: Solution, limit: float, offload: bool, options: Options, again: Again) -> Solution | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ScheduleError
@@ -22,6 +23,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
+from jaxpipe.schedule.solve.graph import graph_starts
 from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.jobs import (
@@ -29,6 +31,8 @@ from jaxpipe.schedule.solve.jobs import (
     Cycles,
     Exact,
     Families,
+    GraphExact,
+    GraphNeighbourhoods,
     Job,
     MirroredCycles,
     Neighbourhoods,
@@ -49,6 +53,7 @@ _EXACT_ACTIONS = (320, 800)
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
 _MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
+_STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _POLL_S = 0.25  # how soon the end of the time is noticed
 J = TypeVar("J", bound=Job)
 
@@ -92,26 +97,27 @@ def solve_cached(
     options: Options,
     on_progress: OnProgress | None = None,
     *,
+    starts: Sequence[Schedule] = (),
     use_cache: bool = True,
     notice: Callable[[str], None] | None = None,
 ) -> Solution:
     """:func:`~jaxpipe.schedule.solve.solver.solve_any` with the cache in the user's folder: a proven optimum is the answer,
     anything else is where the search starts.
 
-    ``notice``: told of trouble with the folder, one line each.
+    ``starts``: as :func:`solve_any`. ``notice``: told of trouble with the folder, one line each.
 
     Raises:
         ScheduleError: as :func:`~jaxpipe.schedule.solve.solver.solve_any`.
     """
     if not use_cache:
-        return solve_any(tasks, options, on_progress)
+        return solve_any(tasks, options, on_progress, starts=starts)
     cache = ScheduleCache(notice=notice)
     hits = [(task, hit) for task in tasks if (hit := cache.lookup(task)) is not None]
     if len(tasks) == 1 and hits and (known := _answer(*hits[0], cache.tell)) is not None:
         if on_progress is not None:
             on_progress(known.improvements[0], known.schedule)
         return known
-    solution = solve_any(tasks, options, on_progress, starts=[hit.schedule for _, hit in hits])
+    solution = solve_any(tasks, options, on_progress, starts=[*starts, *(hit.schedule for _, hit in hits)])
     if len(tasks) == 1:
         cache.store(solution, options)
     return solution
@@ -155,7 +161,9 @@ class Portfolio:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
         self.incumbent = Incumbent(tasks, [0.0] * len(tasks), on_progress)
-        self.problems = [Problem.of(t.placement, t.num_microbatches, t.costs) for t in tasks]
+        self.problems = [
+            Problem.of(t.placement, t.num_microbatches, t.costs) if t.placement.is_plain_chain else None for t in tasks
+        ]
         self.neighbourhoods = 0
         self.failures: list[str] = []
 
@@ -180,6 +188,12 @@ class Portfolio:
                 continue
             if self.incumbent.schedule is not None and self._late():
                 break
+            if problem is None:
+                for schedule, source in graph_starts(task):
+                    self.incumbent.offer(number, schedule, source)
+                    if self._late(_STARTS_SHARE):
+                        break
+                continue
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
@@ -193,9 +207,9 @@ class Portfolio:
                 if schedule.placement == task.placement:
                     self.incumbent.offer(number, schedule, "start")
 
-    def _late(self) -> bool:
-        """Whether the time is up before any worker was started: at thousands of ranks."""
-        return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s
+    def _late(self, share: float = 1.0) -> bool:
+        """Whether this share of the time is up before any worker was started: at thousands of ranks."""
+        return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s * share
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -211,30 +225,33 @@ class Portfolio:
     def _openers(self) -> Iterator[Job]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
+        graphs = [number for number, problem in enumerate(self.problems) if problem is None]
         quick = [quick_families(task) for task in self.tasks]
         for number, names in enumerate(quick):
             yield self._job(number, Families, total, names=tuple(names))
         for number, task in enumerate(self.tasks):
-            if task.offload:
+            if task.offload and self.problems[number] is not None:
                 yield self._job(number, OffloadLists, total * 0.4)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
         for number, task in enumerate(self.tasks):
-            actions = (5 if task.offload else 3) * self.problems[number].num_replicas * task.num_microbatches
-            if actions <= _EXACT_ACTIONS[1]:
+            start, ops = self._start(number), 5 if task.offload else 3
+            actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
+            if actions <= _EXACT_ACTIONS[1] and (number not in graphs or start is not None):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
-                yield self._job(number, Exact, total * part, start=self._start(number), workers=_EXACT_WORKERS)
+                kind = GraphExact if number in graphs else Exact
+                yield self._job(number, kind, total * part, start=start, workers=_EXACT_WORKERS)
         for g in _CYCLE_GROUPS:
             for number, problem in enumerate(self.problems):
-                if problem.placement.num_flows == 1 and g < problem.num_microbatches:
+                if problem is not None and problem.placement.num_flows == 1 and g < problem.num_microbatches:
                     yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
             if g == _CYCLE_GROUPS[0]:
                 yield from self._mirrored(min(25.0, total * 0.4))
 
     def _mirrored(self, seconds: float) -> Iterator[Job]:
         for number, problem in enumerate(self.problems):
-            if problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
+            if problem is not None and problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
                 for part in range(_MIRRORED_PARTS):
                     yield self._job(number, MirroredCycles, seconds, part=part, g=_MIRRORED_PARTS)
 
@@ -257,7 +274,9 @@ class Portfolio:
         longest_s, share = (20.0, 0.25) if away else (8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
-        return self._job(number, OffloadNeighbourhoods if away else Neighbourhoods, seconds, start=start, seed=seed)
+        chains = OffloadNeighbourhoods if away else Neighbourhoods
+        kind = GraphNeighbourhoods if self.problems[number] is None else chains
+        return self._job(number, kind, seconds, start=start, seed=seed)
 
     def _improvable(self, number: int) -> bool:
         known = self.incumbent.per_task[number]

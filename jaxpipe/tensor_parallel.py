@@ -48,7 +48,9 @@ __all__ = [
     "cross_entropy",
     "own_query_heads",
     "own_time",
+    "partial_cross_entropy",
     "row_parallel",
+    "rows_of",
     "shard_key",
     "sum_parts",
     "vocab_parallel_logits",
@@ -268,26 +270,35 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
             found: jax.Array = super().__call__(tokens)
             return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        local, own = _own_rows(tokens, table.shape[0])
+        local, own = _own_rows(tokens, table.shape[0], self.tp)
         row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
         words = jnp.take(table, row, axis=0, mode="fill", fill_value=0)
         known = (tokens >= 0) & (tokens < self.num_embeddings)
         return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
 
 
+def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
+    """Rows of ``table`` [V/t, D] for ``words`` [B, T], counted from the first of all shards → [B, T, D]; zeros for words that
+    are none of V."""
+    local, own = _own_rows(words, table.shape[0], tp)
+    found = jnp.take(table, jnp.where(own, local, table.shape[0]), axis=0, mode="fill", fill_value=0)
+    return sum_parts(found, tp)
+
+
 def vocab_parallel_logits(
-    x: jax.Array, kernel: jax.Array, tp: TensorParallel, *, words: int | None = None
+    x: jax.Array, kernel: jax.Array, tp: TensorParallel, *, words: int | None = None, first: int = 0
 ) -> jax.Array:
     """Logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never gathered.
 
     ``words``: how many there are, where V is more so that t divides it; by default V. Logits of the rows past them are so low
-    that a softmax gives them nothing, in its gradient too: the rows are never learnt.
+    that a softmax gives them nothing, in its gradient too: the rows are never learnt. ``first``: which word the first row of
+    all shards is for.
     """
     logits = jnp.einsum("btd,vd->btv", whole_time(x, tp), kernel)
     rows = kernel.shape[0]
-    if words is None or words == rows * tp.size:
+    if words is None or words >= first + rows * tp.size:
         return logits
-    row = jnp.arange(rows) + (0 if tp.size == 1 else lax.axis_index(TP) * rows)
+    row = first + jnp.arange(rows) + (0 if tp.size == 1 else lax.axis_index(TP) * rows)
     never = jnp.where(row < words, 0, _NEVER).astype(logits.dtype)
     return logits + never[None, None]  # adding needs no residual
 
@@ -309,12 +320,15 @@ def _cross_entropy_forward(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
     valid = (targets >= 0) & (targets < logits.shape[-1] * tp.size)
-    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1])
+    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1], tp)
+    return jnp.where(valid, lse - _picked(wide, local, own, tp), jnp.nan), (logits, targets, lse)
+
+
+def _picked(wide: jax.Array, local: jax.Array, own: jax.Array, tp: TensorParallel) -> jax.Array:
+    """The target's logit; of one shard, any where the target is none of ``own``."""
     index = jnp.where(own, local, 0)
     picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
-    if tp.size > 1:
-        picked = lax.psum(jnp.where(own, picked, 0), TP)
-    return jnp.where(valid, lse - picked, jnp.nan), (logits, targets, lse)
+    return picked if tp.size == 1 else lax.psum(jnp.where(own, picked, 0), TP)
 
 
 def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -329,20 +343,55 @@ def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
 def _cross_entropy_backward(
     tp: TensorParallel, residuals: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
+    logits, _, _ = residuals
+    probs, hit = _probs_and_hit(residuals, tp)
+    return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
+
+
+def _probs_and_hit(residuals: tuple[jax.Array, ...], tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
+    """Softmax [B, T, V/t], and where the target is."""
     logits, targets, lse = residuals
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
-    rows = logits.shape[-1]
-    local = targets if tp.size == 1 else _own_rows(targets, rows)[0]
-    hit = local[:, :, None] == jnp.arange(rows)[None, None, :]
-    return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
+    local, _ = _own_rows(targets, logits.shape[-1], tp)
+    return probs, local[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _own_rows(words: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def partial_cross_entropy(
+    logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD
+) -> tuple[jax.Array, jax.Array]:
+    """log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V words: of parts of
+    a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32 or wider."""
+    return _partial_forward(logits, targets, tp)[0]
+
+
+def _partial_forward(
+    logits: jax.Array, targets: jax.Array, tp: TensorParallel
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    lse = _log_sum_exp(wide, tp)
+    local, own = _own_rows(targets, logits.shape[-1], tp)
+    picked = _picked(wide, local, own, tp)
+    return (lse, jnp.where(own, picked, 0) if tp.size == 1 else picked), (logits, targets, lse)
+
+
+def _partial_backward(
+    tp: TensorParallel, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    probs, hit = _probs_and_hit(residuals, tp)
+    of_lse, of_picked = (c[:, :, None] for c in cotangents)
+    return ((probs * of_lse + jnp.where(hit, of_picked, 0)).astype(residuals[0].dtype), None)
+
+
+partial_cross_entropy.defvjp(_partial_forward, _partial_backward)
+
+
+def _own_rows(words: jax.Array, rows: int, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
     """Where ``words`` lie from the first of this shard's ``rows`` rows of the vocabulary on, and whether they are its own."""
-    local = words - lax.axis_index(TP) * rows
+    local = words if tp.size == 1 else words - lax.axis_index(TP) * rows
     return local, (local >= 0) & (local < rows)
 
 

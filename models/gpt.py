@@ -44,6 +44,7 @@ from jaxpipe.tensor_parallel import (
 
 from .attention import attention, check_attention, places
 from .loss import loss_layer
+from .vocabulary import embedding_words, head_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
     head = from_linen(
         "head", Head(config), example=(hidden,), tied=tied, kind="gpt.head", shards=partial(_head_shards, config)
     )
+    rest = from_linen("head", Head(config, False), example=(hidden,), kind="gpt.head", shards=partial(_norm_shards, config))
+    head = replace(head, words=head_words(("kernel",), config.vocab_size, rest))
     layers = (embed_layer(config), *block_layers(config), head, loss_layer())
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -134,15 +137,25 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
 def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
     """The layer that reads ``tokens``."""
     tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
-    return from_linen(
+    segments = (tokens,) * len(config.segments)
+    made: dict[str, Any] = {"uses_key": config.dropout > 0, "kind": "gpt.embed"}
+    layer = from_linen(
         name,
         Embed(config),
-        example=(tokens,) * (1 + len(config.segments)),
+        example=(tokens, *segments),
         reads=("tokens", *config.segments),
-        uses_key=config.dropout > 0,
-        kind="gpt.embed",
         shards=partial(_embed_shards, config),
+        **made,
     )
+    rest = from_linen(
+        name,
+        Embed(config, False),
+        example=(jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype), *segments),
+        reads=config.segments,
+        shards=lambda tp: _partial(tp, ("positions",)),
+        **made,
+    )
+    return replace(layer, words=embedding_words(("tokens", "embedding"), rest))
 
 
 def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True) -> list[Layer]:
@@ -176,7 +189,10 @@ MATRICES: Mapping[Path, Matrix] = {
 
 
 class Embed(nn.Module):
+    """``whole``: with the words' rows; else it gets what was looked up, [B, T, D], in place of tokens."""
+
     config: GPTConfig
+    whole: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
@@ -186,15 +202,16 @@ class Embed(nn.Module):
         if c.positions < T * self.tp.cp:
             given = f"got {T * self.tp.cp} tokens; give {c.positions} or fewer"
             raise StageError(f"GPT has {c.positions} positions, {given}")
-        words = VocabParallelEmbed(
-            c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
-        )
+        if self.whole:
+            words = VocabParallelEmbed(
+                c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
+            )
         positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)
         if segments is not None:
             placed = positions[own_times(places(whole_times(segments, self.tp)), self.tp, 1)]  # [B, T, D]
         else:
             placed = positions[None, :T] if self.tp.cp == 1 else positions[own_positions(T, self.tp)][None]  # [1, T, D]
-        x = words(tokens) + own_time(placed, self.tp, axis=1)
+        x = (words(tokens) if self.whole else tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
@@ -238,13 +255,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
+    """``whole``: with the words' rows; else it returns what they are multiplied with, [B, T, D]."""
+
     config: GPTConfig
+    whole: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
+        if not self.whole:
+            return norm(c, "norm")(x)
         kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
         return vocab_parallel_logits(norm(c, "norm")(x), kernel, self.tp, words=c.vocab_size)
 
@@ -264,7 +286,11 @@ def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
 
 def _head_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     _check(c, tp)
-    return {("kernel",): 0, **_partial(tp, ("norm", "scale"), ("norm", "bias"))}
+    return {("kernel",): 0, **_norm_shards(c, tp)}
+
+
+def _norm_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+    return _partial(tp, ("norm", "scale"), ("norm", "bias"))
 
 
 def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:

@@ -53,6 +53,7 @@ from jaxpipe.tensor_parallel import (
 from .attention import attention, check_attention
 from .gpt import block_names
 from .loss import loss_layer
+from .vocabulary import embedding_words, head_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,8 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
         kind="llama.embed",
         shards=partial(embed_shards, config),
     )
+    rest = Layer("embed", lambda key: {}, lambda params, x, context: x, kind="llama.embed", shards=lambda tp: {})
+    embed = replace(embed, words=embedding_words(("tokens", "embedding"), rest))
     layers = (embed, *block_layers(config), head_layer(config), loss_layer())
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -259,9 +262,12 @@ def head_layer(config: LlamaConfig) -> Layer:
     """The layer ``head``. Tied, it takes its kernel from ``embed/tokens/embedding``."""
     hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
     tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
-    return from_linen(
+    head = from_linen(
         "head", Head(config), example=(hidden,), tied=tied, kind="llama.head", shards=partial(_head_shards, config)
     )
+    norm = {"shards": lambda tp: _partial(tp, ("norm", "scale"))}
+    rest = from_linen("head", Head(config, False), example=(hidden,), kind="llama.head", **norm)
+    return replace(head, words=head_words(("kernel",), config.vocab_size, rest))
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
@@ -345,13 +351,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
+    """``whole``: with the words' rows; else it returns what they are multiplied with, [B, T, D]."""
+
     config: LlamaConfig
+    whole: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
+        if not self.whole:
+            return _norm(c, "norm")(x)
         kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
         return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp, words=c.vocab_size)
 

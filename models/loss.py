@@ -19,11 +19,14 @@ import jax.numpy as jnp
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
 from jaxpipe.tensor_parallel import TensorParallel, cross_entropy
 
+from .vocabulary import loss_words
+
 
 def loss_layer(name: str = "loss") -> Layer:
     """The layer that reads ``targets`` [B, T] int32 and ``weights`` [B, T] float32, gets logits [B, T, V/t] and returns
     ``(Σ weight · cross entropy, Σ weight)``. Targets of positions with weight 0 are not looked at."""
-    return Layer(name, _no_params, _apply, reads=("targets", "weights"), kind="loss", shards=_no_shards)
+    reads = ("targets", "weights")
+    return Layer(name, _no_params, _apply, reads, kind="loss", shards=_no_shards, words=loss_words())
 
 
 def _apply(params: Params, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:

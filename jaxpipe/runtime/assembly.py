@@ -176,6 +176,7 @@ class Assembly:
                 acc_dtype=master,
                 tp=tp,
                 cache=cache,
+                first=model.first,
             )
             chosen = [with_offload(f, offload.fraction) for f in built]
             functions.update({(r, s): f for s, (r, f) in enumerate(zip(ranks, chosen, strict=True))})
@@ -289,7 +290,7 @@ class Assembly:
         Raises:
             CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
         """
-        placed = {}
+        placed, params = {}, self.model.divided(params)
         for rank, stage in self.own_instances:
             buffers = self.packed(stage, params)
             placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))

@@ -282,7 +282,7 @@ class Pipeline(Assembly):
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
             own = get_leaf(grads, tie.owner_path)
             grads = with_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
-        return jnp.asarray(loss_sum / weight), jax.tree.map(lambda g: g / weight, grads)
+        return jnp.asarray(loss_sum / weight), self.model.joined(jax.tree.map(lambda g: g / weight, grads))
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:

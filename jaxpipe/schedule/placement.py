@@ -269,9 +269,9 @@ def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
 
     Stages, in order: p parts of the embedding, part r on rank r, whose results the first stage of the chain puts together; the
     chain (:attr:`Placement.trunk`); p parts of the head, part r on rank r, which all take what the last stage of the chain
-    returns; and on that stage's rank the loss, which takes it too, and what the parts return. With two ``barriers`` the parts
-    of the head hand their share of the gradient back when they know the whole loss; with one they hand it on to the loss, and
-    are detached (arXiv 2411.05288, algorithms 1 and 2).
+    returns; and on that stage's rank the loss, which takes what the parts return. With two ``barriers`` the parts of the head
+    hand their share of the gradient back when they know the whole loss; with one they hand it on to the loss, which takes what
+    they took too, and are detached (arXiv 2411.05288, algorithms 1 and 2).
 
     Raises:
         ScheduleError: ``base`` is no chain with one flow and one rank a stage.
@@ -282,7 +282,7 @@ def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
     each = tuple((r,) for r in range(p))
     first, last, heads, loss = p, p + n - 1, range(p + n, 2 * p + n), 2 * p + n
     edges = [(e, first) for e in range(p)] + [(p + a, p + b) for a, b in base.edges]
-    edges += [(last, h) for h in (*heads, loss)] + [(h, loss) for h in heads]
+    edges += [(last, h) for h in (*heads, *[loss] * (barriers == 1))] + [(h, loss) for h in heads]
     flow = (*each, *flow, *each, flow[-1])
     detached = tuple(heads) if barriers == 1 else ()
     return Placement(base.kind + _VOCABULARY, p, (flow,), tuple(sorted(edges)), detached=detached)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.stage.model.layer import Path
+from jaxpipe.stage.model.params import key_name, named_leaves
 
 Tree = Mapping[str, Any]
 
@@ -45,7 +46,7 @@ def state_leaves(state: Any, params: Tree) -> list[StateLeaf]:
             return
         by_layer = layer is None and _is_like(node, params)
         children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-        for name, child in ((_name(keys[0]), child) for keys, child in children):
+        for name, child in ((key_name(keys[0]), child) for keys, child in children):
             within = inside if layer is None else (*inside, name)
             yield from walk(child, (*names, name), name if by_layer else layer, () if by_layer else within)
 
@@ -114,16 +115,6 @@ def _misfit(layer: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"the optimizer state of layer {layer} {what}; go on with the optimizer that it was made by, or start with a fresh one"
     )
-
-
-def named_leaves(tree: Any) -> list[tuple[Path, Any]]:
-    """The leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(tuple(_name(key) for key in keys), leaf) for keys, leaf in found]
-
-
-def _name(key: Any) -> str:
-    return str(next(getattr(key, attribute) for attribute in ("key", "name", "idx") if hasattr(key, attribute)))
 
 
 def _is_like(node: Any, layers: Collection[str]) -> bool:

@@ -122,8 +122,10 @@ def build_all(
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
     tp: TensorParallel = ONE_SHARD,
+    first: int = 0,
 ) -> tuple[StageFunctions, ...]:
-    """The functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
+    """The functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage. ``first``:
+    the number of the first layer.
 
     Raises:
         StageError: as :func:`build_stage_functions`, or the lengths differ.
@@ -136,7 +138,7 @@ def build_all(
     data_avals = with_factors(stages, all_links, data_avals, acc_dtype)
     built: list[StageFunctions] = []
     leaving: list[tuple[Any, ...]] = []
-    offset = 0
+    offset = first
     for s, (layers, links) in enumerate(zip(stages, all_links, strict=True)):
         built.append(
             build_stage_functions(
@@ -243,7 +245,7 @@ def _assemble(
     if joint.seed is not None:
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
-        consts[joint.offset] = np.uint32(spec.layer_offset)
+        consts[joint.offset] = np.uint32(spec.layer_offset % 2**32)
     homes = Homes(mesh, spec.layout, spec.x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
 

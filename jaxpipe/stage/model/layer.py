@@ -83,6 +83,9 @@ class Layer:
     ``span``: of a loss, of how many consecutive microbatches it gets the rows at once, one after another: other numbers are
     another loss where rows count for each other. With several dp shards each has groups of its own rows.
 
+    ``detached``: what it takes gets no gradient from it, and its backward nothing waits for. ``words``: how it is divided by
+    words over the ranks of a pipeline; None: it can't be.
+
     ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
     unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
 
@@ -104,12 +107,14 @@ class Layer:
     frozen: bool = False
     span: int = 1
     matrices: Mapping[Path, Matrix] | None = None
+    detached: bool = False
+    words: Words | None = None
 
     @property
     def code(self) -> Hashable:
         """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects."""
         functions = (function_key(self.init), function_key(self.apply))
-        rules = (self.trainable, self.float32, self.frozen, self.span)
+        rules = (self.trainable, self.float32, self.frozen, self.span, self.detached)
         return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules
 
     def trains(self, path: Path) -> bool:
@@ -119,6 +124,22 @@ class Layer:
     def stays_float32(self, path: Path) -> bool:
         """Whether a floating-point leaf that the layer creates is computed with in float32."""
         return self.float32 is not None and bool(self.float32(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How an embedding, a head or the loss behind it falls apart by words (:mod:`jaxpipe.stage.model.vocabulary`).
+
+    ``path``: of the leaf [V, D] with a row for each word, whole and not split over ``tp`` but along that axis; ``()``: a loss has
+    none, and no parts. ``part(first, barriers)``: ``apply`` of the part whose rows are those of the words from ``first`` on; it
+    reads ``reads``. ``rest(barriers)``: the layer without these rows. That of an embedding takes the results of its parts, as a
+    tuple; the parts of a head take that of its rest; the loss takes theirs, and with one barrier first what they took.
+    """
+
+    path: Path
+    part: Callable[[int, int], Callable[[Params, Any, LayerContext], Any]]
+    rest: Callable[[int], Layer]
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,6 +179,28 @@ class Model:
         names = [layer.name for layer in self.layers]
         shown = names if len(names) <= 6 else [*names[:2], "…", *names[-2:]]
         return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
+
+    @property
+    def whole(self) -> Model:
+        """The model that a checkpoint is of: this one, unless its vocabulary layers are spread."""
+        return self
+
+    @property
+    def first(self) -> int:
+        """The number of its first layer."""
+        return 0
+
+    def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
+        """Parameters of :attr:`whole` by layer → of this one's layers."""
+        return params
+
+    def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As :meth:`divided`, of optimizer states by layer."""
+        return states
+
+    def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters or optimizer states of this model's layers → of those of :attr:`whole`."""
+        return dict(trees)
 
     @property
     def span(self) -> int:

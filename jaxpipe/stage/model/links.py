@@ -24,8 +24,8 @@ class StageLinks:
 
     ``takes``: per layer, where each result comes from: the position of a layer of the stage, or ``~k`` for the k-th result that
     enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
-    positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``losses``: positions
-    of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
+    positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``silent``:
+    positions among them of those that hand no gradient back. ``losses``: positions of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
     whether something trained stands behind it. ``span``: how many consecutive microbatches the stage takes at once; then all
     that enters does so once for each of them, and nothing leaves.
     """
@@ -39,6 +39,7 @@ class StageLinks:
     y_learns: tuple[bool, ...]
     loss_learns: tuple[bool, ...]
     span: int = 1
+    silent: tuple[int, ...] = ()
 
     @property
     def without_loss(self) -> StageLinks:
@@ -109,6 +110,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
     read = {k for sources in taken for k in sources}
     entering = [sorted({k for i in _of(home, s) for k in taken[i] if home[k] < s}) for s in range(len(stages))]
+    attached = [{k for i in _of(home, s) if not layers[i].detached for k in taken[i]} for s in range(len(stages))]
     leaving = [sorted({k for some in entering for k in some if home[k] == s}) for s in range(len(stages))]
 
     def links(s: int) -> StageLinks:
@@ -121,10 +123,11 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
             tuple(k - start[s] for k in out),
             tuple((t, tuple(n for n, k in enumerate(out) if k in entering[t])) for t in readers),
             tuple(i - start[s] for i in losses),
-            tuple(learns[k] for k in inside),
+            tuple(learns[k] and k in attached[s] for k in inside),
             tuple(learns[k] for k in out),
             tuple(learns[i] for i in losses),
             max(layer.span for layer in stages[s]),
+            tuple(n for n, t in enumerate(readers) if attached[t].isdisjoint(out)),
         )
 
     return tuple(map(links, range(len(stages))))

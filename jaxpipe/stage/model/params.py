@@ -443,3 +443,14 @@ def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
+
+
+def named_leaves(tree: Any) -> list[tuple[Path, Any]]:
+    """The leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(key_name(key) for key in keys), leaf) for keys, leaf in found]
+
+
+def key_name(key: Any) -> str:
+    """Of a step of a path in a pytree."""
+    return str(next(getattr(key, attribute) for attribute in ("key", "name", "idx") if hasattr(key, attribute)))

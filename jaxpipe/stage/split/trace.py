@@ -118,7 +118,7 @@ class StageTrace:
     model-wide index of the stage's first layer. ``seed``: the variable for the loss's own cotangent. ``y``: the pytree that
     leaves, leaves being per-shard ``ShapeDtypeStruct`` or static. ``y_varies``: by array leaf of it, whether it differs between
     ``tp`` shards. ``metrics``: what the loss layer reports besides the loss. ``dy_of``: by ``dy`` port, the leaf of ``y`` whose
-    cotangent it is a part of."""
+    cotangent it is a part of; -1 where there is none, since the reader hands none back."""
 
     eqns: tuple[JaxprEqn, ...]
     consts: Mapping[Var, Any]
@@ -317,6 +317,7 @@ def _run(
         values[Port("y", i)] = vary(jnp.asarray(leaf), DATA)
         learning += [Port("y", i)] if is_inexact(values[Port("y", i)]) and i < len(learns) and learns[i] else []
     ys = list(values.values())
+    silent = {links.readers[n][0] for n in links.silent}
     metrics: dict[str, tuple[int, int]] = {}
     more = 2 * len(links.losses)
     for h, position in enumerate(links.losses):
@@ -330,7 +331,7 @@ def _run(
         "y": fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys]) if links.leaving else None,
         "y_varies": tuple(TP in varying_axes(v) for v in ys),
         "metrics": metrics,
-        "dy_of": tuple(leaf for _, leaf in leaves_read(links, out)),
+        "dy_of": tuple(-1 if t in silent else leaf for t, leaf in leaves_read(links, out)),
     }
     return {"values": values, "learning": learning, "leaving": leaving}
 

@@ -1,0 +1,215 @@
+"""A model whose embedding and head are divided by words over the ranks of a pipeline.
+
+Part r of a layer is a layer of its own, ``embed@0``, ``embed@1``, …, with the rows of R words: a stage that any schedule can place
+(:func:`~jaxpipe.schedule.placement.with_vocabulary` puts part r on rank r). What is left of the embedding puts the parts' look-ups
+together, each word's from the part that has it, so to the bit what one table gives; what is left of the head makes what all parts
+take; the loss merges the parts. Rows are made a multiple of ranks × ``tp``, and those past the vocabulary never learn.
+
+Gradients are those of :mod:`~jaxpipe.stage.split`, for the parts as for any layer. With two *barriers* (Yeung et al. 2024, arXiv
+2411.05288, algorithm 1) a part hands back its share of the gradient of what it takes, once it has that of what it returned. With
+one (algorithm 2) it computes its share ahead, as if its words were all, and sends it on; the loss rescales the shares and adds
+them up in the order of the ranks, and the parts, detached, have only their rows' gradient left to make.
+
+A checkpoint knows nothing of this: :meth:`SpreadModel.divided` and :meth:`SpreadModel.joined` go between it and the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpipe.errors import ConfigError
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, Words, init_avals
+from jaxpipe.stage.model.params import by_path, find_leaf, named_leaves, nested
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of ``layer``, at ``path`` in its parameters: ``words`` of them, ``each`` in a part."""
+
+    layer: str
+    path: Path
+    words: int
+    each: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SpreadModel(Model):
+    """Make with :func:`spread`. ``source``: :attr:`whole`. ``parts``: of each of ``tables``. Layers, in order: the parts of the
+    embedding; all others, with what is left of embedding and head; the parts of the head; the loss."""
+
+    source: Model
+    parts: int
+    tables: tuple[Rows, ...]
+
+    @property
+    def whole(self) -> Model:
+        return self.source
+
+    @property
+    def first(self) -> int:
+        """So that layers keep their numbers, and draw what they drew."""
+        return -self.parts
+
+    @property
+    def trunk(self) -> range:
+        """Positions of the layers that are no parts, without the loss."""
+        return range(self.parts, len(self.layers) - self.parts - 1)
+
+    def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
+        """Parameters of :attr:`whole` by layer → of this model's layers."""
+        found = {**{name: {} for name in self._parts_of_all()}, **params}
+        for table in self.tables:
+            rows = find_leaf(params, (table.layer, *table.path))
+            if rows is None:  # they are divided already; or missing, and whoever takes the parts says so
+                continue
+            whole = by_path(params[table.layer])
+            found[table.layer] = nested({path: leaf for path, leaf in whole.items() if path != table.path})
+            for name, part in zip(_parts(table.layer, self.parts), self._divided(table, rows), strict=True):
+                found[name] = nested({table.path: part})
+        return found
+
+    def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Optimizer states of :attr:`whole` by layer, as a checkpoint has them → of this model's layers, as nested dicts."""
+        found = dict(states)
+        for layer in filter(states.__contains__, self._divided_layers()):
+            table = next((t for t in self.tables if t.layer == layer), None)
+            given = dict(named_leaves(states[layer]))
+            rows = {path for path in given if table is not None and path[-len(table.path) :] == table.path}
+            found[layer] = nested({path: leaf for path, leaf in given.items() if path not in rows})
+            divided = {path: self._divided(table, given[path]) for path in rows if table is not None}
+            common = {path: leaf for path, leaf in given.items() if layer not in path}
+            for k, name in enumerate(_parts(layer, self.parts)):
+                own = {tuple(name if key == layer else key for key in path): x[k] for path, x in divided.items()}
+                found[name] = nested(common | own)
+        return found
+
+    def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters or optimizer states of this model's layers → of those of :attr:`whole`, rows on the host."""
+        others = set(self._parts_of_all())
+        found = {name: tree for name, tree in trees.items() if name not in others}
+        for table in self.tables:
+            names = _parts(table.layer, self.parts)
+            found[table.layer] = _merged(found[table.layer], [trees[name] for name in names], names, table)
+        return found
+
+    def _divided(self, table: Rows, rows: Any) -> list[Any]:
+        """The rows of each part, those past the vocabulary zero."""
+        rows = np.asarray(rows)
+        more = self.parts * table.each - rows.shape[0]
+        filled = np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]) if more else rows
+        return [filled[k * table.each : (k + 1) * table.each] for k in range(self.parts)]
+
+    def _divided_layers(self) -> list[str]:
+        return [self.source.layers[0].name, self.source.layers[-2].name]
+
+    def _parts_of_all(self) -> list[str]:
+        return [name for layer in self._divided_layers() for name in _parts(layer, self.parts)]
+
+
+def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> SpreadModel:
+    """``model`` with embedding and head in ``parts``, their rows a multiple of ``parts`` × ``tp``.
+
+    Raises:
+        ConfigError: its first layer, the last but one or the loss does not say how it is divided by words; or layers form no
+            chain.
+    """
+    embed, *inner, head, loss = model.layers
+    of_embed, of_head, of_loss = (_words_of(model, layer) for layer in (embed, head, loss))
+    if any(layer.takes is not None for layer in model.layers):
+        raise ConfigError(f"model {model.name}: only vocabulary layers at the ends of a chain of layers are spread")
+    tied = head.tied.get(of_head.path)
+    if tied not in (None, (embed.name, of_embed.path)):
+        raise ConfigError(f"model {model.name}: layer {head.name} is tied to other leaves than the embedding's rows")
+    tables = tuple(
+        _rows(layer, words.path, parts * tp, tp)
+        for layer, words in ((embed, of_embed), (head, of_head))
+        if words.path not in layer.tied
+    )
+    looking_up = [_part(embed, of_embed, tables[0], k, barriers) for k in range(parts)]
+    predicting = [_part(head, of_head, tables[-1], k, barriers) for k in range(parts)]
+    left = replace(_rest(embed, of_embed, barriers), takes=tuple(layer.name for layer in looking_up))
+    hidden = replace(_rest(head, of_head, barriers), takes=None)
+    predicting = [replace(layer, takes=(head.name,), detached=barriers == 1) for layer in predicting]
+    taken = tuple(layer.name for layer in predicting)
+    merged = replace(_rest(loss, of_loss, barriers), takes=(head.name, *taken) if barriers == 1 else taken)
+    kept = {field.name: getattr(model, field.name) for field in fields(Model)}
+    layers = (*looking_up, left, *inner, hidden, *predicting, merged)
+    return SpreadModel(**{**kept, "layers": layers}, source=model, parts=parts, tables=tables)
+
+
+def _words_of(model: Model, layer: Layer) -> Words:
+    if layer.words is None:
+        raise ConfigError(
+            f"model {model.name}: layer {layer.name} does not say how it is divided by words (Layer.words)"
+        )
+    return layer.words
+
+
+def _parts(layer: str, count: int) -> list[str]:
+    return [f"{layer}@{k}" for k in range(count)]
+
+
+def _rows(layer: Layer, path: Path, multiple: int, tp: int) -> Rows:
+    words = find_leaf(init_avals(layer), path).shape[0]
+    return Rows(layer.name, path, words, tp * -(-words // multiple))
+
+
+def _rest(layer: Layer, words: Words, barriers: int) -> Layer:
+    """What is left of a layer, with its rules."""
+    rules = {name: getattr(layer, name) for name in ("name", "trainable", "float32", "frozen", "matrices")}
+    return replace(words.rest(barriers), **rules)
+
+
+def _part(layer: Layer, words: Words, table: Rows, number: int, barriers: int) -> Layer:
+    """Part ``number`` of a layer."""
+
+    def init(key: jax.Array) -> Params:
+        if words.path in layer.tied:
+            return {}
+        rows = find_leaf(layer.init(key), words.path)
+        filled = jnp.pad(rows, ((0, (number + 1) * table.each), (0, 0)))
+        return nested({words.path: filled[number * table.each : (number + 1) * table.each]})
+
+    return Layer(
+        f"{layer.name}@{number}",
+        init,
+        words.part(number * table.each, barriers),
+        words.reads,
+        tied={path: (f"{owner}@{number}", at) for path, (owner, at) in layer.tied.items() if path == words.path},
+        kind=layer.kind,
+        shards=None if layer.shards is None else lambda tp: {words.path: 0},
+        trainable=layer.trainable,
+        float32=layer.float32,
+        takes=(),
+        frozen=layer.frozen,
+    )
+
+
+_ABSENT: Any = object()
+
+
+def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: Rows) -> Any:
+    """A node of a layer's tree with those of its parts in it: keys that are the names of parts mean the layer, and what is in
+    the parts alone are rows."""
+    if all(part is _ABSENT for part in parts):
+        return node
+    if isinstance(parts[0], Mapping):
+        own = [{table.layer if k == name else k: v for k, v in x.items()} for name, x in zip(names, parts, strict=True)]
+        here = {} if node is _ABSENT else node
+        return {
+            k: _merged(here.get(k, _ABSENT), [x.get(k, _ABSENT) for x in own], names, table) for k in {**here, **own[0]}
+        }
+    if node is _ABSENT:
+        return np.concatenate([np.asarray(part) for part in parts])[: table.words]
+    children, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    if not children or children[0] is node:
+        return node
+    inside = [jax.tree.flatten(part, is_leaf=lambda x, part=part: x is not part)[0] for part in parts]
+    merged = [_merged(child, list(x), names, table) for child, *x in zip(children, *inside, strict=True)]
+    return jax.tree.unflatten(structure, merged)

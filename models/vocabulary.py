@@ -1,0 +1,150 @@
+"""How embedding, head and loss of a language model fall apart by words (:class:`~jaxpipe.stage.model.layer.Words`).
+
+    B batch   T time   D width of the residual stream   V words of a part   p parts   t tensor-parallel shards
+
+A part of the embedding returns its rows and which tokens are its words; a part of the head log Σ exp of its logits, the target's
+logit, and whether the target is its word. From these the loss is exact: log Σ exp over parts less the sum of the targets' logits.
+With one barrier a part also returns its share of the gradient, ready but for the scale that only the loss knows: the mean of its
+rows by its own softmax, and the target's row. They travel as whole numbers of the same bits, since nothing has a gradient by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, Words
+from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
+
+
+def embedding_words(path: Path, rest: Layer) -> Words:
+    """Of a layer that looks up ``tokens`` in the rows at ``path``; ``rest`` takes the rows found for them [B, T, D]."""
+    merged = Layer(
+        rest.name,
+        rest.init,
+        partial(_put_together, rest.apply),
+        rest.reads,
+        rest.uses_key,
+        shards=rest.shards,
+        kind=rest.kind,
+    )
+    return Words(path, partial(_bound, _look_up, path), lambda barriers: merged, ("tokens",))
+
+
+def head_words(path: Path, count: int, rest: Layer) -> Words:
+    """Of a layer that multiplies what ``rest`` returns with the rows at ``path``, of which ``count`` are of words."""
+    return Words(path, partial(_bound, partial(_predict, count), path), lambda barriers: rest, ("targets",))
+
+
+def loss_words() -> Words:
+    """Of cross entropy, weighted and summed."""
+    layers = {
+        barriers: Layer("loss", _no_params, partial(_merge, barriers), ("weights",), kind="loss", shards=_no_shards)
+        for barriers in (1, 2)
+    }
+    return Words((), _bound, layers.__getitem__)
+
+
+def _bound(apply: Callable[..., Any], path: Path, first: int, barriers: int) -> Callable[[Params, Any, LayerContext], Any]:
+    return partial(apply, path, first, barriers)
+
+
+def _leaf(params: Params, path: Path) -> jax.Array:
+    found: Any = params
+    for key in path:
+        found = found[key]
+    return found
+
+
+def _look_up(
+    path: Path, first: int, barriers: int, params: Params, x: None, context: LayerContext
+) -> tuple[jax.Array, jax.Array]:
+    """(rows [B, T, D], zero where the token is no word of the part; whether it is [B, T])"""
+    table = _leaf(params, path)
+    local = context.data["tokens"] - first
+    return rows_of(table, local, context.tp), _is_own(local, table, context.tp)
+
+
+def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel) -> jax.Array:
+    return (local >= 0) & (local < table.shape[0] * tp.size)
+
+
+def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context: LayerContext) -> Any:
+    """Of each token the row of the part whose word it is; NaN where it is nobody's."""
+    x = jnp.full_like(parts[0][0], jnp.nan)
+    for rows, own in parts:
+        x = jnp.where(own[:, :, None], rows, x)
+    return apply(params, x, context)
+
+
+def _predict(
+    count: int, path: Path, first: int, barriers: int, params: Params, x: tuple[jax.Array], context: LayerContext
+) -> tuple[jax.Array, ...]:
+    """x (one array [B, T, D]) → (log Σ exp, target's logit, whether it is there), each [B, T]; with one barrier (mean row, target's row) too,
+    [B, T, D] as whole numbers"""
+    kernel, tp = _leaf(params, path), context.tp
+    local = context.data["targets"] - first
+    logits = vocab_parallel_logits(x[0], kernel, tp, words=count, first=first)  # [B, T, V/t]
+    lse, picked = partial_cross_entropy(logits, local, tp)
+    results = lse, picked, _is_own(local, kernel, tp)
+    if barriers == 2:
+        return results
+    probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None]).astype(logits.dtype)
+    mean = sum_parts(jnp.einsum("btv,vd->btd", probs, kernel), tp)
+    return *results, _sealed(mean), _sealed(rows_of(kernel, local, tp))
+
+
+def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+    """(Σ weight · cross entropy, Σ weight)"""
+    x, *parts = parts if barriers == 1 else (None, *parts)
+    of_parts = jnp.stack([part[0] for part in parts])  # [p, B, T]
+    lse = jax.nn.logsumexp(of_parts, axis=0)
+    losses = lse - sum(part[1] for part in parts)
+    known = sum(part[2].astype(jnp.int32) for part in parts) > 0
+    weights = context.data["weights"].astype(losses.dtype)
+    total = jnp.sum(jnp.where(weights != 0, weights * jnp.where(known, losses, jnp.nan), 0))
+    if x is not None:
+        scales = lax.stop_gradient(jnp.exp(of_parts - lse))
+        gradient = jnp.zeros(x.shape, losses.dtype)
+        for scale, part in zip(scales, parts, strict=True):
+            mean, row = (_opened(sent, x.dtype).astype(losses.dtype) for sent in part[3:])
+            gradient = gradient + (scale[:, :, None] * mean - row)
+        by_x = (gradient * weights[:, :, None]).astype(x.dtype)
+        total = total + _nothing_but_gradient(x, by_x).astype(total.dtype)
+    return total, jnp.sum(weights)
+
+
+@jax.custom_vjp
+def _nothing_but_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
+    """0, whose gradient by ``x`` is ``gradient``."""
+    return jnp.zeros((), x.dtype)
+
+
+_nothing_but_gradient.defvjp(
+    lambda x, gradient: (jnp.zeros((), x.dtype), gradient), lambda gradient, cotangent: (gradient * cotangent, None)
+)
+
+
+def _sealed(x: jax.Array) -> jax.Array:
+    """The bits of floating-point numbers, which nothing differentiates."""
+    return lax.bitcast_convert_type(lax.stop_gradient(x), _BITS[x.dtype.itemsize])
+
+
+def _opened(bits: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+_BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def _no_params(key: jax.Array) -> Params:
+    return {}
+
+
+def _no_shards(tp: TensorParallel) -> Mapping[Path, Shard]:
+    return {}

@@ -45,7 +45,7 @@ from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.primitives import is_attention_kernel
 from jaxpipe.stage.split.policies import per_stage
-from jaxpipe.train.assemble import Planner, shards_of, stage_planner
+from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
@@ -353,7 +353,7 @@ def workbench(
     """
     pipe, given = config.pipeline, config.model.options.get("vocab_size")
     vocab = given if isinstance(given, int) else load_tokenizer(config.data.tokenizer).vocab_size
-    model = build_model(config, vocab)
+    model = spread_over(pipe, build_model(config, vocab))
     return Workbench(
         model,
         jnp.dtype(config.run.dtype),

@@ -34,19 +34,37 @@ from jaxpipe.schedule import (
     traverse,
     with_span,
 )
+from jaxpipe.schedule.families import family_named
+from jaxpipe.schedule.families.vocabulary import spread_vocabulary
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
-from jaxpipe.schedule.placement import Edges
+from jaxpipe.schedule.placement import Edges, placement_named, with_vocabulary
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model, taken_by
-from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs, cut_edges, plan_stages
+from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
+from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
 from jaxpipe.train.sections import PipelineConfig, TraverseConfig
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]
 """Of a number of stages, and the edges between them (None or left out: whatever follows from the cut)."""
+
+
+def spread_over(pipe: PipelineConfig, model: Model) -> Model:
+    """``model`` with its vocabulary layers where ``pipe.vocabulary`` says.
+
+    Raises:
+        ConfigError: they can't be spread.
+    """
+    if pipe.vocabulary == "ends":
+        return model.whole
+    return spread(model.whole, pipe.ranks, tp=pipe.tp, barriers=_barriers(pipe))
+
+
+def _barriers(pipe: PipelineConfig) -> int:
+    return 1 if pipe.vocabulary == "spread" else 2
 
 
 def stage_planner(
@@ -63,6 +81,8 @@ def stage_planner(
         costs, source = analytic_layer_costs(model, size), "analytic"
 
     def plan(num_stages: int, edges: Edges | None = None) -> StagePlan:
+        if isinstance(model, SpreadModel):
+            return plan_stages(model, boundaries=_around_trunk(model, num_stages, cut, costs), costs=costs, costs_from=source)
         if isinstance(cut, tuple):
             if len(cut) + 1 != num_stages:
                 raise ConfigError(
@@ -77,6 +97,21 @@ def stage_planner(
             raise StageError(f"{error}{told}") from None
 
     return plan
+
+
+def _around_trunk(model: SpreadModel, num_stages: int, given: Any, costs: Sequence[float]) -> list[int]:
+    """Where the second and later stages start, of so many: each part of a vocabulary layer is one, and the loss; those of the
+    layers between are cut as ``given`` or by costs."""
+    trunk = model.trunk
+    layers = [replace(layer, takes=None) for layer in model.layers[trunk.start : trunk.stop]]
+    if isinstance(given, tuple):
+        ranges = cut_at(layers, given)
+    else:
+        sent = getattr(costs, "boundary_bytes", (0,) * len(costs))
+        own = LayerCosts(costs[trunk.start : trunk.stop], sent[trunk.start : trunk.stop])
+        ranges = cut(layers, num_stages - 2 * model.parts - 1, own)
+    inner = [trunk.start + first for first, _ in ranges]
+    return [*range(1, trunk.start), *inner, *range(trunk.stop, len(model.layers))]
 
 
 def is_schedule_file(schedule: str) -> bool:
@@ -160,6 +195,8 @@ def build_schedule(
         placement = with_span(placement, {placement.num_stages - 1: span})
         known = relative_costs(stage_costs(placement.num_stages, placement.edges))
         return replace(traverse(placement, pipe.microbatches, by_rank, known), name="towers")
+    if pipe.vocabulary != "ends" and not is_schedule_file(pipe.schedule):
+        return _with_vocabulary(pipe, stage_costs, rules)
     stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
     costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(stages))
     if costs is None or ":" in pipe.schedule:
@@ -185,6 +222,29 @@ def build_schedule(
     return generate(
         pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
     )
+
+
+def _with_vocabulary(
+    pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], rules: TraverseConfig | None
+) -> Schedule:
+    """The order of ``pipe.schedule`` with the passes of spread vocabulary layers."""
+    if pipe.vocabulary == "joint":
+        return generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches)
+    if rules is not None and pipe.schedule == "traverse":
+        chain = placement_named(rules.placement, pipe.ranks, pipe.chunks)
+    else:
+        chain = family_named(pipe.schedule).placement(pipe.ranks, pipe.chunks)
+    placement = with_vocabulary(chain, barriers=_barriers(pipe))
+    costs = relative_costs(stage_costs(placement.num_stages))
+
+    def base(microbatches: int, known: CostProfile) -> Schedule:
+        more = replace(pipe, microbatches=microbatches)
+        if rules is not None and pipe.schedule == "traverse":
+            return traversed(more, rules, known)
+        return generate(pipe.schedule, pipe.ranks, microbatches, chunks=family_chunks(pipe), costs=known)
+
+    name = f"vocab-{pipe.schedule}" + ("-2" if _barriers(pipe) == 2 else "")
+    return spread_vocabulary(name, base, placement, pipe.microbatches, costs)
 
 
 def family_chunks(pipe: PipelineConfig) -> int | None:
@@ -224,6 +284,10 @@ def assemble(
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
+    if pipe.vocabulary != "ends" and processes is not None and processes.number > 1:
+        raise ConfigError(
+            f"pipeline.vocabulary={pipe.vocabulary} runs in one process: a checkpoint puts the parts of all ranks together"
+        )
     assembly = Assembly.of(
         model,
         draft.placement,
@@ -275,7 +339,7 @@ def final_order(
             it.
     """
     limit = math.inf if pipe.memory_limit is None else pipe.memory_limit
-    family, schedule = FAMILIES.get(pipe.schedule), draft
+    family, schedule = FAMILIES.get(pipe.schedule) if pipe.vocabulary == "ends" else None, draft
 
     def made_by(fields: Sequence[str]) -> Schedule:
         """Chosen anew, as the draft was but for these fields of ``costs``."""

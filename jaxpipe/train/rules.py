@@ -180,6 +180,31 @@ def _towers(config: Sections) -> Iterator[str]:
         yield f"{sizes} is more than {_MOST_PAIRS}: use fewer microbatches or chunks"
 
 
+@_about(
+    "pipeline.vocabulary", "pipeline.schedule", "pipeline.memory_limit", "pipeline.recompute", "pipeline.tp", "pipeline.cp"
+)
+def _vocabulary(config: Sections) -> Iterator[str]:
+    """What goes with vocabulary layers that are spread."""
+    pipe = config.pipeline
+    if pipe.vocabulary == "ends":
+        return
+    given = f"pipeline.vocabulary={pipe.vocabulary}"
+    if pipe.schedule not in (*FAMILIES, "traverse"):
+        yield f"{given} with pipeline.schedule={pipe.schedule!r}: vocabulary layers are spread over the orders of families"
+    if pipe.vocabulary == "joint" and pipe.schedule != "1f1b":
+        yield f"{given} goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
+    if pipe.memory_limit is not None:
+        yield f"{given} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
+    if isinstance(pipe.recompute, tuple):
+        yield f"{given} takes one pipeline.recompute policy for all stages, not a list"
+    if pipe.sequence_parallel and pipe.tp > 1:
+        yield f"{given} is not there with pipeline.sequence_parallel=true: set one of them otherwise"
+    if pipe.cp > 1:
+        yield f"{given} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
+    if config.replan.enabled:
+        yield f"{given} is not there with replan.enabled=true: set one of them otherwise"
+
+
 @_about("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 def _devices(config: Sections) -> Iterator[str]:
     devices, pipe = config.run.devices, config.pipeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
-from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train.documents import SUFFIXES
 from jaxpipe.train.settings import in_float32, not_empty, positive, within
@@ -37,6 +37,8 @@ def _is_suffix(text: str) -> str:
 
 def _is_schedule(text: str) -> str:
     names = (*FAMILIES, "traverse", "towers")
+    if text in VOCABULARY_FAMILIES:
+        return "which pipeline.vocabulary makes: set that to 'spread', and pipeline.schedule to '1f1b' or another"
     if text in names or text.endswith(_SCHEDULE_FILES) or names_function(text):
         return ""
     known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
@@ -150,6 +152,10 @@ class PipelineConfig:
     #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the section of that name),
     #: ``towers``, or ``module:function``, which makes a schedule.
     schedule: Annotated[str, _is_schedule] = "1f1b"
+    #: Where embedding and head are: on the first and last stage, or divided by words over all ranks (of chains of layers that
+    #: say how, as GPT and Llama do), which balances time and memory. ``spread``: one microbatch more in flight; ``spread-2``:
+    #: two, and less computed and sent; ``joint`` (of ``1f1b``): all ranks compute a microbatch's loss side by side.
+    vocabulary: Literal["ends", "spread", "spread-2", "joint"] = "ends"
     #: Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit.
     memory_limit: _Positive | None = None
     #: What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage.

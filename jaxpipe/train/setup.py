@@ -23,7 +23,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.arrays import ArrayDataset, made_by_function
-from jaxpipe.train.assemble import Progress, assemble, choose, stage_planner
+from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpus import load_corpus, several_arrays
 from jaxpipe.train.data import Dataset, TokenDataset
@@ -123,7 +123,7 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
         ConfigError, DataError, ScheduleError, StageError: what is wrong, and what would work.
     """
     dataset = load_dataset(config)
-    model = build_model(config, dataset.tokenizer.vocab_size)
+    model = spread_over(config.pipeline, build_model(config, dataset.tokenizer.vocab_size))
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
@@ -220,8 +220,8 @@ def step_flops(prepared: Prepared) -> float:
     """What the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
     pipe, plan = prepared.config.pipeline, prepared.plan
     costs = plan.layer_costs
-    if plan.costs_from != "analytic":
-        costs = analytic_layer_costs(prepared.model, microbatch_size(prepared.config) // pipe.dp)
+    if plan.costs_from != "analytic" or prepared.model is not prepared.model.whole:
+        costs = analytic_layer_costs(prepared.model.whole, microbatch_size(prepared.config) // pipe.dp)
     return 3 * sum(costs) * pipe.microbatches * pipe.dp
 
 

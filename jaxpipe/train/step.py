@@ -128,6 +128,8 @@ class TrainStep:
             CheckpointError: layers or leaves are missing, or shapes differ.
         """
         pipe = self.pipeline
+        params = pipe.model.divided(params)
+        optimizer = None if optimizer is None else pipe.model.divided_state(optimizer)
         compute, master = pipe.place(params), self._masters(params)
         acc = {at: pipe.zeros(at) for at in pipe.own_instances}
         states: dict[int, Any] = {}
@@ -288,7 +290,8 @@ class TrainStep:
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
             params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
             optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
-        return params, optimizer
+        model = self.pipeline.model
+        return model.joined(params), model.joined(optimizer)
 
     def _taken(self, stage: int, params: Buffers) -> Buffers:
         """Of a stage's parameter buffers, those that its update reads."""

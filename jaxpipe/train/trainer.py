@@ -37,7 +37,7 @@ from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, stage_planner, with_edges
+from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, spread_over, stage_planner, with_edges
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
@@ -60,6 +60,7 @@ class Trainer(Closing):
             file, or a schedule.
         ranks, microbatches: p and m; needed with the name of a family or a function, else those of the schedule.
         microbatch_size: sequences in a microbatch, over all ``dp`` shards. A step takes ``microbatches · microbatch_size``.
+        vocabulary: where embedding and head are, as ``pipeline.vocabulary`` of a config.
         chunks, memory_limit: for families that take them (as in :func:`jaxpipe.schedule.generate`).
         cut: how layers become stages: balanced by ``"analytic"`` FLOPs or by ``"measured"`` seconds; the layers (indices or
             names) at which the second and later stages start; or a stage plan.
@@ -98,6 +99,7 @@ class Trainer(Closing):
         ranks: int | None = None,
         microbatches: int | None = None,
         chunks: int | None = None,
+        vocabulary: Literal["ends", "spread", "spread-2", "joint"] = "ends",
         memory_limit: float | None = None,
         cut: Literal["analytic", "measured"] | Sequence[int | str] | StagePlan = "analytic",
         dtype: Any = "float32",
@@ -158,6 +160,7 @@ class Trainer(Closing):
             microbatches=known["microbatches"],
             chunks=known["chunks"],
             schedule=str(schedule) if given is None else "",
+            vocabulary=vocabulary,
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
             cut=_cut_setting(cut),
@@ -169,6 +172,7 @@ class Trainer(Closing):
         )
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards.size)
+        model = spread_over(pipe, model)
         planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
         chosen, plan = choose(pipe, model, planner, given=given)
         with device_errors("setting up"):
@@ -233,7 +237,7 @@ class Trainer(Closing):
 
     @property
     def model(self) -> Model:
-        return self.pipeline.model
+        return self.pipeline.model.whole
 
     @property
     def schedule(self) -> Schedule:

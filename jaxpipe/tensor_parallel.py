@@ -363,8 +363,8 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def partial_cross_entropy(
     logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD
 ) -> tuple[jax.Array, jax.Array]:
-    """log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V words: of parts of
-    a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32 or wider."""
+    """log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V words: of parts
+    of a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32 or wider."""
     return _partial_forward(logits, targets, tp)[0]
 
 

@@ -117,7 +117,9 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
     head = from_linen(
         "head", Head(config), example=(hidden,), tied=tied, kind="gpt.head", shards=partial(_head_shards, config)
     )
-    rest = from_linen("head", Head(config, False), example=(hidden,), kind="gpt.head", shards=partial(_norm_shards, config))
+    rest = from_linen(
+        "head", Head(config, False), example=(hidden,), kind="gpt.head", shards=partial(_norm_shards, config)
+    )
     head = replace(head, words=head_words(("kernel",), config.vocab_size, rest))
     layers = (embed_layer(config), *block_layers(config), head, loss_layer())
 
@@ -277,7 +279,7 @@ def _embed_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
 
 
 def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    _check(c, tp)
+    _check(c, tp, words=False)
     split: dict[Path, Shard] = {("qkv", "kernel"): 2, ("qkv", "bias"): 1, ("out", "kernel"): 0}
     split |= {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}
     norms = [(norm, leaf) for norm in ("norm_attn", "norm_mlp") for leaf in ("scale", "bias")]
@@ -298,8 +300,10 @@ def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
     return dict.fromkeys(paths, "partial") if tp.splits_time else {}
 
 
-def _check(c: GPTConfig, tp: TensorParallel) -> None:
-    sizes = {"num_heads": c.num_heads, "mlp_ratio · d_model": c.mlp_width, "vocab_size": c.vocab_rows}
+def _check(c: GPTConfig, tp: TensorParallel, *, words: bool = True) -> None:
+    sizes = {"num_heads": c.num_heads, "mlp_ratio · d_model": c.mlp_width} | (
+        {"vocab_size": c.vocab_rows} if words else {}
+    )
     heads = [h for h in range(1, c.d_model + 1) if c.d_model % h == 0]
     check_shards("GPT", tp, sizes, seq_len=c.seq_len, allowed={"num_heads": heads})
 

@@ -383,7 +383,7 @@ def embed_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
 
 
 def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    _check(c, tp)
+    _check(c, tp, words=False)
     shared = tp.size > c.kv_heads
     shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1}
     if c.qkv_bias:
@@ -417,8 +417,8 @@ def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
     return dict.fromkeys(paths, "partial") if tp.splits_time else {}
 
 
-def _check(c: LlamaConfig, tp: TensorParallel) -> None:
-    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width, "vocab_size": c.vocab_rows}
+def _check(c: LlamaConfig, tp: TensorParallel, *, words: bool = True) -> None:
+    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width} | ({"vocab_size": c.vocab_rows} if words else {})
     fixed = c.head_dim is None  # the width of all heads together
     heads = [h for h in range(1, c.d_model + 1) if not (fixed and c.d_model % (2 * h)) and h % c.kv_heads == 0]
     check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len, allowed={"num_heads": heads})

@@ -2,10 +2,11 @@
 
     B batch   T time   D width of the residual stream   V words of a part   p parts   t tensor-parallel shards
 
-A part of the embedding returns its rows and which tokens are its words; a part of the head log Σ exp of its logits, the target's
-logit, and whether the target is its word. From these the loss is exact: log Σ exp over parts less the sum of the targets' logits.
-With one barrier a part also returns its share of the gradient, ready but for the scale that only the loss knows: the mean of its
-rows by its own softmax, and the target's row. They travel as whole numbers of the same bits, since nothing has a gradient by them.
+A part of the embedding returns its rows and which tokens are its words; a part of the head log Σ exp of its logits, the
+target's logit, and whether the target is its word. From these the loss is exact: log Σ exp over parts less the sum of the
+targets' logits. With one barrier a part also returns its share of the gradient, ready but for the scale that only the loss
+knows: the mean of its rows by its own softmax, and the target's row. They travel as whole numbers of the same bits, since
+nothing has a gradient by them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def loss_words() -> Words:
     return Words((), _bound, layers.__getitem__)
 
 
-def _bound(apply: Callable[..., Any], path: Path, first: int, barriers: int) -> Callable[[Params, Any, LayerContext], Any]:
+def _bound(
+    apply: Callable[..., Any], path: Path, first: int, barriers: int
+) -> Callable[[Params, Any, LayerContext], Any]:
     return partial(apply, path, first, barriers)
 
 
@@ -85,8 +88,8 @@ def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context
 def _predict(
     count: int, path: Path, first: int, barriers: int, params: Params, x: tuple[jax.Array], context: LayerContext
 ) -> tuple[jax.Array, ...]:
-    """x (one array [B, T, D]) → (log Σ exp, target's logit, whether it is there), each [B, T]; with one barrier (mean row, target's row) too,
-    [B, T, D] as whole numbers"""
+    """x (one array [B, T, D]) → (log Σ exp, target's logit, whether it is there), each [B, T]; with one barrier also (mean row,
+    target's row), [B, T, D] as whole numbers"""
     kernel, tp = _leaf(params, path), context.tp
     local = context.data["targets"] - first
     logits = vocab_parallel_logits(x[0], kernel, tp, words=count, first=first)  # [B, T, V/t]
@@ -109,7 +112,7 @@ def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> 
     weights = context.data["weights"].astype(losses.dtype)
     total = jnp.sum(jnp.where(weights != 0, weights * jnp.where(known, losses, jnp.nan), 0))
     if x is not None:
-        scales = lax.stop_gradient(jnp.exp(of_parts - lse))
+        scales = lax.stop_gradient(jnp.exp(of_parts - lse[None]))
         gradient = jnp.zeros(x.shape, losses.dtype)
         for scale, part in zip(scales, parts, strict=True):
             mean, row = (_opened(sent, x.dtype).astype(losses.dtype) for sent in part[3:])

@@ -176,7 +176,9 @@ def predicted(
     """The prediction for ``config`` whose final ``schedule``, under the costs that are ``known``, gives ``timeline``."""
     pipe, stages, costs, own = config.pipeline, known.stages, known.costs, known.own_ops
     memory, activations = _memory(schedule, timeline, stages, costs)
-    flops = 3 * sum(s.work["F"].flops for s in stages) * pipe.microbatches * pipe.rank_devices
+    detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
+    forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
+    flops = 3 * forward * pipe.microbatches * pipe.rank_devices
     return Prediction(
         config=config,
         target=bench.target,

@@ -59,8 +59,8 @@ def spread_over(pipe: PipelineConfig, model: Model) -> Model:
         ConfigError: they can't be spread.
     """
     if pipe.vocabulary == "ends":
-        return model.whole
-    return spread(model.whole, pipe.ranks, tp=pipe.tp, barriers=_barriers(pipe))
+        return model.stored
+    return spread(model.stored, pipe.ranks, tp=pipe.tp, barriers=_barriers(pipe))
 
 
 def _barriers(pipe: PipelineConfig) -> int:
@@ -82,7 +82,9 @@ def stage_planner(
 
     def plan(num_stages: int, edges: Edges | None = None) -> StagePlan:
         if isinstance(model, SpreadModel):
-            return plan_stages(model, boundaries=_around_trunk(model, num_stages, cut, costs), costs=costs, costs_from=source)
+            return plan_stages(
+                model, boundaries=_around_trunk(model, num_stages, cut, costs), costs=costs, costs_from=source
+            )
         if isinstance(cut, tuple):
             if len(cut) + 1 != num_stages:
                 raise ConfigError(

@@ -33,10 +33,10 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.stage.inline import flatten
-from jaxpipe.stage.model.params import Place
+from jaxpipe.stage.model.params import Place, named_leaves
 from jaxpipe.train.dataflow import NOTHING, Sources, sources
 from jaxpipe.train.optimizer import functions_of
-from jaxpipe.train.optimizer_state import StateLeaf, named_leaves, of_layers, state_leaves
+from jaxpipe.train.optimizer_state import StateLeaf, of_layers, state_leaves
 
 Tree = Mapping[str, Any]
 

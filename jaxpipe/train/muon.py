@@ -27,8 +27,7 @@ import optax
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.layer import Matrix, Model, Path, init_avals, taken_by
-from jaxpipe.stage.model.params import Place
-from jaxpipe.train.optimizer_state import named_leaves
+from jaxpipe.stage.model.params import Place, named_leaves
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS, _EPS, _RMS = 5, 1e-7, 0.2

@@ -121,7 +121,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
         raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
     batches = _batches(prepared, state)
     mine = _own_layers(prepared, store.processes)
-    optimizer = None if imported else optimizer_of(prepared.config, prepared.model.whole)
+    optimizer = None if imported else optimizer_of(prepared.config, prepared.model.stored)
     loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
     for remark in remarks:
         note(remark)

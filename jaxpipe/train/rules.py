@@ -181,7 +181,12 @@ def _towers(config: Sections) -> Iterator[str]:
 
 
 @_about(
-    "pipeline.vocabulary", "pipeline.schedule", "pipeline.memory_limit", "pipeline.recompute", "pipeline.tp", "pipeline.cp"
+    "pipeline.vocabulary",
+    "pipeline.schedule",
+    "pipeline.memory_limit",
+    "pipeline.recompute",
+    "pipeline.tp",
+    "pipeline.cp",
 )
 def _vocabulary(config: Sections) -> Iterator[str]:
     """What goes with vocabulary layers that are spread."""

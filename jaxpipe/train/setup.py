@@ -220,8 +220,8 @@ def step_flops(prepared: Prepared) -> float:
     """What the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
     pipe, plan = prepared.config.pipeline, prepared.plan
     costs = plan.layer_costs
-    if plan.costs_from != "analytic" or prepared.model is not prepared.model.whole:
-        costs = analytic_layer_costs(prepared.model.whole, microbatch_size(prepared.config) // pipe.dp)
+    if plan.costs_from != "analytic" or prepared.model is not prepared.model.stored:
+        costs = analytic_layer_costs(prepared.model.stored, microbatch_size(prepared.config) // pipe.dp)
     return 3 * sum(costs) * pipe.microbatches * pipe.dp
 
 

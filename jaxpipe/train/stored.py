@@ -32,7 +32,7 @@ def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
 def model_digest(model: Model) -> dict[str, str]:
     """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
     by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
-    model = model.whole
+    model = model.stored
     forward = partial(apply_model, model, train=False)
     closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
     return {"jax": jax.__version__, "sha256": program_digest(closed)}
@@ -63,7 +63,7 @@ def load_state(
     Raises:
         CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
     """
-    model, params = model.whole, stored_params(model, master)
+    model, params = model.stored, stored_params(model, master)
     loaded = store.load(step, like={"params": params}, layers=layers)
     if optimizer is None:
         return loaded

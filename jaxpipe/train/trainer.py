@@ -37,7 +37,15 @@ from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.train.assemble import assemble, choose, is_schedule_file, read_checked, spread_over, stage_planner, with_edges
+from jaxpipe.train.assemble import (
+    assemble,
+    choose,
+    is_schedule_file,
+    read_checked,
+    spread_over,
+    stage_planner,
+    with_edges,
+)
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.optimizer import ema_of, with_ema
@@ -237,7 +245,7 @@ class Trainer(Closing):
 
     @property
     def model(self) -> Model:
-        return self.pipeline.model.whole
+        return self.pipeline.model.stored
 
     @property
     def schedule(self) -> Schedule:

@@ -130,8 +130,8 @@ class Layer:
 class Words:
     """How an embedding, a head or the loss behind it falls apart by words (:mod:`jaxpipe.stage.model.vocabulary`).
 
-    ``path``: of the leaf [V, D] with a row for each word, whole and not split over ``tp`` but along that axis; ``()``: a loss has
-    none, and no parts. ``part(first, barriers)``: ``apply`` of the part whose rows are those of the words from ``first`` on; it
+    ``path``: of the leaf [V, D] with a row for each word, split over ``tp`` along that axis or not; ``()``: a loss has none,
+    and no parts. ``part(first, barriers)``: ``apply`` of the part whose rows are those of the words from ``first`` on; it
     reads ``reads``. ``rest(barriers)``: the layer without these rows. That of an embedding takes the results of its parts, as a
     tuple; the parts of a head take that of its rest; the loss takes theirs, and with one barrier first what they took.
     """
@@ -181,7 +181,7 @@ class Model:
         return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
 
     @property
-    def whole(self) -> Model:
+    def stored(self) -> Model:
         """The model that a checkpoint is of: this one, unless its vocabulary layers are spread."""
         return self
 
@@ -191,7 +191,7 @@ class Model:
         return 0
 
     def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
-        """Parameters of :attr:`whole` by layer → of this one's layers."""
+        """Parameters of :attr:`stored` by layer → of this one's layers."""
         return params
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,7 +199,7 @@ class Model:
         return states
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters or optimizer states of this model's layers → of those of :attr:`whole`."""
+        """Parameters or optimizer states of this model's layers → of those of :attr:`stored`."""
         return dict(trees)
 
     @property

@@ -24,10 +24,11 @@ class StageLinks:
 
     ``takes``: per layer, where each result comes from: the position of a layer of the stage, or ``~k`` for the k-th result that
     enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
-    positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``silent``:
-    positions among them of those that hand no gradient back. ``losses``: positions of layers that no other takes. ``x_learns``, ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss,
-    whether something trained stands behind it. ``span``: how many consecutive microbatches the stage takes at once; then all
-    that enters does so once for each of them, and nothing leaves.
+    positions of the layers whose results leave. ``readers``: (stage, which of those it takes), ascending. ``silent``: positions
+    among them of those that hand no gradient back. ``losses``: positions of layers that no other takes. ``x_learns``,
+    ``y_learns``, ``loss_learns``: by result that enters or leaves, and by loss, whether something trained stands behind it (and
+    of one that enters, whether the stage hands its gradient back). ``span``: how many consecutive microbatches the stage takes
+    at once; then all that enters does so once for each of them, and nothing leaves.
     """
 
     takes: tuple[tuple[int, ...], ...]

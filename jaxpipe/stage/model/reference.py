@@ -42,7 +42,7 @@ _OURS = "jaxpipe.models"
 
 def init_params(model: Model, seed: int) -> dict[str, Params]:
     """Fresh parameters ``{layer name: dict pytree}``, tied leaves only at their owner. Float32 unless the model says else."""
-    key, model = jax.random.key(seed), model.whole
+    key, model = jax.random.key(seed), model.stored
     return {layer.name: layer.init(jax.random.fold_in(key, i)) for i, layer in enumerate(model.layers)}
 
 

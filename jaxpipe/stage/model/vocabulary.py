@@ -1,22 +1,25 @@
 """A model whose embedding and head are divided by words over the ranks of a pipeline.
 
-Part r of a layer is a layer of its own, ``embed@0``, ``embed@1``, …, with the rows of R words: a stage that any schedule can place
-(:func:`~jaxpipe.schedule.placement.with_vocabulary` puts part r on rank r). What is left of the embedding puts the parts' look-ups
-together, each word's from the part that has it, so to the bit what one table gives; what is left of the head makes what all parts
-take; the loss merges the parts. Rows are made a multiple of ranks × ``tp``, and those past the vocabulary never learn.
+Part r of a layer is a layer of its own, ``embed@0``, ``embed@1``, …, with the rows of R words: a stage that any schedule can
+place (``with_vocabulary`` of the schedules puts part r on rank r). What is left of the embedding puts the parts' look-ups
+together, each word's from the part that has it, so to the bit what one table gives; what is left of the head makes what all
+parts take; the loss merges the parts. Rows are made a multiple of ranks × ``tp``; those past the vocabulary never learn.
 
-Gradients are those of :mod:`~jaxpipe.stage.split`, for the parts as for any layer. With two *barriers* (Yeung et al. 2024, arXiv
-2411.05288, algorithm 1) a part hands back its share of the gradient of what it takes, once it has that of what it returned. With
-one (algorithm 2) it computes its share ahead, as if its words were all, and sends it on; the loss rescales the shares and adds
-them up in the order of the ranks, and the parts, detached, have only their rows' gradient left to make.
+Gradients are those of :mod:`~jaxpipe.stage.split`, for the parts as for any layer. With two *barriers* (Yeung et al. 2024,
+arXiv 2411.05288, algorithm 1) a part hands back its share of the gradient of what it takes, once it has that of what it
+returned. With one (algorithm 2) it computes its share ahead, as if its words were all, and sends it on; the loss rescales the
+shares and adds them up in the order of the ranks, and the parts, detached, have only their rows' gradient left to make. All of
+it are messages from rank to rank: a star around the last one, where a chain would wait for its turn on each rank.
 
 A checkpoint knows nothing of this: :meth:`SpreadModel.divided` and :meth:`SpreadModel.joined` go between it and the parts.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,15 +43,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SpreadModel(Model):
-    """Make with :func:`spread`. ``source``: :attr:`whole`. ``parts``: of each of ``tables``. Layers, in order: the parts of the
-    embedding; all others, with what is left of embedding and head; the parts of the head; the loss."""
+    """Make with :func:`spread`. ``source``: :attr:`stored`. ``parts``: of each of ``tables``. Layers, in order: the parts of
+    the embedding; all others, with what is left of embedding and head; the parts of the head; the loss."""
 
     source: Model
     parts: int
     tables: tuple[Rows, ...]
 
     @property
-    def whole(self) -> Model:
+    def stored(self) -> Model:
         return self.source
 
     @property
@@ -62,7 +65,7 @@ class SpreadModel(Model):
         return range(self.parts, len(self.layers) - self.parts - 1)
 
     def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
-        """Parameters of :attr:`whole` by layer → of this model's layers."""
+        """Parameters of :attr:`stored` by layer → of this model's layers."""
         found = {**{name: {} for name in self._parts_of_all()}, **params}
         for table in self.tables:
             rows = find_leaf(params, (table.layer, *table.path))
@@ -75,7 +78,7 @@ class SpreadModel(Model):
         return found
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Optimizer states of :attr:`whole` by layer, as a checkpoint has them → of this model's layers, as nested dicts."""
+        """Optimizer states of :attr:`stored` by layer, as a checkpoint has them → of this model's layers, as nested dicts."""
         found = dict(states)
         for layer in filter(states.__contains__, self._divided_layers()):
             table = next((t for t in self.tables if t.layer == layer), None)
@@ -90,7 +93,7 @@ class SpreadModel(Model):
         return found
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters or optimizer states of this model's layers → of those of :attr:`whole`, rows on the host."""
+        """Parameters or optimizer states of this model's layers → of those of :attr:`stored`, rows on the host."""
         others = set(self._parts_of_all())
         found = {name: tree for name, tree in trees.items() if name not in others}
         for table in self.tables:
@@ -207,9 +210,9 @@ def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: Rows) 
         }
     if node is _ABSENT:
         return np.concatenate([np.asarray(part) for part in parts])[: table.words]
-    children, structure = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    children, structure = jax.tree.flatten(node, is_leaf=partial(operator.is_not, node))
     if not children or children[0] is node:
         return node
-    inside = [jax.tree.flatten(part, is_leaf=lambda x, part=part: x is not part)[0] for part in parts]
+    inside = [jax.tree.flatten(part, is_leaf=partial(operator.is_not, part))[0] for part in parts]
     merged = [_merged(child, list(x), names, table) for child, *x in zip(children, *inside, strict=True)]
     return jax.tree.unflatten(structure, merged)

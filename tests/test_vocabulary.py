@@ -1,0 +1,188 @@
+"""Embedding and head divided by words over the ranks: losses, gradients, updates and checkpoints of the unsplit model's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe import Trainer
+from jaxpipe.errors import ConfigError
+from jaxpipe.schedule.families.one_f_one_b import gpipe
+from jaxpipe.schedule.families.vocabulary import spread_vocabulary
+from jaxpipe.stage.model.layer import LayerContext, Model
+from jaxpipe.stage.model.reference import apply_model, init_params
+from jaxpipe.stage.model.vocabulary import spread
+from jaxpipe.train.config import TrainConfig
+from models.gpt import GPT
+from models.llama import Llama
+
+WORDS = 37  # no multiple of ranks × tp
+
+
+def tiny(make: Any = GPT, **options: Any) -> Model:
+    common = {"vocab_size": WORDS, "d_model": 16, "num_layers": 2, "num_heads": 2, "seq_len": 6, "dtype": "float64"}
+    model: Model = make(**{**common, **options})
+    return model
+
+
+def batch_of(rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = (rows, 6)
+    words = {name: rng.integers(0, WORDS, shape).astype(np.int32) for name in ("tokens", "targets")}
+    return {**words, "weights": (rng.random(shape) > 0.3).astype(np.float32)}
+
+
+def trainer_of(model: Model, vocabulary: Any, **options: Any) -> Trainer:
+    settings = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "microbatch_size": 2, "dtype": "float64", **options}
+    return Trainer(model, optimizer=optax.adamw(1e-2), vocabulary=vocabulary, clip_norm=1.0, **settings)
+
+
+def unsplit(model: Model, params: Any, batch: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    def mean(params: Any) -> Any:
+        loss, weight = apply_model(model, params, batch, train=False)
+        return loss / weight
+
+    found: tuple[Any, Any] = jax.value_and_grad(mean)(params)
+    return found
+
+
+def check_gradients(model: Model, trainer: Trainer) -> tuple[Any, Any]:
+    params, batch = init_params(model, 0), batch_of(8)
+    want, grads = unsplit(model, params, batch)
+    pipeline = trainer.pipeline.with_epilogues({})
+    loss, found = pipeline.loss_and_grads(pipeline.place(params), {k: v.reshape(4, 2, 6) for k, v in batch.items()})
+    np.testing.assert_allclose(loss, want, rtol=1e-12)
+    assert jax.tree.structure(found) == jax.tree.structure(grads)
+    for ours, whole in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-12, atol=1e-15)
+    return loss, found
+
+
+@pytest.mark.usefixtures("x64")
+def test_loss_and_gradients_in_any_order() -> None:
+    """Of the unsplit model; and with the same bits in another order."""
+    model = tiny()
+    trainer = trainer_of(model, "spread")
+    assert trainer.schedule.name == "vocab-1f1b"
+    loss, grads = check_gradients(model, trainer)
+    placement = trainer.schedule.placement
+    other = spread_vocabulary("other", lambda m, known: gpipe(2, m), placement, 4, None)
+    assert other.rows != trainer.schedule.rows
+    again = check_gradients(model, trainer.with_pipeline(trainer.pipeline.with_schedule(other)))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), again, (loss, grads)))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("make", [GPT, Llama])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("vocabulary", "options"),
+    [
+        ("spread", {"ranks": 2, "tp": 2}),
+        ("spread-2", {"ranks": 2, "tp": 2, "dp": 2}),
+        ("spread", {"ranks": 4, "dp": 2}),
+        ("spread-2", {"ranks": 3}),
+        ("joint", {"ranks": 4}),
+        ("spread", {"ranks": 2, "schedule": "v-half", "chunks": 2}),
+        ("spread-2", {"ranks": 2, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}),
+        ("spread", {"ranks": 1}),
+    ],
+)
+def test_loss_and_gradients(make: Any, tied: bool, vocabulary: str, options: dict[str, Any]) -> None:
+    layers = {"num_layers": 4} if options["ranks"] * options.get("chunks", 1) > 3 else {}
+    model = tiny(make, tied=tied, **layers)
+    check_gradients(model, trainer_of(model, vocabulary, **options))
+
+
+def test_the_look_up_has_the_bits_of_one_table() -> None:
+    """Also of zeros below zero, and NaN where a token is no word; and a rank may have no word at all."""
+    model = tiny(Llama, dtype="float32", vocab_size=5)
+    params = init_params(model, 0)
+    params["embed"]["tokens"]["embedding"] = params["embed"]["tokens"]["embedding"].at[3, 2].set(-0.0)
+    divided = spread(model, 4)
+    parts = divided.divided(params)
+    tokens = np.array([[0, 1, 2, 3, 4, 99]], np.int32)
+
+    def apply(layer: Any, x: Any) -> Any:
+        return layer.apply(parts[layer.name], x, LayerContext(dict.fromkeys(layer.reads, tokens)))
+
+    *looking_up, left = divided.layers[:5]
+    found = apply(left, tuple(apply(layer, None) for layer in looking_up))
+    embed = model.layers[0]
+    want = embed.apply(params["embed"], None, LayerContext({"tokens": tokens}))
+    assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
+    assert np.isnan(found[0, 5]).all()
+    assert [parts[f"embed@{k}"]["tokens"]["embedding"].shape for k in range(4)] == [(2, 16)] * 4
+    again = divided.joined(parts)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoints_are_of_the_whole_model(tied: bool, tmp_path: Path) -> None:
+    """Steps are those of the model with its vocabulary at the ends, and a run goes on on other ranks or spread otherwise."""
+    model, batch = tiny(tied=tied), batch_of(8)
+    ends, spread_out, other = (
+        trainer_of(model, "ends"),
+        trainer_of(model, "spread", ema=0.9),
+        trainer_of(model, "spread-2", ranks=3, dp=2, zero1=True, ema=0.9),
+    )
+    state, reference = spread_out.init(), ends.init()
+    for _ in range(2):
+        state, metrics = spread_out.step(state, batch)
+        reference, wanted = ends.step(reference, batch)
+        np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-12)
+        np.testing.assert_allclose(metrics.grad_norm, wanted.grad_norm, rtol=1e-12)
+    np.testing.assert_allclose(
+        spread_out.evaluate(state, batch)["loss"], ends.evaluate(reference, batch)["loss"], rtol=1e-12
+    )
+    spread_out.save(state, tmp_path)
+    moved = other.restore(tmp_path)
+    for ema in (False, True):
+        same = jax.tree.map(np.array_equal, other.params(moved, ema=ema), spread_out.params(state, ema=ema))
+        assert jax.tree.all(same)
+    assert set(other.params(moved)) == {layer.name for layer in model.layers}
+    state, metrics = spread_out.step(state, batch)
+    moved, wanted = other.step(moved, batch)
+    np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-12)
+    for a, b in zip(*(jax.tree.leaves(t.params(s)) for t, s in ((spread_out, state), (other, moved))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+REFUSED = [
+    ("pipeline.schedule=towers", "pipeline.schedule='towers'"),
+    ("pipeline.schedule=vocab-1f1b", "which pipeline.vocabulary makes: set that to 'spread'"),
+    ("pipeline.memory_limit=2", "takes no pipeline.memory_limit"),
+    ("pipeline.recompute=none,full", "takes one pipeline.recompute policy for all stages"),
+    ("replan.enabled=true", "is not there with replan.enabled=true"),
+    ("pipeline.cp=2", "is not there with pipeline.cp=2"),
+    ("pipeline.vocabulary=middle", "expected one of 'ends', 'spread', 'spread-2', 'joint'"),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED)
+def test_what_does_not_go_with_it_is_one_line(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainConfig().override(["pipeline.vocabulary=spread", "run.steps=50", override])
+    assert words in str(error.value)
+
+
+def test_models_and_orders_that_can_not_be_spread() -> None:
+    joint = ["pipeline.vocabulary=joint", "pipeline.schedule=gpipe"]
+    with pytest.raises(ConfigError, match=r"goes with .*schedule=1f1b, not 'gpipe'"):
+        TrainConfig().override(joint)
+    split = ["pipeline.vocabulary=spread", "pipeline.tp=2", "pipeline.sequence_parallel=true"]
+    with pytest.raises(ConfigError, match=r"is not there with .*sequence_parallel=true"):
+        TrainConfig().override(split)
+    model = tiny()
+    plain = replace(model, layers=(replace(model.layers[0], words=None), *model.layers[1:]))
+    with pytest.raises(ConfigError, match=r"layer embed does not say how it is divided by words \(Layer.words\)"):
+        spread(plain, 2)

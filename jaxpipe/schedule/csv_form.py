@@ -37,7 +37,7 @@ def format_csv(schedule: Schedule) -> str:
     placement = schedule.placement
     if not placement.is_chain or placement.has_spans or placement.detached:
         raise ScheduleError(
-            "CSV can't say that stages are not a chain, have spans or are detached; write .sched or .json"
+            "CSV can't say that stages are not a chain, or have spans, or are detached; write .sched or .json"
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (10, 1078, 16),
+    "(top)": (10, 1106, 16),
     "cli": (22, 2479, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (10, 1612, 18),
+    "planning": (10, 1614, 18),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
-    "runtime": (18, 2435, 28),
+    "runtime": (18, 2436, 28),
     "schedule": (25, 2941, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 595, 6),
@@ -36,8 +36,8 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (34, 4392, 56),
-    "stage": (46, 5898, 55),
-    "train": (67, 8922, 102),
+    "stage": (47, 6075, 58),
+    "train": (67, 9010, 102),
 }
 MOST_OF_SCHEDULE = 7527
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -23,13 +23,13 @@ from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.profile import StageSizes
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.predict import Prediction, predict
-from jaxpipe.planning.report import assumptions
+from jaxpipe.planning.report import assumptions, prediction_text
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.stages import Compiler, PlannedStage, Workbench, planner, workbench
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Braid, generate, read_costs, read_schedule, simulate
+from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_schedule, simulate
 from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
@@ -407,6 +407,19 @@ def test_times_and_ratios_follow_their_definitions() -> None:
     assert p.mfu == pytest.approx(p.model_flops / (p.step_s * 2 * 494.7e12))
     layers = 4 * (24 * 16 * 32**2 + 4 * 16**2 * 32) + 2 * 16 * 32 * 64  # Narayanan et al. 2021, and the head
     assert p.model_flops == 3 * 8 * layers
+
+
+def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() -> None:
+    config = small(schedule="zb-2p")
+    off, on = (prediction_of(config.override([f"pipeline.post_validation={x}"])) for x in ("off", "auto"))
+    assert on.step_s == on.late_step_s == on.timeline.max_span + on.update_s
+    assert on.step_s == off.late_step_s and on.update_s == pytest.approx(1.5 * off.update_s)
+    twice = [a.by_kind["optimizer"] - b.by_kind["optimizer"] for a, b in zip(on.memory, off.memory, strict=True)]
+    assert twice == [m.by_kind["parameters"] for m in off.memory]  # float32
+    even = simulate(off.schedule, CostProfile.uniform(2))
+    assert even.max_span < even.makespan
+    told = [prediction_text(replace(p, timeline=even), ()) for p in (off, on)]
+    assert ["with post-validation)" in text for text in told] == [True, False]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-min", "v-zb"])

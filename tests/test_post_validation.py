@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from train_runs import STEPS, config, deterministic, final, run, settings, write_text
 
@@ -23,12 +24,15 @@ from jaxpipe.schedule import generate
 from jaxpipe.train import run_directory
 from jaxpipe.train.agreement import agree_on_settings
 from jaxpipe.train.config import load_config
+from jaxpipe.train.muon import Muon, matrices_of
+from jaxpipe.train.optimizer import learning_rate, lion, with_ema
 from jaxpipe.train.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
-from tests.parallel_cases import Case, batches, optimizer, params_for, pipeline
+from tests.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 from tests.pipelines import assert_same_arrays
+from tests.test_graph_runs import TOWERS
 
 SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16")
 Told = tuple[float, float, bool, bool]
@@ -135,9 +139,70 @@ def test_every_bit_is_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_bit_of_thirty_steps_is_as_without(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_bit(step_of(case), params_for(case), 30, monkeypatch)
+
+
+def _muon(case: Case) -> Any:
+    return Muon(learning_rate(1e-2, 2, 10, 0.1), matrices_of(model_for(case)), optimizer(), 0.9, 0.1)
+
+
+def _lion(case: Case) -> Any:
+    return lion(learning_rate(1e-3, 2, 10, 0.1), betas=(0.9, 0.99), weight_decay=0.1)
+
+
+def _plateau(case: Case) -> Any:
+    """Looks at the loss of every step."""
+    return optax.chain(optimizer(), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+
+
+def _injected(case: Case) -> Any:
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 20))
+
+
+def _two(**more: Any) -> Case:
+    return Case(**{"name": "gpt-tied", "pp": 2, "tp": 1, "dp": 1, "family": "zb-2p", "dtype": "bfloat16", **more})
+
+
+COMBINATIONS: Mapping[str, tuple[Case, Callable[[Case], Any]]] = {
+    "tp": (_two(tp=2, sequence=True), lambda case: optimizer()),
+    "tp, dp, ZeRO-1": (_two(tp=2, dp=2, zero1=True, dtype="float32"), lambda case: optimizer()),
+    "cp": (_two(cp=2, cp_method="ring"), lambda case: optimizer()),
+    "offload": (_two(family="po-h"), lambda case: optimizer()),
+    "braids": (_two(family="stp", tp=2), lambda case: optimizer()),
+    "replicas": (_two(family="chimera", name="gpt"), lambda case: optimizer()),
+    "Muon": (_two(dtype="float32"), _muon),
+    "Muon, ZeRO-1": (_two(dp=2, zero1=True), _muon),
+    "Lion": (_two(dtype="float32"), _lion),
+    "averaged parameters": (_two(dtype="float32"), lambda case: with_ema(optimizer(), 0.9)),
+    "the loss in the optimizer": (_two(dtype="float32"), _plateau),
+    "the rate in the state": (_two(), _injected),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_bit_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = COMBINATIONS[name]
+    check_every_bit(step_of(case, optimizer=lambda: made(case)), params_for(case), 12, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
+def test_every_bit_where_another_order_is_taken_on_the_way() -> None:
+    ends = []
+    for mode in ("off", "on"):
+        step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
+        state, other = step.init(params_for(SMALL)), step.pipeline.with_schedule(generate("zb-h1", 2, 4))
+        for k, batch in enumerate(batches(12)):
+            step = step.with_pipeline(other) if k == 7 else step
+            state, _ = step(state, batch)
+        ends.append((jax.device_get(step.by_layer(state)), step.post_validation.mode, step.post_validation.rollbacks))
+    same_bits(ends[0][0], ends[1][0])
+    assert ends[1][1:] == ("on", 0)
 
 
 # -- what others see --------------------------------------------------------------------------------------------------------
@@ -322,3 +387,16 @@ def test_killed_among_the_forwards_of_the_next_step(text: Path, tmp_path: Path) 
     result, printed = run(load_config(None, on))
     assert "resumed from step 10" in printed and result.steps_run == STEPS - 10
     assert_same_run(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.soak
+def test_towers(tmp_path: Path) -> None:
+    file = tmp_path / "towers.toml"
+    file.write_text(TOWERS, encoding="utf-8")
+    rollbacks = {}
+    for mode in ("off", "on"):
+        where = [f"run.out_dir={tmp_path / mode}", f"pipeline.post_validation={mode}"]
+        rollbacks[mode] = run(load_config(file, [*where, "run.steps=8", "optimizer.clip_norm=0.5"]))[0].rollbacks
+    assert_same_run(tmp_path / "on", tmp_path / "off")
+    norms = [r["grad_norm"] for r in deterministic(tmp_path / "on") if "grad_norm" in r]
+    assert rollbacks == {"off": 0, "on": sum(norm > 0.5 for norm in norms)}

@@ -4,7 +4,9 @@ Assumed: AdamW with float32 moments; float32 master parameters and gradient accu
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
 them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
 (megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step,
-by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden.
+by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden. Of post-validation,
+taken to be right always: a step takes the longest span of a rank (:mod:`jaxpipe.schedule.steps`), the update reads its state
+once more, and parameters in float32 are there twice.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype.
@@ -40,7 +42,7 @@ class Prediction:
     """Of one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what F keeps for B and W
     and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what
     arrays may fill on a device. ``fused_attention``: cuDNN's, in any stage. ``remarks``: on stages, such as a recompute policy
-    that finds nothing to do."""
+    that finds nothing to do. ``update_s``: of the config; ``late_update_s``: with post-validation."""
 
     config: TrainConfig
     target: Target
@@ -51,6 +53,7 @@ class Prediction:
     activation_bytes: tuple[float, ...]
     limit_bytes: float
     update_s: float
+    late_update_s: float
     model_flops: float
     num_params: int
     fused_attention: bool
@@ -58,7 +61,12 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.timeline.makespan + self.update_s
+        return pipeline_s(self.timeline, self.config.pipeline) + self.update_s
+
+    @property
+    def late_step_s(self) -> float:
+        """With post-validation."""
+        return self.timeline.max_span + self.late_update_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,14 +121,17 @@ class Ground:
     costs: CostProfile
     own_ops: tuple[str, ...] = ()
 
-    def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
-        """Seconds from the end of the pipeline to that of the step: gradients reduced, parameters updated."""
-        static = max(static_bytes(placement, self.costs))
-        gradients = max(
+    def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement, late: bool | None = None) -> float:
+        """Seconds of a step beside the pipeline's: gradients reduced, parameters updated. ``late``: with post-validation,
+        by default as ``config`` says."""
+        passes = 3 if (config.pipeline.post_validation != "off" if late is None else late) else 2
+        gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
-        )
-        reduced_s = reduction_s(gradients, bench.target, bench.efficiency, config.pipeline)
-        return 2 * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced_s
+        ]
+        twice = gradients if _twice(config) else [0.0] * placement.num_ranks
+        static = max(n - m for n, m in zip(static_bytes(placement, self.costs), twice, strict=True))
+        reduced_s = reduction_s(max(gradients), bench.target, bench.efficiency, config.pipeline)
+        return passes * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced_s
 
 
 def ground(
@@ -140,6 +151,9 @@ def ground(
     stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
+    if _twice(config):
+        twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]
+        costs = replace(costs, optimizer_bytes=tuple(twice))
     own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
     for op in own:
         costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
@@ -189,11 +203,22 @@ def predicted(
         activation_bytes=activations,
         limit_bytes=limit_bytes,
         update_s=known.update_s(config, bench, schedule.placement),
+        late_update_s=known.update_s(config, bench, schedule.placement, late=True),
         model_flops=flops,
         num_params=sum(s.num_params for s in known.plan.stages),
         fused_attention=any(s.fuses_attention for s in stages),
         remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
     )
+
+
+def _twice(config: TrainConfig) -> bool:
+    """Whether parameters are there old and new."""
+    return config.pipeline.post_validation != "off" and config.run.dtype == "float32"
+
+
+def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
+    """Seconds that a step's pipeline takes, once steps follow each other."""
+    return timeline.makespan if pipe.post_validation == "off" else timeline.max_span
 
 
 def _memory(

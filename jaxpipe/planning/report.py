@@ -19,6 +19,8 @@ from jaxpipe.wording import aligned, format_bytes, format_seconds
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8
+_WORTH_SAYING = 0.005
+"""A gain."""
 
 
 def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"{config.data.seq_len} tokens",
         f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.peak_bytes)} of "
         f"{format_bytes(p.limit_bytes)}; activations {format_bytes(max(p.activation_bytes))} at most",
-        f"step {format_seconds(p.step_s)} (update {format_seconds(p.update_s)}), {p.tokens_per_s:,.0f} tokens/s, "
+        f"step {format_seconds(p.step_s)} (update {format_seconds(p.update_s)}{_late(p)}), {p.tokens_per_s:,.0f} tokens/s, "
         f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}% "
         f"(by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
         f"offload: {100 * p.offloaded:.0f}% of the residuals, {format_bytes(max(p.offload_bytes))} a rank and step each way, "
@@ -69,6 +71,12 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"k = {p.k:.2f} (round trip of all residuals ÷ compute)",
     ]
     return "\n".join([*head, "", _rank_table(p), "", *(f"assumed  {line}" for line in lines)])
+
+
+def _late(p: Prediction) -> str:
+    """What post-validation would make of it, where that is worth a word."""
+    gain = 1 - p.late_step_s / p.step_s
+    return f"; {format_seconds(p.late_step_s)} with post-validation" if gain >= _WORTH_SAYING else ""
 
 
 def _rank_table(p: Prediction) -> str:
@@ -118,6 +126,7 @@ def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
         "peak_activation_bytes": max(p.activation_bytes),
         "memory": [_memory_json(m, a) for m, a in zip(p.memory, p.activation_bytes, strict=True)],
         "update_s": p.update_s,
+        "post_validation_step_s": p.late_step_s,
         "bubble_rate": p.timeline.bubble_rate,
         "span_bubble_rate": p.timeline.span_bubble_rate,
         "offloaded_share": p.offloaded,

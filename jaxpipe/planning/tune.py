@@ -24,12 +24,12 @@ from typing import Any, Literal
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.mesh import TensorParallel
-from jaxpipe.planning.predict import Ground, Prediction, ground, predict
+from jaxpipe.planning.predict import Ground, Prediction, ground, pipeline_s, predict
 from jaxpipe.planning.space import Order, Settings, Space
 from jaxpipe.planning.stages import Workbench, planner
 from jaxpipe.planning.suggest import limit_in_activations
 from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
-from jaxpipe.schedule.bounds import lower_bound
+from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.schedule.passes.backwards import fused_backwards
@@ -222,7 +222,8 @@ class _Search:
             if least > self.limit_bytes:
                 self._too_large(made, least)
                 continue
-            yield lower_bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
+            bound = lower_bound if config.pipeline.post_validation == "off" else span_lower_bound
+            yield bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
 
     def _too_large(self, node: _Node, least: float) -> None:
         said = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"
@@ -305,7 +306,7 @@ class _Search:
     ) -> Tried:
         timeline = simulate(schedule, node.costs)
         self._simulated += 1
-        step_s = timeline.makespan + node.update_s
+        step_s = pipeline_s(timeline, self.space.base.pipeline) + node.update_s
         static = static_bytes(node.placement, node.costs)
         peaks = tuple(round(n + curve.peak) for n, curve in zip(static, timeline.memory, strict=True))
         base = self.space.base

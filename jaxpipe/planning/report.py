@@ -45,6 +45,7 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",
+        *(["post-validation: no step is clipped"] if pipe.post_validation != "off" else []),
     )
 
 

@@ -48,13 +48,15 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits)."""
+    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits). ``cp``: how
+    attention is computed where the shards divide time, not layers."""
 
     model: str
     sequence: bool = False
     fused_residual: bool = False
     recompute: str = "none"
     attention: str = "xla"
+    cp: str = ""
 
 
 TINY = Size(2, 16, 16, 4, 2, "float32")
@@ -69,6 +71,8 @@ VARIANTS: Mapping[str, Variant] = {
     "llama-full": Variant(_LLAMA, recompute="full"),
     "llama-fused-residual": Variant(_LLAMA, fused_residual=True),
     "llama-sequence": Variant(_LLAMA, sequence=True),
+    "gpt-ring": Variant(_GPT, cp="ring", recompute="flash"),
+    "llama-ring": Variant(_LLAMA, cp="ring", recompute="flash"),
 }
 PROGRAMS: Mapping[str, tuple[tuple[str, ...], bool]] = {
     # name: operations, woven
@@ -97,16 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
+    others = mesh if isinstance(mesh, str) else _along_time(mesh)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
     report = {**_provenance(args.target, size, args.tp, given, tiny=args.tiny), "cases": []}
     for variant in args.variant or VARIANTS:
-        stage = middle_stage(VARIANTS[variant], size, mesh, args.tp)
+        own = others if VARIANTS[variant].cp else mesh
+        stage = middle_stage(VARIANTS[variant], size, own, args.tp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
-                case = measure(stage, *PROGRAMS[program], mesh, cublas=cublas, gpu=not args.tiny)
+                case = measure(stage, *PROGRAMS[program], own, cublas=cublas, gpu=not args.tiny)
                 report["cases"].append({"variant": variant, "program": program, "cublas": cublas, **case})
                 print(_line(report["cases"][-1]), file=sys.stderr, flush=True)
                 if args.out:
@@ -119,6 +125,7 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     """A stage of ``size.L`` blocks between two others."""
     import jax
 
+    from jaxpipe.context_parallel import shard_avals
     from jaxpipe.mesh import TensorParallel
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
@@ -128,8 +135,10 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     model = resolve_model(variant.model, options)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     tp = TensorParallel(shards, sequence=variant.sequence, fused_residual=variant.fused_residual)
+    tp = TensorParallel(cp=shards, cp_method=variant.cp) if variant.cp else tp
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
-    return build_all(cut, avals, model.batch_spec(size.B), [mesh] * 3, variant.recompute, tp=tp)[1]
+    data = shard_avals(model.name, model.batch_spec(size.B), model.over_time, tp)
+    return build_all(cut, avals, data, [mesh] * 3, variant.recompute, tp=tp)[1]
 
 
 def measure(
@@ -162,7 +171,7 @@ def measure(
 
 def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, Sequence[CoveredCollective]]:
     """What the runtime runs: a braid of several functions, or a function woven with itself; with what was planned."""
-    from jaxpipe.mesh import TP
+    from jaxpipe.mesh import CP, TP
     from jaxpipe.stage.compiled.braid import braid
     from jaxpipe.stage.compiled.compile import BuildCache
     from jaxpipe.stage.weave.weaver import weave
@@ -171,7 +180,7 @@ def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, A
     if len(functions) > 1:
         braided = braid([(stage.stage, f) for f in functions], BuildCache())
         return braided.jitted, braided.avals_in, braided.collectives
-    plan = weave([functions[0].jaxpr], shards=mesh.shape[TP])
+    plan = weave([functions[0].jaxpr], shards=mesh.shape[TP], cp=mesh.shape[CP])
     return functions[0].jitted, functions[0].avals_in, plan.collectives
 
 
@@ -228,6 +237,13 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
         return f"{shards} shards need as many devices, there are {len(devices)}"
     grid = np.array(list(devices[:shards]), dtype=object).reshape(1, 1, shards)
     return jax.sharding.Mesh(grid, AXES)
+
+
+def _along_time(mesh: Any) -> Any:
+    """The same devices along the axis ``cp``."""
+    import jax
+
+    return jax.sharding.Mesh(mesh.devices.reshape(1, -1, 1), mesh.axis_names)
 
 
 def environment(shards: int) -> None:

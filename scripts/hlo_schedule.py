@@ -1,7 +1,7 @@
 """Read a compiled GPU program: which products run between the start and the done of each collective, what is only moved.
 
 Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a cuBLAS call or a fusion around a ``dot``
-(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter`` or ``all-to-all``. One that XLA
+(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``. One that XLA
 marked ``is_sync``, since nothing runs beside it, counts as not covered, and so does one that is not asynchronous at all.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _DTYPE_AND_SHAPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\]")
 _LAYOUT = re.compile(r"\]\{([\d,]*)")

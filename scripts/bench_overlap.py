@@ -1,11 +1,12 @@
-"""How many tensor-parallel collectives have products under them, in programs that XLA compiled for GPUs that need not be there.
+"""How many collectives have products under them, in programs that XLA compiled for GPUs that need not be there.
 
-A middle stage of two transformer blocks is built by the pipeline's own code, divided over ``--tp`` shards, and compiled for as
-many H100s: F, B and the fused backward BW alone; F of one microbatch and BW of another side by side in one program; and what
-the runtime runs: BW woven with itself, F+BW, F+B and F+W woven (``stage/weave/weaver.py``). The scheduled HLO of each program
-says how many products stand between the start and the done of each collective (``hlo_schedule.py``). Nothing runs: these are
-schedules, not times. Autotuning is off, since it would have to run kernels; ``cublas`` programs call cuBLAS for products where
-the others use XLA's own kernels, and a run on GPUs chooses between the two.
+A middle stage of two transformer blocks is built by the pipeline's own code, divided over ``--tp`` shards (``-ring``: of time,
+with ring attention), and compiled for as many H100s: F, B and the fused backward BW alone; F of one microbatch and BW of
+another side by side in one program; and what the runtime runs: BW woven with itself, F+BW, F+B and F+W woven
+(``stage/weave/weaver.py``). The scheduled HLO of each program says how many products stand between the start and the done of
+each collective (``hlo_schedule.py``). Nothing runs: these are schedules, not times. Autotuning is off, since it would have to
+run kernels; ``cublas`` programs call cuBLAS for products where the others use XLA's own kernels, and a run on GPUs chooses
+between the two.
 
 Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, no GPU and no driver. ``--tiny`` runs it all at
 toy sizes for this machine's CPU, whose collectives are never asynchronous.
@@ -48,8 +49,8 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits). ``cp``: how
-    attention is computed where the shards divide time, not layers."""
+    """A model and how its stage is made. ``attention``: the model's option, empty where it has none (older commits).
+    ``cp``: how attention is computed where the shards divide time, not layers."""
 
     model: str
     sequence: bool = False
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
-    others = mesh if isinstance(mesh, str) else _along_time(mesh)
+    others = mesh if isinstance(mesh, str) else along_time(mesh)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
@@ -239,7 +240,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     return jax.sharding.Mesh(grid, AXES)
 
 
-def _along_time(mesh: Any) -> Any:
+def along_time(mesh: Any) -> Any:
     """The same devices along the axis ``cp``."""
     import jax
 

@@ -1,8 +1,9 @@
 """Read a compiled GPU program: which products run between the start and the done of each collective, what is only moved.
 
 Works on the text of a scheduled HLO module (``compiled.as_text()``). A product is a cuBLAS call or a fusion around a ``dot``
-(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``. One that XLA
-marked ``is_sync``, since nothing runs beside it, counts as not covered, and so does one that is not asynchronous at all.
+(Triton); a collective is an asynchronous ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
+``collective-permute``. One that XLA marked ``is_sync``, since nothing runs beside it, counts as not covered, and so does one
+that is not asynchronous at all.
 """
 
 from __future__ import annotations

@@ -133,9 +133,9 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
     cells = {(c["variant"], c["program"], c["cublas"]): c for c in report["cases"]}
     size = report["size"]
     lines = [
-        "Tensor-parallel collectives with a matrix product between start and done, in code that XLA scheduled for "
-        f"{report['device']} (TP {report['tp']}, hidden {size['D']}, {size['L']} layers, sequence {size['T']}, "
-        f"{size['dtype']}); MB of workspace.",
+        "Collectives with a matrix product between start and done, in code that XLA scheduled for "
+        f"{report['device']} ({report['tp']} shards, of time for a ring; hidden {size['D']}, {size['L']} layers, sequence "
+        f"{size['T']}, {size['dtype']}); MB of workspace.",
         "",
         "| stage | " + " | ".join(program + ", cuBLAS" * cublas for program, cublas in programs) + " |",
         "|---" * (len(programs) + 1) + "|",

@@ -83,11 +83,12 @@ def test_without_wheels_it_says_so_in_one_line(
     assert out == "" and err == "bench_overlap: the CUDA plugin is not installed; or try --tiny\n"
 
 
-@pytest.mark.parametrize(("variant", "collectives"), [("llama-full", 10)])
+@pytest.mark.parametrize(("variant", "collectives"), [("llama-full", 10), ("gpt-ring", 20)])
 def test_compiled_for_h100_all_collectives_have_products_under_them(variant: str, collectives: int) -> None:
     mesh = bench_overlap.submesh("h100", 4, tiny=False)
     if isinstance(mesh, str):
         pytest.skip(f"{mesh}; needs the wheels that scripts/bench_overlap.py names")
+    mesh = bench_overlap.along_time(mesh) if bench_overlap.VARIANTS[variant].cp else mesh
     stage = bench_overlap.middle_stage(bench_overlap.VARIANTS[variant], bench_overlap.Size(), mesh, 4)
     case = bench_overlap.measure(stage, ("F", "BW"), True, mesh, cublas=False, gpu=True)
     assert (case["covered"], case["collectives"]) == (collectives, collectives)
@@ -97,6 +98,8 @@ def test_results_in_the_repository() -> None:
     """What the README says of compiled programs comes from this file."""
     path = Path(bench_overlap.__file__).parent / "results" / "overlap-h100.json"
     report = json.loads(path.read_text(encoding="utf-8"))
+    ring = json.loads(path.with_stem("overlap-ring-h100").read_text(encoding="utf-8"))
+    assert {case["covered"] - case["collectives"] for case in ring["cases"]} == {0}
     for case in report["cases"]:
         if case["program"] == "F+BW woven":
             gathers_first = "sequence" in case["variant"]  # F and B both begin with one

@@ -36,6 +36,8 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
     if pipe.dp > 1:
         tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.zero1
     attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"
+    if pipe.cp > 1 and pipe.cp_method == "ring":
+        attention = "block by block on the plain XLA path; the backward pass computes scores again"
     if p.fused_attention:
         attention = "cuDNN's fused kernel, which keeps no scores; FLOPs are of the pairs that its mask leaves"
     return (

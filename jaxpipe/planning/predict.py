@@ -147,7 +147,7 @@ def ground(
     Raises:
         StageError: a stage can't be traced or split, or no such policy.
     """
-    pipe = config.pipeline
+    pipe, bench = config.pipeline, bench.over(config.pipeline)
     stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)

@@ -47,6 +47,7 @@ from jaxpipe.stage.primitives import is_attention_kernel
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.sections import PipelineConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
 
@@ -121,6 +122,11 @@ class Workbench:
     sizes: tuple[int, int] | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
+
+    def over(self, pipe: PipelineConfig) -> Workbench:
+        """For the model with its vocabulary layers where ``pipe`` has them; what is known already is shared."""
+        model = spread_over(pipe, self.model)
+        return self if model is self.model else replace(self, model=model)
 
     @cached_property
     def mesh(self) -> AnyMesh:

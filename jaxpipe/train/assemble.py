@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.placement import Edges, placement_named, with_vocabulary
 from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.stage.identity import Same
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
@@ -60,7 +62,13 @@ def spread_over(pipe: PipelineConfig, model: Model) -> Model:
     """
     if pipe.vocabulary == "ends":
         return model.stored
-    return spread(model.stored, pipe.ranks, tp=pipe.tp, barriers=_barriers(pipe))
+    return _spread(Same(model.stored), pipe.ranks, pipe.tp, _barriers(pipe))
+
+
+@lru_cache(maxsize=16)
+def _spread(model: Same, ranks: int, tp: int, barriers: int) -> SpreadModel:
+    """One object for one question: what is known of its layers is known by their functions."""
+    return spread(model.value, ranks, tp=tp, barriers=barriers)
 
 
 def _barriers(pipe: PipelineConfig) -> int:
@@ -71,7 +79,7 @@ def stage_planner(
     pipe: PipelineConfig, model: Model, microbatch_size: int, processes: Processes | None = None
 ) -> Planner:
     """Plans cut as ``pipe.cut`` says. Costs of layers are taken once; the first of several ``processes`` measures for all."""
-    cut = pipe.cut
+    cut, model = pipe.cut, spread_over(pipe, model)
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
         processes = processes or Alone()
@@ -152,7 +160,7 @@ def choose(
         ScheduleError, ConfigError, StageError: as :func:`build_schedule` and ``planner``.
     """
     made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
-    placement = made.placement
+    placement, model = made.placement, spread_over(pipe, model)
     plan = planner(made.num_stages, None if placement.is_chain else placement.edges)
     edges = cut_edges(taken_by(model.layers), plan.cut)
     if not placement.is_chain:

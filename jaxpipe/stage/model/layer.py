@@ -84,7 +84,7 @@ class Layer:
     another loss where rows count for each other. With several dp shards each has groups of its own rows.
 
     ``detached``: what it takes gets no gradient from it, and its backward nothing waits for. ``words``: how it is divided by
-    words over the ranks of a pipeline; None: it can't be.
+    words over the ranks of a pipeline; None: it can't be. ``alike``: equal for layers that do the same to other rows.
 
     ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
     unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
@@ -109,10 +109,14 @@ class Layer:
     matrices: Mapping[Path, Matrix] | None = None
     detached: bool = False
     words: Words | None = None
+    alike: Hashable = None
 
     @property
     def code(self) -> Hashable:
-        """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects."""
+        """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects; or they say
+        that they are ``alike``."""
+        if self.alike is not None:
+            return self.alike
         functions = (function_key(self.init), function_key(self.apply))
         rules = (self.trainable, self.float32, self.frozen, self.span, self.detached)
         return functions, self.reads, self.uses_key, tuple(sorted(self.tied.items())), rules

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path, Words, init_avals
 from jaxpipe.stage.model.params import by_path, find_leaf, named_leaves, nested
 
@@ -191,6 +192,7 @@ def _part(layer: Layer, words: Words, table: Rows, number: int, barriers: int) -
         float32=layer.float32,
         takes=(),
         frozen=layer.frozen,
+        alike=(function_key(layer.apply), table.each, barriers),
     )
 
 

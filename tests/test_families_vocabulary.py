@@ -100,6 +100,15 @@ def test_v_half_holds_one_more_and_its_bubble_does_not_grow(p: int) -> None:
     assert many[1] == pytest.approx(peak + 1)
 
 
+@pytest.mark.parametrize("name", sorted(BARRIERS))
+def test_messages_wait_for_nobody(name: str) -> None:
+    """Of a tenth of a forward they cost less than 1F1B's own."""
+    costs = costs_of(name, 8, (0.2, 0.3), comm=0.1)
+    timeline = simulate(generate(name, 8, 32, costs=costs), costs)
+    plain = CostProfile.uniform(8, comm=0.1)
+    assert timeline.makespan - 32 * 0.5 <= simulate(generate("1f1b", 8, 32), plain).makespan
+
+
 def test_any_order_of_a_chain_takes_the_passes() -> None:
     """GPipe too, and one that splits backwards; the parts cost what they compute."""
     for make in (gpipe, zb_h1):

@@ -27,6 +27,7 @@ from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
+    Link,
     Schedule,
     check_schedule,
     generate,
@@ -73,6 +74,10 @@ def _spread(model: Same, ranks: int, tp: int, barriers: int) -> SpreadModel:
 
 def _barriers(pipe: PipelineConfig) -> int:
     return 1 if pipe.vocabulary == "spread" else 2
+
+
+_SENT = 0.1
+"""Of a stage's forward: the time that an order of spread vocabulary layers leaves for a transfer."""
 
 
 def stage_planner(
@@ -246,6 +251,7 @@ def _with_vocabulary(
         chain = family_named(pipe.schedule).placement(pipe.ranks, pipe.chunks)
     placement = with_vocabulary(chain, barriers=_barriers(pipe))
     costs = relative_costs(stage_costs(placement.num_stages))
+    costs = replace(costs, link=Link(_SENT * sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)))
 
     def base(microbatches: int, known: CostProfile) -> Schedule:
         more = replace(pipe, microbatches=microbatches)

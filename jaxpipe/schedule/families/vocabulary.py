@@ -14,11 +14,9 @@ backwards is taken, and for 1F1B as much time and memory comes out:
    first k their backwards, so that a backward comes k microbatches after the forward that it followed.
 2. A *cut* at a time is, on each rank, all that started before it; what an action waits for is in a cut with it. So the same
    work put at a cut on every rank moves all that is outside by as much, and nobody waits: m times T of the one microbatch and
-   S of the next, at the end of each forward of the last layer, cost m(S + T) seconds and no more.
+   S of the next, one transfer after the end of each forward of the last layer, cost m(S + T) seconds and no more.
 3. Look-ups of the embedding stand at the cut one microbatch ahead of their use, their backwards at the end of the first
    layer's.
-
-Not modelled: transfers in the choice of cuts (they are simulated like all others).
 """
 
 from __future__ import annotations
@@ -60,8 +58,10 @@ def spread_vocabulary(
     """
     more = 1 if placement.detached else 2
     known = _never_nothing((costs or CostProfile.on(placement)).of_stages(placement.trunk))
+    (end,) = placement.flows[0][-1]
+    sent_s = max(known.transfer_s(end, r, known.num_stages - 1) for r in range(placement.num_ranks))
     chain = _later(base(microbatches + more, known), microbatches, more)
-    return replace(_with_passes(chain, simulate(chain, known), placement, more == 1), name=name)
+    return replace(_with_passes(chain, simulate(chain, known), placement, more == 1, sent_s), name=name)
 
 
 def _never_nothing(costs: CostProfile) -> CostProfile:
@@ -85,32 +85,39 @@ def _later(longer: Schedule, microbatches: int, by: int) -> Schedule:
     return replace(longer, num_microbatches=microbatches, rows=tuple(rows))
 
 
-def _with_passes(chain: Schedule, timeline: Timeline, placement: Placement, one_barrier: bool) -> Schedule:
-    """``chain``, which runs as ``timeline`` says, with the passes of the vocabulary layers at their cuts."""
+def _with_passes(
+    chain: Schedule, timeline: Timeline, placement: Placement, one_barrier: bool, sent_s: float
+) -> Schedule:
+    """``chain``, which runs as ``timeline`` says, with the passes of the vocabulary layers at their cuts. ``sent_s``: how long
+    it takes to send them what they need."""
     p, m, trunk = placement.num_ranks, chain.num_microbatches, placement.trunk
     events = [[*timeline.of(rank, "compute")] for rank in range(p)]
     when = {(a.op, a.stage, a.microbatch): e for row in events for e in row for a in e.action.actions}
     first, last, heads, loss = 0, chain.num_stages - 1, trunk.stop, placement.num_stages - 1
     enter, leave = ([when["F", s, i] for i in range(m)] for s in (first, last))
     back = {s: [when.get(("B", s, i)) or when["BW", s, i] for i in range(m)] for s in (first, last)}
-    # (time of the cut, order at one time, op, stage of part 0, microbatch); the loss is on one rank
-    passes: list[tuple[float, int, str, int, int]] = []
+    # (time of the cut, microbatch, order of what is at one cut, op, stage of part 0); the loss is on one rank
+    passes: list[tuple[float, int, int, str, int]] = []
     for i in range(m):
-        merged = known = leave[i + 1].end_s if i + 1 < m else back[last][i].start_s
+        latest = back[last][i].start_s  # the loss comes before it, and with two barriers T
+        after = leave[i + 1].end_s if i + 1 < m else latest
+        computed = min(leave[i].end_s + sent_s, latest)
+        merged = min(max(after, computed), latest)
+        known = after + sent_s
         if i + 1 == m:
-            known = back[last][i].end_s if one_barrier else max(back[last][max(i - 1, 0)].start_s, leave[i].end_s)
-            merged = min(merged, known)
-        passes += [(enter[i - 1].start_s if i else 0.0, 0, "F", 0, i), (leave[i].end_s, 2, "F", heads, i)]
-        order = 1 if i + 1 < m else 3
-        passes += [(merged, order, op, loss, i) for op in ("F", "BW")] + [(known, order, "BW", heads, i)]
-        passes.append((back[first][i].end_s, 4, "BW", 0, i))
-    passes.sort(key=lambda x: x[:2])
+            known = back[last][i].end_s if one_barrier else back[last][max(i - 1, 0)].start_s
+        known = max(known, merged) if one_barrier else min(max(known, computed), latest)
+        merged = min(merged, known)
+        passes += [(computed, i, 0, "F", heads), (known, i, 2, "BW", heads)]
+        passes += [(merged, i, 1, op, loss) for op in ("F", "BW")]
+        passes += [(enter[i - 1].start_s if i else 0.0, i, 0, "F", 0), (back[first][i].end_s + sent_s, i, 2, "BW", 0)]
+    passes.sort(key=lambda x: x[:3])
     rounding = _ROUNDING * timeline.makespan
     rows = []
     for rank, row in enumerate(events):
         starts = [e.start_s for e in row]
         put: list[list[Action]] = [[] for _ in range(len(row) + 1)]
-        for time, _, op, stage, i in passes:
+        for time, i, _, op, stage in passes:
             if stage != loss or placement.flows[0][loss] == (rank,):
                 at = stage if stage == loss else stage + rank
                 put[bisect_left(starts, time - rounding)].append(Action(op, at, i))

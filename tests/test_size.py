@@ -24,7 +24,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (10, 1638, 18),
+    "planning": (10, 1642, 18),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
@@ -32,14 +32,14 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule": (25, 2941, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 595, 6),
-    "schedule/families": (21, 1804, 3),
+    "schedule/families": (21, 1812, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (34, 4392, 56),
-    "stage": (47, 6075, 58),
-    "train": (67, 9010, 102),
+    "stage": (47, 6080, 58),
+    "train": (67, 9019, 102),
 }
-MOST_OF_SCHEDULE = 7527
+MOST_OF_SCHEDULE = 7535
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -247,14 +249,30 @@ def test_whoever_looks_sees_what_is_committed() -> None:
     assert trainer.train_step.post_validation.rollbacks == before + 3
 
 
-def test_a_step_in_which_forwards_were_dropped_goes_on_in_another_order() -> None:
+def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = small("on"), small("on").init(params_for(SMALL))
     made = batches(2)
-    state, _ = step(state, made[0])
+    monkeypatch.setattr(step.post_validation, "unproven", 0)
+    state, first = step(state, made[0])
+    late = state.late
+    assert late is not None
     moved = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
+    asked, accumulators = [], LateUpdate.accumulators
+
+    def watch(late: LateUpdate, rank: int) -> Any:
+        asked.append((rank, [str(action) for _, action, _ in moved.pipeline.executor.dispatched]))
+        return accumulators(late, rank)
+
+    monkeypatch.setattr(LateUpdate, "accumulators", watch)
     state, metrics = moved(state, made[1])
-    assert bool(metrics.applied)
+    ((rank, dispatched),) = asked  # and was told that the step is dropped
+    assert rank == 1 and {"F0.0", "F0.1", "F1.0"} <= {*dispatched} and all(x[0] == "F" for x in dispatched)
+    assert bool(first.finite) and bool(metrics.applied)
     same_bits(jax.device_get(moved.by_layer(state)), small_states()[1])
+    kept = weakref.ref(late.settled().compute[0, 0][0])
+    del late
+    gc.collect()
+    assert kept() is None and bool(first.applied)  # metrics that are kept keep no parameters
 
 
 def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:

@@ -80,8 +80,25 @@ class PostValidation:
         self._unread.clear()
 
 
+class Known:
+    """What is known of an update that was made ahead, once it is settled; whoever keeps it keeps no state."""
+
+    def __init__(self, late: LateUpdate) -> None:
+        self._late: LateUpdate | None = late
+        self._updated: Updated
+
+    def settle(self, updated: Updated) -> None:
+        self._late, self._updated = None, updated
+
+    def __call__(self) -> Updated:
+        """Waits as :meth:`LateUpdate.settled`."""
+        if self._late is not None:
+            self._late.settled()
+        return self._updated
+
+
 class LateUpdate:
-    """The rest of an update that was made ahead, of a step that the next one may begin without.
+    """The rest of an update that was made ahead, of a step that the next one may begin without. ``known``: what it leaves.
 
     Args:
         whole: what is to be committed, with the new parameters in ``compute``.
@@ -107,6 +124,7 @@ class LateUpdate:
         self._valid: bool | None = None
         self._settled: TrainState | None = None
         self._begun = False
+        self.known = Known(self)
 
     @property
     def open(self) -> bool:
@@ -143,12 +161,10 @@ class LateUpdate:
                 if self._is_valid():
                     self._policy.proved(_agree(ahead, self._whole.compute))
             self._settled = self._whole.state()
+            self._whole.params.clear()
+            self._whole.reduced.clear()
+            self.known.settle(self._updated)
         return self._settled
-
-    def updated(self) -> Updated:
-        """Waits as :meth:`settled`."""
-        self.settled()
-        return self._updated
 
     def _is_valid(self) -> bool:
         if self._valid is None:

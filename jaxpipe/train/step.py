@@ -243,7 +243,7 @@ class TrainStep:
         self._hand_round(whole.compute)
         updated = Updated(self._scalars.all_true(finite), rate)
         late = LateUpdate(whole, given, valid, updated, self._rate_after, self._applied, self.post_validation)
-        return replace(whole.state(), acc={}, late=late), late.updated
+        return replace(whole.state(), acc={}, late=late), late.known
 
     def _applied(self, whole: Unapplied) -> Updated:
         """Update all of it."""

@@ -22,6 +22,7 @@ from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxpipe.planning.measured import Stopwatch
     from jaxpipe.planning.tune import Tuned
 
 _MOST_DEVICES = 65536
@@ -40,18 +41,32 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,…",
         help="try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)",
     )
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="FILE.json",
+        help="seconds of stages measured on the devices here, not computed from the target; kept in FILE and used again "
+        "(default: tune-times.json in jaxpipe's cache folder)",
+    )
     parser.add_argument("-o", dest="output", metavar="FILE.toml", help="write the config with the best settings")
     parser.add_argument("--json", metavar="FILE.json", help="write everything that was tried")
 
 
 def _run(args: argparse.Namespace) -> None:
     config = config_of(args, [x for x in args.settings if "=" in x])
-    for path, suffixes, flag in ((args.output, (".toml",), "-o"), (args.json, (".json",), "--json")):
+    outputs = (
+        (args.output, (".toml",), "-o"),
+        (args.json, (".json",), "--json"),
+        (args.measure, (".json",), "--measure"),
+    )
+    for path, suffixes, flag in outputs:
         check_outputs([path] if path else [], suffixes, flag)
     from jaxpipe.planning.targets import find_target
 
     target = find_target(args.target)
-    without_devices()
+    if args.measure is None:
+        without_devices()
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import workbench
@@ -61,7 +76,8 @@ def _run(args: argparse.Namespace) -> None:
     space = Space.of(completed(config), args.devices, args.only)
     efficiency = efficiency_of(args)
     limit = limit_bytes_of(args, target, efficiency)
-    bench = workbench(space.base, target, efficiency, lambda text: None, sizes=SIZES)
+    how = {"sizes": SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
+    bench = workbench(space.base, target, efficiency, lambda text: None, **how)
     tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"))
     if args.json:
         _write_json(args.json, tuned_json(tuned, space, bench, limit))
@@ -73,6 +89,16 @@ def _run(args: argparse.Namespace) -> None:
     if args.output:
         _write_config(args.output, tuned)
         print(f"wrote {args.output}")
+
+
+def _stopwatch(path: str) -> Stopwatch:
+    """Of the devices that JAX finds here."""
+    import jax
+
+    from jaxpipe.files import user_cache
+    from jaxpipe.planning.measured import Stopwatch
+
+    return Stopwatch(jax.devices(), Path(path) if path else user_cache() / "tune-times.json", notice)
 
 
 def _write_json(path: str, document: dict[str, Any]) -> None:

@@ -66,13 +66,18 @@ def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -
 def near_links(
     target: Target, efficiency: Efficiency, pipe: PipelineConfig
 ) -> tuple[tuple[tuple[int, int], Link], ...]:
-    """Links between neighbours (cyclically) that sit in one node; ranks fill nodes in order, ``cp · tp`` devices each."""
+    """Links between neighbours (cyclically) that sit in one node."""
     near = link_of(target, efficiency, 1)
-    per_node = max(1, target.node_size // (pipe.tp * pipe.cp))
     pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
     return tuple(
-        (pair, near) for pair in sorted(pairs) if pair[0] != pair[1] and len({r // per_node for r in pair}) == 1
+        ((a, b), near) for a, b in sorted(pairs) if a != b and link_between(a, b, target, efficiency, pipe) == near
     )
+
+
+def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> Link:
+    """Between devices of two ranks; ranks fill nodes in order."""
+    per_node = max(1, target.node_size // pipe.rank_devices)
+    return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
 
 
 def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCosts:

@@ -15,12 +15,13 @@ over the step and the dense peak of the compute dtype.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.planning.costs import link_of, planned_costs
+from jaxpipe.planning.costs import link_between, link_of, planned_costs
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import PlannedStage, Workbench, planner
 from jaxpipe.planning.targets import Target
@@ -122,16 +123,33 @@ class Ground:
     own_ops: tuple[str, ...] = ()
 
     def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement, late: bool | None = None) -> float:
-        """Seconds of a step beside the pipeline's: gradients reduced, parameters updated. ``late``: with post-validation,
-        by default as ``config`` says."""
+        """Seconds of a step beside the pipeline's: gradients reduced, also to the rank that owns a stage of several flows,
+        parameters updated, and handed back to the other ranks of such a stage. ``late``: with post-validation, by default as
+        ``config`` says."""
         passes = 3 if (config.pipeline.post_validation != "off" if late is None else late) else 2
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
         twice = gradients if _twice(config) else [0.0] * placement.num_ranks
         static = max(n - m for n, m in zip(static_bytes(placement, self.costs), twice, strict=True))
+        updated_s = passes * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth)
         reduced_s = reduction_s(max(gradients), bench.target, bench.efficiency, config.pipeline)
-        return passes * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth) + reduced_s
+        return updated_s + reduced_s + self._replicas_s(config, bench, placement)
+
+    def _replicas_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
+        """The longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
+        gradients, parameters = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for s, (own, *others) in enumerate(zip(*placement.flows, strict=True)):
+            for rank in {rank for group in others for rank in group if rank not in own}:
+                gradients[(rank, own[0])] += round(self.stages[s].sizes.acc_bytes)
+                parameters[(own[0], rank)] += round(self.costs.param_bytes[s])
+
+        def seconds(a: int, b: int, n: int) -> float:
+            link = link_between(a, b, bench.target, bench.efficiency, config.pipeline)
+            return link.latency_s + n / link.bytes_per_s
+
+        ways = (gradients, parameters)
+        return sum(max((seconds(*pair, n) for pair, n in way.items()), default=0.0) for way in ways)
 
 
 def ground(

@@ -30,7 +30,7 @@ DEVICE_KEYS = ("pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 LEAST_POSITIONS = 1024
 """Of a sequence, on a device: finer than this, cp is tried only if asked for."""
 RECOMPUTE = ("none", "cheap", "full")
-CHUNKS = (2, 4)
+CHUNKS = (2,)
 """Chunks a rank of families and placements that take any number of them."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
@@ -85,7 +85,7 @@ class Space:
         found["pipeline.microbatches"] = tuple(m for m in _divisors(batch) if _is_power_of_two(batch // m))
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
-        of_orders = {key for order in orders(2, 4) for key in order.settings}
+        of_orders = {key for order in orders(2, 2) for key in order.settings}
         for key, texts in narrowed.items():
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -33,6 +34,7 @@ from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import Exchanges, StageSizes
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
+from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
@@ -52,7 +54,6 @@ from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 from jaxpipe.train.tokenizers import load_tokenizer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
-_MOST_EQUAL = 3
 _KEPT = 2  # layers of a longer run, from which on each further one adds the same
 
 
@@ -107,8 +108,10 @@ class PlannedStage:
 @dataclass
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
-    is told what takes time. ``sizes``: two numbers of sequences, both traced in place of any other, which follows from them
-    kernel by kernel and array by array, where their kernels are the same."""
+    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences that are traced in place of any
+    other, which follows from them kernel by kernel and array by array where their kernels are the same; and of a long run one
+    layer and two. ``seconds_of``: seconds measured on devices that are here, in
+    place of the roofline's."""
 
     model: Model
     compute_dtype: Any
@@ -120,6 +123,7 @@ class Workbench:
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
     sizes: tuple[int, int] | None = None
+    seconds_of: Stopwatch | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
 
@@ -130,7 +134,9 @@ class Workbench:
 
     @cached_property
     def mesh(self) -> AnyMesh:
-        """The ``cp × tp`` devices of a rank: where traces are made. Nothing runs on them."""
+        """The ``cp × tp`` devices of a rank: where traces are made. Nothing runs on them, unless times are measured."""
+        if self.seconds_of is not None:
+            return self.seconds_of.mesh(self.tp)
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
         device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
@@ -177,7 +183,7 @@ class Workbench:
                 return ()
             made.append(self._known[kind])
             for key, left in zip(keys, leaving, strict=True):
-                left.append(links.exits(self._traced_once(_cut_to(key, *_short(key))).functions.y))
+                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
         return tuple(made)
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
@@ -196,7 +202,7 @@ class Workbench:
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
         batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
-        with cudnn_assumed():
+        with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
                 self.cache, self.tp,
@@ -204,7 +210,7 @@ class Workbench:
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage, from it with two and three layers of each long run of equal ones; None as :meth:`_make`."""
-        runs, kept = _short(keys[0])
+        runs, kept = self._short(keys[0])
         base = whole = self._make([_cut_to(key, runs, kept) for key in keys], size)
         for k, run in enumerate(runs):
             more = self._make([_cut_to(key, runs, [n + (i == k) for i, n in enumerate(kept)]) for key in keys], size)
@@ -212,6 +218,13 @@ class Workbench:
                 return None
             whole = _plus(whole, more, base, len(run) - kept[k])
         return None if whole is None else replace(whole, key=replace(keys[0], size=size))
+
+    def _short(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
+        """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which
+        is not linear in their number."""
+        kept = _KEPT if self.sizes is None else 1
+        runs = _long_runs(stage, kept + 1) if stage.offload_fraction in (0, 1) else []
+        return runs, [kept] * len(runs)
 
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
@@ -238,6 +251,8 @@ class Workbench:
     def _trace(self, key: StageKey) -> PlannedStage:
         functions = with_offload(self.functions_of(key), key.offload_fraction)
         work = {op: work_of(f.jaxpr, self.target, self.efficiency) for op, f in functions.functions.items()}
+        if self.seconds_of is not None:
+            work |= {op: replace(work[op], seconds=s) for op, s in self.seconds_of(functions).items() if op in work}
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
@@ -328,18 +343,11 @@ class Compiler:
         return temp
 
 
-def _long_runs(stage: StageKey) -> list[list[int]]:
-    """Positions of more than :data:`_MOST_EQUAL` times the same layer, each of which takes one result."""
+def _long_runs(stage: StageKey, most: int = _KEPT + 1) -> list[list[int]]:
+    """Positions of more than ``most`` times the same layer, each of which takes one result."""
     runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
-    long = [run for run in runs if len(run) > _MOST_EQUAL]
+    long = [run for run in runs if len(run) > most]
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
-
-
-def _short(stage: StageKey) -> tuple[list[list[int]], list[int]]:
-    """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which is
-    not linear in their number."""
-    runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
-    return runs, [_KEPT] * len(runs)
 
 
 def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], kept: Sequence[int]) -> StageKey:

@@ -7,7 +7,7 @@ can't be shorter than the best found is left out, so the answer is that of the w
    two microbatch sizes. Where what stays in memory and one backward pass need too much, it ends here. Each placement of its
    stages gets the lower bound of all schedules there, plus the seconds of the update.
 2. The placement with the least bound gets all its orders, families and rules, simulated under real costs. Of the
-   :data:`LEADERS` fastest that fit gradients are separated, and the fastest that don't fit go through the offload pass.
+   :data:`LEADERS` fastest that fit gradients are separated, and the fastest that does not fit goes through the offload pass.
 
 Not tried: the solver (``jaxpipe solve``), uneven cuts by hand, a policy for each stage, sequence parallelism and ZeRO-1 other
 than as the config has them.
@@ -43,7 +43,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.setup import microbatch_size
 
 LEADERS = 3
-"""Orders of a placement whose gradients are separated, and that are offloaded where they don't fit."""
+"""Orders of a placement whose gradients are separated: the fastest that fit."""
 SIZES = 2, 4
 """Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
 
@@ -84,7 +84,7 @@ class Tuned:
     @property
     def leading(self) -> tuple[Tried, ...]:
         """What fits, the fastest first."""
-        return tuple(sorted((t for t in self.tried if t.status == "fits"), key=lambda t: (t.step_s, max(t.peak_bytes))))
+        return tuple(sorted((t for t in self.tried if t.status == "fits"), key=_key))
 
 
 def tune(
@@ -152,7 +152,7 @@ class _Search:
     progress_s: float
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
-    best_schedule: Schedule | None = None
+    _moved: dict[int, Schedule] = field(default_factory=dict)
     _benches: dict[TensorParallel, Workbench] = field(default_factory=dict)
     _planners: dict[int, Planner] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
@@ -180,10 +180,9 @@ class _Search:
             slower = self._hopeless(bound)
             said = "no schedule there takes a step in less than bound_s" if slower else stopped
             self._note(node.settings, "slower" if slower else "not reached", node.size, bound_s=bound, reason=said)
-        best = self._prediction()
-        return Tuned(
-            best, bool(self.best and self.best.offloaded), tuple(self.tried), time.monotonic() - self._began, stopped
-        )
+        tried, best = self._prediction()
+        spent_s = time.monotonic() - self._began
+        return Tuned(best, tried is not None and tried.offloaded, tuple(self.tried), spent_s, stopped)
 
     # -- from layouts to placements ------------------------------------------------------------------------------------
 
@@ -244,7 +243,7 @@ class _Search:
     # -- orders of a placement -----------------------------------------------------------------------------------------
 
     def _try_all(self, node: _Node, bound: float) -> None:
-        """Every order of the placement; then separated gradients and the offload pass for the leaders."""
+        """Every order of the placement; then separated gradients for the leaders, and offload for the fastest too large one."""
         done: list[tuple[Tried, Order, Schedule]] = []
         seen: dict[object, Tried] = {}
         for k, order in enumerate(node.orders):
@@ -270,8 +269,8 @@ class _Search:
             settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
             if (schedule := self._schedule(node, settings, order, bound)) is not None:
                 self._simulate(node, settings, schedule, bound)
-        large = [x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs)]
-        for tried, order, schedule in large[:LEADERS]:
+        large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
+        for tried, order, schedule in itertools.islice(large, 1):
             self._check_time()
             self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
 
@@ -316,7 +315,9 @@ class _Search:
         )  # fmt: skip
         self.tried.append(tried)
         if tried.status == "fits" and (self.best is None or _key(tried) < _key(self.best)):
-            self.best, self.best_schedule = tried, schedule
+            self.best = tried
+        if offloaded:
+            self._moved[id(tried)] = schedule
         return tried
 
     # -- small things --------------------------------------------------------------------------------------------------
@@ -361,14 +362,16 @@ class _Search:
             self._planners[size] = once
         return self._planners[size]
 
-    def _prediction(self) -> Prediction | None:
-        """The best candidate as ``plan`` predicts it."""
-        if self.best is None:
-            return None
-        schedule = self.best_schedule if self.best.offloaded else None
-        config = self.space.config(self.best.settings)
-        bench = replace(self._bench_of(config), sizes=None)
-        return predict(config, bench, self.limit_bytes, None if schedule is None else lambda *_: schedule)
+    def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
+        """The fastest candidate that fits as ``plan`` predicts it, too."""
+        for tried in sorted((t for t in self.tried if t.status == "fits"), key=_key):
+            config = self.space.config(tried.settings)
+            bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
+            transform = None if moved is None else lambda *_, schedule=moved: schedule
+            prediction = predict(config, bench, self.limit_bytes, transform)
+            if prediction.fits:
+                return tried, prediction
+        return None, None
 
 
 def _key(tried: Tried) -> tuple[float, int]:

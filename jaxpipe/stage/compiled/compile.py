@@ -338,9 +338,13 @@ def _function(
     def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
         if key not in cache.jitted:
             shards, cp = homes.mesh.shape[TP], homes.mesh.shape[CP]
-            # weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave
-            program = weave([closed], shards=shards, cp=cp).jaxpr if donated and shards * cp > 1 else closed
-            cache.jitted[key] = jit_per_shard(program, avals_in, avals_out, results, homes.mesh, donated, name)
+
+            def woven() -> ClosedJaxpr:
+                """Weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave."""
+                return weave([closed], shards=shards, cp=cp).jaxpr
+
+            order = woven if donated and shards * cp > 1 else None
+            cache.jitted[key] = jit_per_shard(closed, avals_in, avals_out, results, homes.mesh, donated, name, order)
         return cache.jitted[key]
 
     calls = compiled(closed, part.inputs, part.outputs, jit)
@@ -413,14 +417,16 @@ def jit_per_shard(
     mesh: AnyMesh,
     donated: tuple[int, ...],
     name: str,
+    reordered: Callable[[], ClosedJaxpr] | None = None,
 ) -> Any:
     """``closed``, a program of one shard, jitted over ``mesh``; of its results, which lie as ``avals_out`` say, only
-    ``results``."""
-    program = for_cpu(closed) if _platform(mesh) == "cpu" else closed
+    ``results``. ``reordered``: makes the program that does the same in another order, asked for when it is compiled."""
     shapes = [shape_of(v) for v in closed.jaxpr.invars]
     leaving = [avals_out[k] for k in results]
 
     def run(*arrays: Any) -> tuple[Any, ...]:
+        program = closed if reordered is None else reordered()
+        program = for_cpu(program) if _platform(mesh) == "cpu" else program
         local = [a if a.shape == shape else a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
         out = eval_jaxpr(program.jaxpr, program.consts, *local)
         chosen = [jnp.asarray(out[k]) for k in results]

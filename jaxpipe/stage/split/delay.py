@@ -79,6 +79,7 @@ class _Reordering:
         self.sums = [
             a for p, a in zip(part.outputs, part.outvars, strict=True) if p.kind == "acc" and isinstance(a, Var)
         ]
+        self.layers = [layer_of(eqn) for eqn in part.eqns]
         self.maker = {v: k for k, eqn in enumerate(part.eqns) for v in eqn.outvars}
         self.early: set[int] = set()
         self.out: list[JaxprEqn] = []
@@ -138,7 +139,7 @@ class _Reordering:
         for v in self.sums:
             missing = reachable([v], self._missing) - self.done
             eqns = sorted({self.maker[u] for u in missing if u in self.maker})
-            layers = [layer_of(self.part.eqns[k]) for k in eqns]
+            layers = [self.layers[k] for k in eqns]
             if (
                 v in self.maker
                 and not any(n is not None and n <= g for n in layers)

@@ -176,7 +176,7 @@ class Workbench:
                 StageKey(layers[s], cut[s][0], links.entering(left), links, policy, n, offload_fraction)
                 for n, left in zip(traced, leaving, strict=True)
             ]
-            kind = keys[0].kind if len(traced) == 1 else (traced, replace(keys[0], size=size).kind)
+            kind = keys[0].kind if self.sizes is None else (traced, replace(keys[0], size=size).kind)
             if kind not in self._known and (grown := self._grown(keys, size)) is not None:
                 self._known[kind] = grown
             if kind not in self._known:

@@ -54,7 +54,18 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
     limit = [] if args.memory_limit_gb is None else ["--memory-limit-gb", str(args.memory_limit_gb)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "all.json")
-        command = [sys.executable, "-m", "jaxpipe", "tune", PLAN, "--devices", str(devices), "--target", args.target, *limit]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxpipe",
+            "tune",
+            PLAN,
+            "--devices",
+            str(devices),
+            "--target",
+            args.target,
+            *limit,
+        ]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, check=False)
         wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -63,11 +74,20 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
     for tried in found["tried"]:
         counts[tried["status"]] += tried["candidates"]
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    row = {"devices": devices, "wall_s": wall_s, "cpu_s": cpu_s, "paper_s": PAPER_S.get(devices), "exit": done.returncode}
+    row = {
+        "devices": devices,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "paper_s": PAPER_S.get(devices),
+        "exit": done.returncode,
+    }
     row |= {"candidates": counts.total(), **counts}
     if found["best"] is None:
         return {**row, "says": done.stderr.splitlines()[-1]}
-    best, plain = found["best"], ("ranks", "dp", "cp", "tp", "microbatches", "recompute", "schedule", "chunks", "vocabulary")
+    best, plain = (
+        found["best"],
+        ("ranks", "dp", "cp", "tp", "microbatches", "recompute", "schedule", "chunks", "vocabulary"),
+    )
     settings = {key: best["config"]["pipeline"][key] for key in plain if key in best["config"]["pipeline"]}
     return {**row, **{key: best[key] for key in ("step_s", "tokens_per_s", "mfu", "peak_bytes")}, "settings": settings}
 

@@ -58,11 +58,7 @@ def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) ->
             assert (p.step_s, p.tokens_per_s) == pytest.approx((t.step_s, t.tokens_per_s), rel=1e-3)
             assert [m.peak_bytes for m in p.memory] == pytest.approx(t.peak_bytes, rel=1e-2)
             assert t.bound_s is not None and t.bound_s <= p.step_s * (1 + 1e-9)
-    orders = {
-        json.dumps({**layout, **order.settings})
-        for layout in space.layouts()
-        for order in space.orders(layout["pipeline.ranks"], layout["pipeline.microbatches"])
-    }
+    orders = {json.dumps({**layout, **order.settings}) for layout in space.layouts() for order in space.orders(layout)}
     extra = [t for t in every.tried if t.offloaded or "pipeline.separate_gradients" in t.settings]
     assert sum(t.candidates for t in every.tried) - len(extra) == len(orders)
 

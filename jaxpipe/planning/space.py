@@ -16,8 +16,9 @@ from typing import Any
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import FAMILIES, Placement
 from jaxpipe.schedule.families import Family
-from jaxpipe.schedule.placement import one_to_one, placement_named
+from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
 from jaxpipe.schedule.search_orders import cheap_first
+from jaxpipe.train.assemble import barriers
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.sections import TraverseConfig
 from jaxpipe.wording import closest
@@ -30,6 +31,7 @@ DEVICE_KEYS = ("pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 LEAST_POSITIONS = 1024
 """Of a sequence, on a device: finer than this, cp is tried only if asked for."""
 RECOMPUTE = ("none", "cheap", "full")
+VOCABULARY = ("ends", "spread", "spread-2", "joint")
 CHUNKS = (2,)
 """Chunks a rank of families and placements that take any number of them."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
@@ -83,6 +85,7 @@ class Space:
             n for n in every["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
         )
         found["pipeline.microbatches"] = tuple(m for m in _divisors(batch) if _is_power_of_two(batch // m))
+        found["pipeline.vocabulary"] = VOCABULARY
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
         of_orders = {key for order in orders(2, 2) for key in order.settings}
@@ -96,25 +99,31 @@ class Space:
                 keys = sorted({*found, *of_orders})
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
         kept = replace(
-            pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, chunks=1, schedule="1f1b", memory_limit=None, recompute="none",
-            cut="analytic", separate_gradients=False,
+            pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
+            recompute="none", cut="analytic", separate_gradients=False,
         )  # fmt: skip
         base = replace(config, pipeline=kept, traverse=TraverseConfig(), run=replace(config.run, devices=0))
         rest = {key: texts for key, texts in narrowed.items() if key not in found}
         return cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
 
     def layouts(self) -> Iterator[Settings]:
-        """Every combination of the axes that uses all devices and divides the batch."""
+        """Every combination of the axes that uses all devices and divides the batch; vocabulary layers are spread over several
+        ranks only, without context parallelism."""
         for values in itertools.product(*(axis.values for axis in self.axes)):
             layout = dict(zip((axis.key for axis in self.axes), values, strict=True))
             parts = layout["pipeline.microbatches"] * layout["pipeline.dp"]
+            spread = layout["pipeline.vocabulary"] != "ends"
+            if spread and (layout["pipeline.ranks"] == 1 or layout["pipeline.cp"] > 1):
+                continue
             if math.prod(layout[key] for key in DEVICE_KEYS) == self.devices and self.base.run.batch % parts == 0:
                 yield layout
 
-    def orders(self, ranks: int, microbatches: int) -> tuple[Order, ...]:
+    def orders(self, layout: Settings) -> tuple[Order, ...]:
         """The orders of a layout. One rank runs everything in one."""
+        ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         every = orders(ranks, microbatches) if ranks > 1 else (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
-        return tuple(o for o in every if all(shown(o.settings.get(k)) in texts for k, texts in self.only.items()))
+        kept = (o for o in every if all(shown(o.settings.get(k)) in texts for k, texts in self.only.items()))
+        return tuple(made for o in kept if (made := _with_vocabulary(o, layout["pipeline.vocabulary"])) is not None)
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.
@@ -140,10 +149,22 @@ def orders(ranks: int, microbatches: int) -> tuple[Order, ...]:
     return (*_families(ranks, microbatches), *_traversals(ranks))
 
 
+def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
+    """The order on the placement that it has with vocabulary layers so; None where it has none."""
+    if vocabulary == "ends":
+        return order
+    if "pipeline.memory_limit" in order.settings or order.placement.num_flows > 1:
+        return None
+    if vocabulary != "joint":
+        return replace(order, placement=with_vocabulary(order.placement, barriers=barriers(vocabulary)))
+    joint = FAMILIES["vocab-1f1b-joint"].placement(order.placement.num_ranks, 1)
+    return replace(order, placement=joint) if order.settings["pipeline.schedule"] == "1f1b" else None
+
+
 def _families(ranks: int, microbatches: int) -> Iterator[Order]:
     small = ranks * microbatches <= MOST_PAIRS
     for family in cheap_first(FAMILIES.values()):
-        if family.name in SEARCHES and not small:
+        if family.vocabulary or (family.name in SEARCHES and not small):
             continue
         limits = (None, ranks, ranks / 2) if "memory_limit" in family.options else (None,)
         for chunks, limit in itertools.product(_chunks(family), limits):

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.mesh import TensorParallel
 from jaxpipe.planning.predict import Ground, Prediction, ground, pipeline_s, predict
 from jaxpipe.planning.space import Order, Settings, Space
 from jaxpipe.planning.stages import Workbench, planner
@@ -40,7 +39,6 @@ from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.assemble import Planner, choose, final_order, shards_of
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.setup import microbatch_size
 
 LEADERS = 3
 """Orders of a placement whose gradients are separated: the fastest that fit."""
@@ -153,8 +151,8 @@ class _Search:
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
     _moved: dict[int, Schedule] = field(default_factory=dict)
-    _benches: dict[TensorParallel, Workbench] = field(default_factory=dict)
-    _planners: dict[int, Planner] = field(default_factory=dict)
+    _benches: dict[Any, Workbench] = field(default_factory=dict)
+    _planners: dict[Any, Planner] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _told: float = field(default_factory=time.monotonic)
@@ -188,7 +186,7 @@ class _Search:
 
     def _nodes(self, layout: Settings) -> Iterator[_Node]:
         """The layout with each number of stages that some order has."""
-        orders = self.space.orders(layout["pipeline.ranks"], layout["pipeline.microbatches"])
+        orders = self.space.orders(layout)
         by_stages: dict[int, list[Order]] = {}
         for order in orders:
             by_stages.setdefault(order.placement.num_stages, []).append(order)
@@ -270,7 +268,8 @@ class _Search:
             if (schedule := self._schedule(node, settings, order, bound)) is not None:
                 self._simulate(node, settings, schedule, bound)
         large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
-        for tried, order, schedule in itertools.islice(large, 1):
+        ends = node.layout["pipeline.vocabulary"] == "ends"  # else no file can hold the schedule
+        for tried, order, schedule in itertools.islice(large, int(ends)):
             self._check_time()
             self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
 
@@ -292,9 +291,10 @@ class _Search:
             config = self.space.config(settings)
             pipe = config.pipeline
             relative = tuple(x / (max(costs) or 1) for x in costs)
-            key = (tuple(order.settings.items()), pipe.ranks, pipe.microbatches, relative)
+            key = (tuple(order.settings.items()), pipe.ranks, pipe.microbatches, pipe.vocabulary, relative)
             if key not in self._drafts:
-                self._drafts[key], _ = choose(pipe, self.bench.model, self._planner(config), config.traverse)
+                model = self._bench_of(config).model
+                self._drafts[key], _ = choose(pipe, model, self._planner(config), config.traverse)
             return final_order(pipe, self._drafts[key], node.costs, costs, lambda text: None)
         except JaxpipeError as error:
             self._note(settings, "refused", bound_s=bound, reason=" ".join(str(error).split()))
@@ -340,27 +340,35 @@ class _Search:
             self.progress(f"{now - self._began:7.1f} s  {self._simulated} schedules simulated; {best}")
 
     def _bench_of(self, config: TrainConfig) -> Workbench:
-        """The workbench for the shards of the config."""
-        shards = shards_of(config.pipeline)
-        if shards == self.bench.tp:
+        """The workbench for the shards of the config, and its model, vocabulary layers where they are. Those of the same shards
+        have traces in common."""
+        pipe, shards = config.pipeline, shards_of(config.pipeline)
+        spread = (pipe.ranks, pipe.vocabulary) if pipe.vocabulary != "ends" else None
+        if spread is None and shards == self.bench.tp:
             return self.bench
-        if shards not in self._benches:
-            self._benches[shards] = replace(self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={})
-        return self._benches[shards]
+        if (shards, spread) not in self._benches:
+            if spread is not None:
+                alike = self._bench_of(replace(config, pipeline=replace(pipe, vocabulary="ends")))
+                self._benches[(shards, spread)] = alike.over(pipe)
+            else:
+                self._benches[(shards, spread)] = replace(
+                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}
+                )
+        return self._benches[(shards, spread)]
 
     def _planner(self, config: TrainConfig) -> Planner:
-        """As training cuts the model for these microbatches; each cut once."""
-        size = microbatch_size(config) // config.pipeline.dp
-        if size not in self._planners:
-            plan, made = planner(config, self.bench.model), dict[Any, StagePlan]()
+        """As training cuts the model, in microbatches of any size, as FLOPs are in proportion; each cut once."""
+        model = self._bench_of(config).model
+        if id(model) not in self._planners:
+            plan, made = planner(config, model), dict[Any, StagePlan]()
 
             def once(num_stages: int, edges: Edges | None = None) -> StagePlan:
                 if (num_stages, edges) not in made:
                     made[(num_stages, edges)] = plan(num_stages, edges)
                 return made[(num_stages, edges)]
 
-            self._planners[size] = once
-        return self._planners[size]
+            self._planners[id(model)] = once
+        return self._planners[id(model)]
 
     def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
         """The fastest candidate that fits as ``plan`` predicts it, too."""

@@ -63,7 +63,7 @@ def spread_over(pipe: PipelineConfig, model: Model) -> Model:
     """
     if pipe.vocabulary == "ends":
         return model.stored
-    return _spread(Same(model.stored), pipe.ranks, pipe.tp, _barriers(pipe))
+    return _spread(Same(model.stored), pipe.ranks, pipe.tp, barriers(pipe.vocabulary))
 
 
 @lru_cache(maxsize=16)
@@ -72,8 +72,9 @@ def _spread(model: Same, ranks: int, tp: int, barriers: int) -> SpreadModel:
     return spread(model.value, ranks, tp=tp, barriers=barriers)
 
 
-def _barriers(pipe: PipelineConfig) -> int:
-    return 1 if pipe.vocabulary == "spread" else 2
+def barriers(vocabulary: str) -> int:
+    """Of a step of spread vocabulary layers, by the setting."""
+    return 1 if vocabulary == "spread" else 2
 
 
 _SENT = 0.1
@@ -249,7 +250,7 @@ def _with_vocabulary(
         chain = placement_named(rules.placement, pipe.ranks, pipe.chunks)
     else:
         chain = family_named(pipe.schedule).placement(pipe.ranks, pipe.chunks)
-    placement = with_vocabulary(chain, barriers=_barriers(pipe))
+    placement = with_vocabulary(chain, barriers=barriers(pipe.vocabulary))
     costs = relative_costs(stage_costs(placement.num_stages))
     costs = replace(costs, link=Link(_SENT * sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)))
 
@@ -259,7 +260,7 @@ def _with_vocabulary(
             return traversed(more, rules, known)
         return generate(pipe.schedule, pipe.ranks, microbatches, chunks=family_chunks(pipe), costs=known)
 
-    name = f"vocab-{pipe.schedule}" + ("-2" if _barriers(pipe) == 2 else "")
+    name = f"vocab-{pipe.schedule}" + ("-2" if barriers(pipe.vocabulary) == 2 else "")
     return spread_vocabulary(name, base, placement, pipe.microbatches, costs)
 
 

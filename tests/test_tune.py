@@ -43,7 +43,7 @@ def bench() -> Workbench:
 
 @pytest.mark.parametrize("limit", [4.4e6, pytest.param(80e9, marks=pytest.mark.soak)])
 def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) -> None:
-    only = (*FEW, "pipeline.tp=1", "pipeline.recompute=none,full", "pipeline.microbatches=2,8")
+    only = (*FEW, *(f"pipeline.{x}" for x in ("tp=1", "recompute=none,full", "microbatches=2,8", "vocabulary=ends")))
     space = Space.of(small(), 8, only)
     found, every = tune(space, bench, limit), tune(space, bench, limit, prune=False)
     assert found.best is not None and every.best is not None
@@ -68,7 +68,7 @@ def test_what_is_written_is_what_plan_predicts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.toml").write_text(small().to_toml())
-    only = [f"--only=pipeline.{x}" for x in ("schedule=1f1b,gpipe", "tp=1", "cp=2", "recompute=none")]
+    only = [f"--only=pipeline.{x}" for x in ("schedule=1f1b", "vocabulary=ends,spread", "tp=1", "recompute=none")]
     flags = ["small.toml", "--target", "a800", "--memory-limit-gb", "0.006"]
     assert main(["tune", *flags, "--devices", "4", *only, "-o", "best.toml", "--json", "all.json"]) == 0
     shown = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_what_is_written_is_what_plan_predicts(
 
 def test_times_are_measured_once(tmp_path: Path) -> None:
     config = small().override(["model.options.num_layers=2", "data.seq_len=32", "run.batch=8"])
-    only = ("ranks=2", "microbatches=4", "recompute=none", "schedule=1f1b,zb-h1")
+    only = ("ranks=2", "microbatches=4", "recompute=none", "vocabulary=ends", "schedule=1f1b,zb-h1")
     space = Space.of(config, 2, [f"pipeline.{x}" for x in only])
     found, watches = [], []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
         if "best so far" in text:
             raise KeyboardInterrupt
 
-    only = ("pipeline.schedule=1f1b,gpipe", "pipeline.tp=1", "pipeline.recompute=none")
+    only = [f"pipeline.{x}" for x in ("schedule=1f1b,gpipe", "tp=1", "recompute=none", "vocabulary=ends")]
     found = tune(Space.of(small(), 8, only), bench, 80e9, interrupt, progress_s=0.0)
     assert found.best is not None and found.stopped == "interrupted"
     assert any(t.status == "not reached" for t in found.tried)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import FAMILIES, Placement
-from jaxpipe.schedule.families import Family
+from jaxpipe.schedule.families import VOCABULARY_FAMILIES, Family
 from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
 from jaxpipe.schedule.search_orders import cheap_first
 from jaxpipe.train.assemble import barriers
@@ -157,14 +157,14 @@ def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
         return None
     if vocabulary != "joint":
         return replace(order, placement=with_vocabulary(order.placement, barriers=barriers(vocabulary)))
-    joint = FAMILIES["vocab-1f1b-joint"].placement(order.placement.num_ranks, 1)
+    joint = VOCABULARY_FAMILIES["vocab-1f1b-joint"].placement(order.placement.num_ranks, 1)
     return replace(order, placement=joint) if order.settings["pipeline.schedule"] == "1f1b" else None
 
 
 def _families(ranks: int, microbatches: int) -> Iterator[Order]:
     small = ranks * microbatches <= MOST_PAIRS
     for family in cheap_first(FAMILIES.values()):
-        if family.vocabulary or (family.name in SEARCHES and not small):
+        if family.name in SEARCHES and not small:
             continue
         limits = (None, ranks, ranks / 2) if "memory_limit" in family.options else (None,)
         for chunks, limit in itertools.product(_chunks(family), limits):

@@ -1,12 +1,13 @@
 """Tuner benchmark: how long ``jaxpipe tune`` searches for the 5B model with a million words on A800s, and what it finds beside
 plain 1F1B. Prints one JSON object.
 
-    python scripts/bench_tune.py                                  # FlexPipe's sizes (`flexpipe.txt` table 5); minutes on 2 cores
+    python scripts/bench_tune.py                          # FlexPipe's sizes (`flexpipe.txt` table 5); minutes on 2 cores
     python scripts/bench_tune.py --devices 4 8 --memory-limit-gb 400
 
-Each size is one command in a process of its own; ``wall_s`` and ``cpu_s`` count its start and the import of JAX, too. ``paper_s``:
-FlexPipe's search. ``plain``: the fastest prediction of 1F1B with the vocabulary in the first and the last stage, without tensor
-parallelism, over dp, microbatches and recomputation: layers cut by FLOPs (as jaxpipe does), and the same number in each stage.
+Each size is one command in a process of its own; ``wall_s`` and ``cpu_s`` count its start and the import of JAX, too.
+``paper_s``: FlexPipe's search. ``plain``: the fastest prediction of 1F1B with the vocabulary in the first and the last stage,
+without tensor parallelism, over dp, microbatches and recomputation: layers cut by FLOPs (as jaxpipe does), and the same number
+in each stage.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.commit_id import commit_id
 
+ROOT = Path(__file__).resolve().parents[1]
 PAPER_S = {2: 4.73, 4: 8.28, 8: 71.28, 16: 107.34, 32: 534.78}
 PLAN = "scripts/plans/gpt-5b-1m.toml"
 

@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1106, 16),
-    "cli": (22, 2479, 6),
+    "cli": (22, 2500, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (10, 1642, 18),
+    "planning": (11, 1746, 19),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (34, 4392, 56),
-    "stage": (47, 6080, 58),
+    "stage": (47, 6085, 58),
     "train": (67, 9030, 103),
 }
 MOST_OF_SCHEDULE = 7535

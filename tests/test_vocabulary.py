@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxpipe import Trainer
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, ProgramError
 from jaxpipe.planning.predict import predict
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import workbench
@@ -74,6 +75,8 @@ def test_loss_and_gradients_in_any_order() -> None:
     model = tiny()
     trainer = trainer_of(model, "spread")
     assert trainer.schedule.name == "vocab-1f1b"
+    with pytest.raises(ProgramError, match=r"none of which has all logits: predict from a checkpoint"):
+        trainer.predict(trainer.init(), batch_of(8))
     loss, grads = check_gradients(model, trainer)
     placement = trainer.schedule.placement
     other = spread_vocabulary("other", lambda m, known: gpipe(2, m), placement, 4, None)
@@ -159,6 +162,20 @@ def test_checkpoints_are_of_the_whole_model(tied: bool, tmp_path: Path) -> None:
     np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-12)
     for a, b in zip(*(jax.tree.leaves(t.params(s)) for t, s in ((spread_out, state), (other, moved))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+def test_a_detached_layer_hands_no_gradient_back() -> None:
+    """One of a user's own: what is behind it stays as it is, from whatever stage it takes."""
+    model = tiny(tied=False)
+    layers = [replace(layer, detached=layer.name == "block_01") for layer in model.layers]
+    trainer = trainer_of(replace(model, layers=tuple(layers)), "ends")
+    pipeline, batch = trainer.pipeline, {k: v.reshape(4, 2, 6) for k, v in batch_of(8).items()}
+    _, found = pipeline.loss_and_grads(pipeline.place(init_params(model, 0)), batch)
+    size = {name: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(grads)) for name, grads in found.items()}
+    assert size["embed"] == size["block_00"] == 0
+    assert size["block_01"] > 0
 
 
 @pytest.mark.soak

@@ -352,7 +352,8 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], d
     for port, v in ys.items():
         if port.kind == "y":
             parts = [k for k, leaf in enumerate(dy_of) if leaf == port.index]
-            found.append(sum_in_order([checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]))
+            given = [checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]
+            found.append(sum_in_order(given) if given else _zeros(v))
             continue
         if seed is None:
             seed = checkpoint_name(_zeros(v), f"{_SOURCE}/{_SEED}")

@@ -406,13 +406,13 @@ class Assembly:
         left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
 
         Raises:
-            ProgramError: vocabulary layers are spread; the batch lacks what a layer before the loss reads; the output's shape does not tell how it is divided
-                over tensor-parallel shards.
+            ProgramError: vocabulary layers are spread; the batch lacks what a layer before the loss reads; the output's shape
+                does not tell how it is divided over tensor-parallel shards.
         """
         if self.model.stored is not self.model:
             raise ProgramError(
-                "the head's words are divided over ranks, none of which has all logits: predict from a checkpoint (jaxpipe eval, "
-                "generate), or with vocabulary='ends'"
+                "the head's words are divided over ranks, none of which has all logits: predict from a checkpoint (jaxpipe "
+                "eval, generate), or with vocabulary='ends'"
             )
         reads = read_by(self.model, taken_by(self.model.layers)[-1])
         if missing := [name for name in reads if name not in batch]:

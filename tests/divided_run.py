@@ -34,6 +34,7 @@ def steps(
     tied: bool = True,
     dropout: float = 0.0,
     dp: int = 1,
+    cp: int = 1,
     tp: int = 1,
     zero1: bool = False,
     recompute: str = "none",
@@ -49,6 +50,7 @@ def steps(
     import optax
 
     from jaxpipe.errors import ProgramError
+    from jaxpipe.mesh import TensorParallel
     from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import generate, parse_schedule
@@ -69,10 +71,10 @@ def steps(
         microbatch_size=SIZE,
         compute_dtype=dtype,
         dp=dp,
-        tp=tp,
+        tp=TensorParallel(tp, cp=cp, cp_method="ring"),
         recompute=recompute,
         offload=OffloadOptions(1.0, None, True),
-        devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * tp]],
+        devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * cp * tp]],
         processes=processes,
         transport=transport,
     )
@@ -161,7 +163,8 @@ def put_between_cpus() -> None:
 
 
 def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
-    devices = max(-(-case.get("ranks", 2) // number) * case.get("dp", 1) * case.get("tp", 1) for case in cases)
+    each = [math.prod(case.get(axis, 1) for axis in ("dp", "cp", "tp")) for case in cases]
+    devices = max(-(-case.get("ranks", 2) // number) * n for case, n in zip(cases, each, strict=True))
     processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
     with ending_together(processes):
         request_devices(devices, "cpu", processes=number)

@@ -57,8 +57,8 @@ def test_zigzag_divides_what_a_causal_mask_leaves_evenly(cp: int) -> None:
 def _model(name: str, **options: Any) -> Model:
     common = {"vocab_size": 16, "d_model": 16, "num_layers": 1, "num_heads": 4, "seq_len": SEQ, "dtype": "float64"}
     if name == "gpt":
-        return GPT(**common, mlp_ratio=1, **options)
-    return Llama(**common, num_kv_heads=2, mlp_size=8, **options)
+        return GPT(**{**common, "mlp_ratio": 1, **options})
+    return Llama(**{**common, "num_kv_heads": 2, "mlp_size": 8, **options})
 
 
 def _batch(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
@@ -171,6 +171,22 @@ def test_pipelines_equal_one_device(case: Case) -> None:
     assert_close(step.by_layer(state)[0], want, rtol=1e-7, atol=1e-10)
     logits = pipe.predict(state.compute, {"tokens": made[0]["tokens"]})
     assert logits.shape == (made[0]["tokens"].size // SEQ, SEQ, 24)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", CP_METHODS)
+def test_braids_have_the_bits_of_what_they_braid(method: str) -> None:
+    model, (batch,) = _model("gpt", dtype="float32", num_layers=5), batches(1)
+    params = init_params(model, 0)
+
+    def run(braid: bool) -> Any:
+        tp = TensorParallel(2, sequence=True, cp=2, cp_method=method)
+        pipe = Pipeline.build(model, generate("stp", 2, 4), microbatch_size=8, tp=tp, braid=braid)
+        return pipe.loss_and_grads(
+            pipe.place(params), {k: v % 16 if v.dtype == np.int32 else v for k, v in batch.items()}
+        )
+
+    jax.tree.map(np.testing.assert_array_equal, run(True), run(False))
 
 
 @pytest.mark.usefixtures("x64")

@@ -124,6 +124,7 @@ SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gis", "layers": 6, "tied": False, "dtype": "bfloat16"},
     {"schedule": "po-f", "layers": 6, "tied": False},
     {"schedule": "stp", "tp": 2, "layers": 6},
+    {"schedule": "1f1b", "cp": 2, "zero1": True, "dropout": 0.1},
     {"schedule": "chimera", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1},
 ]
 

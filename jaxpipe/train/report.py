@@ -140,7 +140,7 @@ def measurement_table(measured: StageMeasurements) -> str:
         rows.append(cells)
     for s, alone in sorted(measured.collectives.items()):
         took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"
-        rows.append(f"{s:>5}  collectives over tp in F, and as many in B: {took}")
+        rows.append(f"{s:>5}  collectives in F, and as many in B: {took}")
     rows += ["", cost_table(measured.costs())]
     rows.append(str(measured.host) if measured.host is not None else "host link: not measured")
     return "\n".join(rows)

@@ -76,7 +76,7 @@ def test_loss_and_gradients_in_any_order() -> None:
     trainer = trainer_of(model, "spread")
     assert trainer.schedule.name == "vocab-1f1b"
     with pytest.raises(ProgramError, match=r"none of which has all logits: predict from a checkpoint"):
-        trainer.predict(trainer.init(), batch_of(8))
+        trainer.pipeline.predict({}, batch_of(8))
     loss, grads = check_gradients(model, trainer)
     placement = trainer.schedule.placement
     other = spread_vocabulary("other", lambda m, known: gpipe(2, m), placement, 4, None)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from jaxpipe.errors import ConfigError, ScheduleError
@@ -146,7 +147,12 @@ def shown(value: Any) -> str:
 
 def orders(ranks: int, microbatches: int) -> tuple[Order, ...]:
     """Families, the cheap ones first, and then the grid of traversal rules."""
-    return (*_families(ranks, microbatches), *_traversals(ranks))
+    return _orders(ranks, ranks * microbatches <= MOST_PAIRS)
+
+
+@lru_cache(maxsize=64)
+def _orders(ranks: int, small: bool) -> tuple[Order, ...]:
+    return (*_families(ranks, small), *_traversals(ranks))
 
 
 def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
@@ -161,8 +167,7 @@ def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
     return replace(order, placement=joint) if order.settings["pipeline.schedule"] == "1f1b" else None
 
 
-def _families(ranks: int, microbatches: int) -> Iterator[Order]:
-    small = ranks * microbatches <= MOST_PAIRS
+def _families(ranks: int, small: bool) -> Iterator[Order]:
     for family in cheap_first(FAMILIES.values()):
         if family.name in SEARCHES and not small:
             continue

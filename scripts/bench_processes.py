@@ -149,7 +149,7 @@ def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[]
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.schedule import generate
     from jaxpipe.stage.model.reference import init_params, resolve_model
-    from jaxpipe.train.agreement import devices_of
+    from jaxpipe.train.run.agreement import devices_of
     from jaxpipe.train.step import TrainStep
 
     config = load_config(CONFIG, [f"pipeline.ranks={args.ranks}", "run.platform=cpu", *args.overrides])

@@ -20,7 +20,7 @@ from jaxpipe.cli.exit_codes import INTERRUPTED, READER_GONE, STOPPED
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import request_devices
-from jaxpipe.train.progress import ProgressStream, silence
+from jaxpipe.train.run.progress import ProgressStream, silence
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 SAMPLE_TOKENS = 300
@@ -51,10 +51,10 @@ def main(overrides: list[str]) -> int:
 
 def run(config: TrainConfig) -> int:
     # JAX is imported from here on, after the devices were asked for.
-    from jaxpipe.train import ngram
+    from jaxpipe.train.corpora import ngram
     from jaxpipe.train.evaluate import generate, held_out_score, load_trained
     from jaxpipe.train.loop import train
-    from jaxpipe.train.report import result_text, score_table
+    from jaxpipe.train.run.report import result_text, score_table
     from jaxpipe.train.setup import load_dataset
 
     out = ProgressStream(sys.stdout)

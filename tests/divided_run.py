@@ -114,9 +114,10 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.schedule import Schedule, generate
     from jaxpipe.schedule.passes.backwards import split_backwards
     from jaxpipe.schedule.solve.background import Found
-    from jaxpipe.train import replan, run_directory
+    from jaxpipe.train import replan
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
+    from jaxpipe.train.run import run_directory
 
     class Finds:
         def __init__(self, task: Any, options: Any) -> None:

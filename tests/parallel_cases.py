@@ -22,7 +22,7 @@ from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params
-from jaxpipe.train.optimizer import adamw, learning_rate
+from jaxpipe.train.update.optimizer import adamw, learning_rate
 from models.gpt import GPT
 from models.llama import Llama
 

@@ -12,11 +12,11 @@ import pytest
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.stage.model.reference import resolve_model
-from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.config import load_config
+from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import DataState
 from jaxpipe.train.setup import build_model, load_dataset, read_by
-from jaxpipe.train.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

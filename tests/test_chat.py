@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.chat import ChatTemplate
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpus import load_corpus
+from jaxpipe.train.corpora.chat import ChatTemplate
+from jaxpipe.train.corpora.corpus import load_corpus
+from jaxpipe.train.corpora.documents import BadRecordError
+from jaxpipe.train.corpora.encoding import Reading
+from jaxpipe.train.corpora.store_build import build_store
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer, HFTokenizer
 from jaxpipe.train.data import TokenDataset
-from jaxpipe.train.documents import BadRecordError
-from jaxpipe.train.encoding import Reading
 from jaxpipe.train.setup import load_dataset
-from jaxpipe.train.store_build import build_store
-from jaxpipe.train.tokenizers import ByteTokenizer, HFTokenizer
 
 pytest.importorskip("jinja2")
 BYTES = ByteTokenizer()

@@ -17,7 +17,7 @@ from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedul
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, split_backwards, with_fused_stages
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PipelineConfig
 
 AUTO = "pipeline.split_backwards=auto"
 SHORT = ("run.steps=6", "run.eval_every=0", "optimizer.min_lr_ratio=1")  # the rate must not depend on the last step

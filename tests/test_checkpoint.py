@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train import checkpoint_tree as tree
 from jaxpipe.train.checkpoint import CheckpointStore, find, load_params, read_manifest
+from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints import tree
 from tests.checkpoint_cases import META, assert_same, make_optimizer, make_params, one_line, save_losses, save_two
 
 

@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train import checkpoint_tree as tree
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, load_params, read_manifest
+from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints import tree
 from tests.checkpoint_cases import (
     assert_same,
     make_params,

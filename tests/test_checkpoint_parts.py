@@ -23,8 +23,8 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.launch.local import Launch
 from jaxpipe.runtime.lines import LOST
 from jaxpipe.runtime.processes import Processes
-from jaxpipe.train import checkpoint_format as form
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
+from jaxpipe.train.checkpoints import format as form
 from tests.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
 from tests.test_processes import HOST, free_port, together
 

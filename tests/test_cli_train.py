@@ -18,9 +18,9 @@ from train_runs import ROOT, contents, copy_run, settings, write_text
 
 from jaxpipe.cli import main
 from jaxpipe.schedule import generate, read_costs, write_schedule
-from jaxpipe.train import run_directory
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
+from jaxpipe.train.run import run_directory
 
 STEPS = 4
 

@@ -40,8 +40,8 @@ from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.evaluate import Trained, generate, held_out_score
-from jaxpipe.train.tokenizers import ByteTokenizer
 from models.clip import CLIP
 from models.words import pairs
 from tests.sharded import QUICK

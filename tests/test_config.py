@@ -20,8 +20,15 @@ from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.sections import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, Sections
-from jaxpipe.train.settings import leaf_docs, leaf_hints, wanted
+from jaxpipe.train.settings.sections import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    Sections,
+)
+from jaxpipe.train.settings.typed import leaf_docs, leaf_hints, wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 

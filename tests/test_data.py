@@ -23,11 +23,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpus import Corpus, fingerprint_ids, load_corpus
+from jaxpipe.train.corpora.corpus import Corpus, fingerprint_ids, load_corpus
+from jaxpipe.train.corpora.encoding import Reading
+from jaxpipe.train.corpora.permutation import Permutation, mix
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer, HFTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 from jaxpipe.train.data import DataState, TokenDataset, Windows
-from jaxpipe.train.encoding import Reading
-from jaxpipe.train.permutation import Permutation, mix
-from jaxpipe.train.tokenizers import ByteTokenizer, HFTokenizer, IdTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "mat", "."]

@@ -36,9 +36,9 @@ from jaxpipe.schedule import towers as towers_of
 from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import init_params, metrics_of
-from jaxpipe.train import run_directory
 from jaxpipe.train.assemble import with_edges
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.run import run_directory
 from tests.pipelines import assert_same_arrays
 
 TOWERS = """

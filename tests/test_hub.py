@@ -28,15 +28,15 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import logits, resolve_model
 from jaxpipe.train.checkpoint import load_params, read_manifest
+from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.evaluate import generate as generate_text
 from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.exported import export_hub
 from jaxpipe.train.imported import completed, import_hub, initial_params
 from jaxpipe.train.loop import train
 from jaxpipe.train.setup import build_model
-from jaxpipe.train.stored import stored_params
-from jaxpipe.train.tokenizers import load_tokenizer
 from tests.hub_folders import KINDS, TOKENS, V, tensors, write_folder
 from tests.train_runs import config as settings
 from tests.train_runs import write_text

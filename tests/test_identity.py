@@ -15,7 +15,7 @@ import pytest
 from train_runs import ROOT
 
 from jaxpipe.stage.identity import program_digest
-from jaxpipe.train.stored import model_digest
+from jaxpipe.train.checkpoints.stored import model_digest
 from models.gpt import GPT
 
 TINY = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
@@ -61,7 +61,7 @@ def test_digests_tell_what_is_computed(function: Callable[..., Any], other: Call
 
 def test_digests_are_the_same_in_another_process() -> None:
     code = (
-        "from models.gpt import GPT; from jaxpipe.train.stored import model_digest; "
+        "from models.gpt import GPT; from jaxpipe.train.checkpoints.stored import model_digest; "
         f"print(model_digest(GPT(**{TINY}))['sha256'])"
     )
     told = subprocess.run(

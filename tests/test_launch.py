@@ -26,7 +26,7 @@ JOIN = """
 import os, signal, sys, time
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Joined
-from jaxpipe.train.stop import Stop
+from jaxpipe.train.run.stop import Stop
 processes = Joined(find_peers((None, None, None)), 20)
 mine = processes.mine
 processes.barrier("all here")

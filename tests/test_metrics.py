@@ -24,10 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
-from jaxpipe.train import trackers
 from jaxpipe.train.metrics import MetricsLog, read_metrics
-from jaxpipe.train.progress import LiveLine, ProgressStream
-from jaxpipe.train.trackers import find_trackers
+from jaxpipe.train.run import trackers
+from jaxpipe.train.run.progress import LiveLine, ProgressStream
+from jaxpipe.train.run.trackers import find_trackers
 from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 

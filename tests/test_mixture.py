@@ -12,12 +12,12 @@ import pytest
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpus import Corpus
+from jaxpipe.train.corpora.corpus import Corpus
+from jaxpipe.train.corpora.mixture import BLOCK, MixedDataset
+from jaxpipe.train.corpora.own_data import OwnDataset
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
-from jaxpipe.train.mixture import BLOCK, MixedDataset
-from jaxpipe.train.own_data import OwnDataset
 from jaxpipe.train.setup import load_dataset
-from jaxpipe.train.tokenizers import ByteTokenizer, IdTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -14,10 +14,10 @@ from train_runs import ROOT, config, copy_run, run, write_text
 
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, DataError
-from jaxpipe.train import run_directory
 from jaxpipe.train.checkpoint import read_manifest
+from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
 from jaxpipe.train.evaluate import described
-from jaxpipe.train.tokenizers import load_tokenizer, stored_tokenizer
+from jaxpipe.train.run import run_directory
 
 
 def write_words(path: Path, *more: str) -> Path:

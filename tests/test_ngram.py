@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import DataError
-from jaxpipe.train import ngram
-from jaxpipe.train.corpus import load_corpus
+from jaxpipe.train.corpora import ngram
+from jaxpipe.train.corpora.corpus import load_corpus
+from jaxpipe.train.corpora.ngram import Bigram, PairCounts, Unigram, baselines, bits_per_byte, evaluate
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import TokenDataset
-from jaxpipe.train.ngram import Bigram, PairCounts, Unigram, baselines, bits_per_byte, evaluate
-from jaxpipe.train.tokenizers import ByteTokenizer
 
 TEXT = "the cat sat on the mat. the rat sat on the cat. " * 120
 SPARSE_VOCAB = 2000  # above the size of the dense table

@@ -14,9 +14,9 @@ import pytest
 from optax import contrib
 
 from jaxpipe.errors import CheckpointError, ConfigError, RunError
-from jaxpipe.train.layerwise import LayerwiseOptimizer
-from jaxpipe.train.optimizer import EmaState, ema_of, learning_rate_of, with_ema
 from jaxpipe.train.step import TrainStep
+from jaxpipe.train.update.layerwise import LayerwiseOptimizer
+from jaxpipe.train.update.optimizer import EmaState, ema_of, learning_rate_of, with_ema
 from tests import optimizer_cases as cases
 from tests.optimizer_cases import LAYERS, batches, on_one_device, over_ranks, params, pipeline
 

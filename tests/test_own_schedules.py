@@ -12,7 +12,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.schedule import Traversal, bidirectional, circular, generate, one_to_one, traverse
 from jaxpipe.train.assemble import build_schedule, relative_costs
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.sections import PipelineConfig, TraverseConfig
+from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
 
 PIPE = PipelineConfig(ranks=4, microbatches=6, schedule="traverse")
 

@@ -23,16 +23,16 @@ from train_runs import STEPS, config, deterministic, final, run, settings, write
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.runtime.processes import Alone
 from jaxpipe.schedule import generate
-from jaxpipe.train import run_directory
-from jaxpipe.train.agreement import agree_on_settings
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import load_config
-from jaxpipe.train.muon import Muon, matrices_of
-from jaxpipe.train.optimizer import learning_rate, lion, with_ema
-from jaxpipe.train.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
+from jaxpipe.train.run import run_directory
+from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
+from jaxpipe.train.update.muon import Muon, matrices_of
+from jaxpipe.train.update.optimizer import learning_rate, lion, with_ema
+from jaxpipe.train.update.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
 from tests.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 from tests.pipelines import assert_same_arrays
 from tests.test_graph_runs import TOWERS
@@ -368,7 +368,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 KILLED = """
 import os, signal, sys
 from jaxpipe.cli import main
-from jaxpipe.train import post_validation
+from jaxpipe.train.update import post_validation
 accumulators = post_validation.LateUpdate.accumulators
 def killed(late, rank):
     if late._whole.step == 13:

@@ -21,9 +21,9 @@ from jaxpipe.errors import AgreedError, ConfigError
 from jaxpipe.runtime.lines import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes, divided
-from jaxpipe.train import agreement
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.run import agreement
+from jaxpipe.train.settings.sections import PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = socket.gethostname()
@@ -294,7 +294,7 @@ def test_one_process_talks_to_itself() -> None:
     alone.leave()
     with pytest.raises(AgreedError, match=r"^process 0: too few$"):
         alone.check("x", "too few")
-    code = "import sys, jaxpipe.cli.train_verbs, jaxpipe.train.agreement; print('jax' in sys.modules)"
+    code = "import sys, jaxpipe.cli.train_verbs, jaxpipe.train.run.agreement; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT).stdout == b"False\n"
 
 
@@ -313,7 +313,7 @@ def test_ranks_of_processes() -> None:
 
 SLEEP = "time.sleep(30)"
 SIGNALLED = """
-from jaxpipe.train.stop import EndingEarly
+from jaxpipe.train.run.stop import EndingEarly
 with EndingEarly(lambda: processes.end("was stopped by a signal", 75)):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 from train_runs import ROOT, contents, settings, write_text
 
-from jaxpipe.train import run_directory
 from jaxpipe.train.config import load_config
+from jaxpipe.train.run import run_directory
 
 
 @pytest.fixture(scope="module")

@@ -38,14 +38,15 @@ from jaxpipe.schedule.json_form import to_json, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
 from jaxpipe.schedule.solve.background import COMMAND, BackgroundSolve, Failed, Finished, Found
-from jaxpipe.train import replan, run_directory
+from jaxpipe.train import replan
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.replan import Offer, Replanner, costs_as_in, drift
-from jaxpipe.train.report import result_text
+from jaxpipe.train.run import run_directory
+from jaxpipe.train.run.report import result_text
 from jaxpipe.train.setup import compile_setup, prepare
 
 STEPS = 24

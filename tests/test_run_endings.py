@@ -37,13 +37,14 @@ from jaxpipe.cli.exit_codes import EXIT_CODES
 from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError, NotFiniteError, RunError, gist
 from jaxpipe.schedule import generate
-from jaxpipe.train import checkpoint_format, run_directory
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.checkpoints import format as checkpoint_format
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
-from jaxpipe.train.report import result_json
-from jaxpipe.train.run_directory import RunDirectory
+from jaxpipe.train.run import run_directory
+from jaxpipe.train.run.report import result_json
+from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
 from jaxpipe.train.step import TrainStep
 
@@ -198,7 +199,7 @@ def hearing_sighup() -> Iterator[None]:
 
 STOP_LOOP = """
 import signal, sys, time
-from jaxpipe.train.stop import Stop
+from jaxpipe.train.run.stop import Stop
 for name in sys.argv[1:]:
     signal.signal(signal.Signals[name], signal.SIG_IGN)
 with Stop() as stop:

@@ -18,14 +18,14 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.errors import DataError
-from jaxpipe.train import documents
-from jaxpipe.train.corpus import load_corpus
+from jaxpipe.train.corpora import documents
+from jaxpipe.train.corpora.corpus import load_corpus
+from jaxpipe.train.corpora.documents import files_at, pieces
+from jaxpipe.train.corpora.encoding import Encoder, Reading
+from jaxpipe.train.corpora.store import EDGES, IDS, JOURNAL, MANIFEST, Store
+from jaxpipe.train.corpora.store_build import build_store
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import TokenDataset
-from jaxpipe.train.documents import files_at, pieces
-from jaxpipe.train.encoding import Encoder, Reading
-from jaxpipe.train.store import EDGES, IDS, JOURNAL, MANIFEST, Store
-from jaxpipe.train.store_build import build_store
-from jaxpipe.train.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = ["Grüße", "", "two\nlines", "x" * 70, "{not: json}", "end"]
@@ -134,7 +134,7 @@ def test_a_tokenizer_ends_documents_with_its_own_token(tmp_path: Path) -> None:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens(["</s>", "<sep>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    from jaxpipe.train.tokenizers import load_tokenizer
+    from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     path = write(tmp_path / "a.jsonl", lines(["a b", "b", "a"]))

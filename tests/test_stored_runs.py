@@ -17,12 +17,12 @@ from train_runs import ROOT, config, contents, copy_run, losses, run, settings, 
 
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError
-from jaxpipe.train import resume, run_directory
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.resume import Start
+from jaxpipe.train.run import resume, run_directory
+from jaxpipe.train.run.resume import Start
 from jaxpipe.train.setup import prepare
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoint-0.1.0"

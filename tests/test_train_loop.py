@@ -41,13 +41,15 @@ from train_runs import (
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, RunError
 from jaxpipe.runtime.executor import Executor
 from jaxpipe.schedule import read_schedule
-from jaxpipe.train import checkpoint_format, loop, run_directory
+from jaxpipe.train import loop
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
+from jaxpipe.train.checkpoints import format as checkpoint_format
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.report import TrainResult, result_text
-from jaxpipe.train.run_directory import RunDirectory
+from jaxpipe.train.run import run_directory
+from jaxpipe.train.run.report import TrainResult, result_text
+from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
 
 HALF = 10
@@ -164,7 +166,7 @@ def test_killed_and_terminated_processes_resume_bit_for_bit(
 
 STOP_LOOP = """
 import time
-from jaxpipe.train.stop import Stop
+from jaxpipe.train.run.stop import Stop
 with Stop() as stop:
     print("ready", flush=True)
     while True:

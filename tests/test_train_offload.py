@@ -16,8 +16,8 @@ from jaxpipe.cli import main
 from jaxpipe.runtime import offload
 from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.train import run_directory
 from jaxpipe.train.config import load_config
+from jaxpipe.train.run import run_directory
 from jaxpipe.train.setup import offload_options
 
 STEPS = 2

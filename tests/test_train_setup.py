@@ -20,9 +20,9 @@ from jaxpipe.schedule import generate, one_f_one_b, write_schedule
 from jaxpipe.train import assemble, loop, trainer
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.optimizer import learning_rate
 from jaxpipe.train.setup import compile_setup, optimizer_remarks, prepare
 from jaxpipe.train.trainer import Trainer
+from jaxpipe.train.update.optimizer import learning_rate
 
 
 def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:

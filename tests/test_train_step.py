@@ -21,9 +21,9 @@ from jaxpipe.schedule import Schedule, bidirectional, generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.stage.model.reference import apply_model, init_params
-from jaxpipe.train.optimizer import adamw, learning_rate
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
+from jaxpipe.train.update.optimizer import adamw, learning_rate
 from models.gpt import GPT
 
 STEPS = 3

@@ -28,8 +28,8 @@ from jaxpipe.schedule import CostProfile, generate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params, model_output
-from jaxpipe.train import run_directory
 from jaxpipe.train.config import load_config
+from jaxpipe.train.run import run_directory
 from jaxpipe.train.setup import build_model
 from models.vlm import VLM
 from tests.sharded import QUICK, loss_and_grads

@@ -21,12 +21,12 @@ from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.train.reduction import GradientReduction
-from jaxpipe.train.shards import StageShards
-from jaxpipe.train.stage_optimizer import stage_optimizers
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.update import compile_update
+from jaxpipe.train.update.reduction import GradientReduction
+from jaxpipe.train.update.shards import StageShards
+from jaxpipe.train.update.stage_optimizer import stage_optimizers
+from jaxpipe.train.update.stage_update import compile_update
 from tests.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 
 # -- collectives, read from jaxprs ----------------------------------------------------------------------------------------

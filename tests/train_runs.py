@@ -21,7 +21,7 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.loop import train
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.report import TrainResult
+from jaxpipe.train.run.report import TrainResult
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20

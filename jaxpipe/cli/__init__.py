@@ -47,7 +47,7 @@ def _answer(argv: list[str]) -> int:
 
 def _lost_output(error: OSError) -> int:
     """A reader that has what it wanted is no mistake; a full disk is."""
-    from jaxpipe.train.progress import silence
+    from jaxpipe.train.run.progress import silence
 
     silence(sys.stdout)
     return READER_GONE if isinstance(error, BrokenPipeError) else _fail(f"standard output: {error.strerror or error}")

@@ -16,7 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 
 if TYPE_CHECKING:
-    from jaxpipe.train.store import Store
+    from jaxpipe.train.corpora.store import Store
 
 ACTIONS = ("build", "check")
 
@@ -62,7 +62,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "data build wants -o STORE, the folder to make" if action == "build" else "data check takes no -o"
         )
-    from jaxpipe.train.store import Store
+    from jaxpipe.train.corpora.store import Store
 
     paths = [Path(path) for path in arguments.paths]
     started = time.perf_counter()
@@ -87,10 +87,10 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs side by side
-    from jaxpipe.train.documents import SUFFIXES
-    from jaxpipe.train.encoding import Reading
-    from jaxpipe.train.store_build import build_store
-    from jaxpipe.train.tokenizers import load_tokenizer
+    from jaxpipe.train.corpora.documents import SUFFIXES
+    from jaxpipe.train.corpora.encoding import Reading
+    from jaxpipe.train.corpora.store_build import build_store
+    from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
     form = "chat" if arguments.chat else "text"

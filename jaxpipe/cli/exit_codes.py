@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.runtime.lines import LOST as LOST
-from jaxpipe.train.stop import STOPPED as STOPPED
+from jaxpipe.train.run.stop import STOPPED as STOPPED
 
 INTERRUPTED = 130
 READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended

@@ -82,7 +82,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.print_config:
         print(config_of(args).describe())
         return 0
-    from jaxpipe.train.stop import EndingEarly
+    from jaxpipe.train.run.stop import EndingEarly
 
     with ExitStack() as stack:
         processes: Processes = Alone()
@@ -93,8 +93,8 @@ def _train(args: argparse.Namespace) -> int:
                 dump.own_folder(peers.mine)
             stack.enter_context(ending_together(processes))
             config = config_of(args)
-            from jaxpipe.train.agreement import agree_on_settings
             from jaxpipe.train.devices import request_devices
+            from jaxpipe.train.run.agreement import agree_on_settings
 
             agree_on_settings(processes, config)
             devices = max(config.pipeline.num_devices, config.run.devices)
@@ -105,8 +105,8 @@ def _train(args: argparse.Namespace) -> int:
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
-            from jaxpipe.train.progress import ProgressStream
-            from jaxpipe.train.report import result_json, result_text
+            from jaxpipe.train.run.progress import ProgressStream
+            from jaxpipe.train.run.report import result_json, result_text
 
         out = ProgressStream(sys.stdout)
         result = train(
@@ -195,7 +195,7 @@ def _eval(args: argparse.Namespace) -> int:
     from jaxpipe.train.devices import device_errors, request_devices
 
     request_devices(args.devices or 1)
-    from jaxpipe.train import ngram
+    from jaxpipe.train.corpora import ngram
     from jaxpipe.train.evaluate import held_out_score, load_data
 
     trained = _load(args)
@@ -204,7 +204,7 @@ def _eval(args: argparse.Namespace) -> int:
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
         scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
-    from jaxpipe.train.report import score_table, scores_json
+    from jaxpipe.train.run.report import score_table, scores_json
 
     if args.json:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
@@ -278,7 +278,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
     from jaxpipe.train.imported import completed
-    from jaxpipe.train.report import measurement_json, measurement_table
+    from jaxpipe.train.run.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
     def progress(text: str) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
 from jaxpipe.launch.local import RESTARTABLE
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.sections import PipelineConfig
-from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED
+from jaxpipe.train.run.stop import INTERRUPTED_TWICE, STOPPED
+from jaxpipe.train.settings.sections import PipelineConfig
 
 _PORT = 61440
 _SAVE_S = 120

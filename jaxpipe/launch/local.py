@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.runtime.lines import LOST
-from jaxpipe.train.stop import INTERRUPTED_TWICE, STOPPED, Stop
+from jaxpipe.train.run.stop import INTERRUPTED_TWICE, STOPPED, Stop
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
 RESTARTABLE = (RunError.exit_code, LOST)

@@ -12,7 +12,7 @@ from jaxpipe.planning.stages import PlannedStage
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link
 from jaxpipe.stage.weave.units import UnitCosts
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PipelineConfig
 
 
 def planned_costs(

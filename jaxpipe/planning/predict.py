@@ -34,7 +34,7 @@ from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.assemble import choose, final_order
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import microbatch_size
 
 

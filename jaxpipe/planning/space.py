@@ -21,7 +21,7 @@ from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabul
 from jaxpipe.schedule.search_orders import cheap_first
 from jaxpipe.train.assemble import barriers
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.sections import TraverseConfig
+from jaxpipe.train.settings.sections import TraverseConfig
 from jaxpipe.wording import closest
 
 Settings = Mapping[str, Any]

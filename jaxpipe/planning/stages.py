@@ -49,9 +49,9 @@ from jaxpipe.stage.primitives import is_attention_kernel
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.corpora.tokenizers import load_tokenizer
+from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
-from jaxpipe.train.tokenizers import load_tokenizer
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _KEPT = 2  # layers of a longer run, from which on each further one adds the same

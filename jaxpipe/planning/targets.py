@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.train.settings import Collected, not_empty, positive, read_mapping, within
+from jaxpipe.train.settings.typed import Collected, not_empty, positive, read_mapping, within
 from jaxpipe.wording import closest
 
 _GB = 1e9

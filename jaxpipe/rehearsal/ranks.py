@@ -21,7 +21,7 @@ from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
-from jaxpipe.train.step_memory import resident_avals
+from jaxpipe.train.update.step_memory import resident_avals
 from jaxpipe.wording import format_bytes
 
 _NO_LIMIT_GB = 1e9

@@ -48,7 +48,7 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
-from jaxpipe.train.sections import PipelineConfig, TraverseConfig
+from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]

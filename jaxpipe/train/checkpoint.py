@@ -31,14 +31,14 @@ from typing import Any, TypeAlias
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing
 from jaxpipe.runtime.processes import Alone, Processes
-from jaxpipe.train import checkpoint_directory as shelf
-from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train import checkpoint_tree as tree
-from jaxpipe.train.checkpoint_directory import Intact
-from jaxpipe.train.checkpoint_load import find, load_group, load_params, pick, read_manifest, reading
-from jaxpipe.train.checkpoint_manifest import GROUPS, NEEDED, strict_json
-from jaxpipe.train.checkpoint_together import newest_intact, together
-from jaxpipe.train.checkpoint_tree import Placement, PyTree, Snapshot
+from jaxpipe.train.checkpoints import directory as shelf
+from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints import tree
+from jaxpipe.train.checkpoints.directory import Intact
+from jaxpipe.train.checkpoints.load import find, load_group, load_params, pick, read_manifest, reading
+from jaxpipe.train.checkpoints.manifest import GROUPS, NEEDED, strict_json
+from jaxpipe.train.checkpoints.together import newest_intact, together
+from jaxpipe.train.checkpoints.tree import Placement, PyTree, Snapshot
 from jaxpipe.wording import format_bytes
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]

@@ -2,7 +2,7 @@
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for
-:mod:`jaxpipe.train.corpus` to say. Zero switches off ``eval_every``, ``checkpoint_every`` and ``clip_norm``.
+:mod:`jaxpipe.train.corpora.corpus` to say. Zero switches off ``eval_every``, ``checkpoint_every`` and ``clip_norm``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.train import settings
-from jaxpipe.train.rules import broken_rules
-from jaxpipe.train.sections import Sections
-from jaxpipe.train.settings import Collected
+from jaxpipe.train.settings import typed as settings
+from jaxpipe.train.settings.rules import broken_rules
+from jaxpipe.train.settings.sections import Sections
+from jaxpipe.train.settings.typed import Collected
 from jaxpipe.wording import aligned
 
 

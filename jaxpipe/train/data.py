@@ -1,8 +1,8 @@
 """Training batches in a fixed order, and held-out batches that never change.
 
 A :class:`Dataset` is a corpus of tokens (:class:`TokenDataset`: train and held-out spans that share no token) or several arrays
-(:class:`~jaxpipe.train.arrays.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any step
-directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences
+(:class:`~jaxpipe.train.corpora.arrays.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any
+step directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences
 ``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number
 of ranks, schedule or chunk count sees the same data in the same order.
 A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.train.corpus import Corpus, check_extent
-from jaxpipe.train.permutation import Permutation, mix
-from jaxpipe.train.settings import decode, within
-from jaxpipe.train.tokenizers import Ids, Tokenizer
+from jaxpipe.train.corpora.corpus import Corpus, check_extent
+from jaxpipe.train.corpora.permutation import Permutation, mix
+from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
+from jaxpipe.train.settings.typed import decode, within
 
 Batch = dict[str, npt.NDArray[Any]]
 """Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len];

@@ -25,17 +25,17 @@ from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.stage.model.layer import Model, Params, taken_by
 from jaxpipe.stage.model.reference import init_params, logits, named_metrics, ours
-from jaxpipe.train import ngram
-from jaxpipe.train.checkpoint_format import read_manifest
-from jaxpipe.train.checkpoint_load import StepName, find, load_group, reading
-from jaxpipe.train.checkpoint_manifest import Manifest
+from jaxpipe.train.checkpoints.format import read_manifest
+from jaxpipe.train.checkpoints.load import StepName, find, load_group, reading
+from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.corpora import ngram
+from jaxpipe.train.corpora.tokenizers import Tokenizer, kept_tokenizer
 from jaxpipe.train.data import Batch, Dataset
-from jaxpipe.train.sections import names_function
+from jaxpipe.train.settings.sections import names_function
 from jaxpipe.train.setup import build_model, load_dataset, read_by
 from jaxpipe.train.spread import devices_for, placement_over, results_over
-from jaxpipe.train.stored import stored_params
-from jaxpipe.train.tokenizers import Tokenizer, kept_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_
 from jaxpipe.interop.tokenizer import JSON, TOKENIZER, copy_files, write_byte_tokenizer, write_tokenizer_config
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf
-from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train.checkpoint_load import StepName, find, reading
-from jaxpipe.train.checkpoint_manifest import Manifest
-from jaxpipe.train.checkpoint_tree import build, differences
+from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints.load import StepName, find, reading
+from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.stored import stored_params
+from jaxpipe.train.checkpoints.tree import build, differences
 from jaxpipe.train.evaluate import Described, described
-from jaxpipe.train.stored import stored_params
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

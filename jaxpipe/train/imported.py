@@ -24,14 +24,14 @@ from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path
-from jaxpipe.train import checkpoint_directory as shelf
-from jaxpipe.train import checkpoint_format as form
-from jaxpipe.train.checkpoint_load import StepName, find, load_group, read_manifest, reading
-from jaxpipe.train.checkpoint_tree import Leaf, Snapshot
+from jaxpipe.train.checkpoints import directory as shelf
+from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints.load import StepName, find, load_group, read_manifest, reading
+from jaxpipe.train.checkpoints.stored import model_digest, stored_params
+from jaxpipe.train.checkpoints.tree import Leaf, Snapshot
 from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
 from jaxpipe.train.setup import build_model
-from jaxpipe.train.stored import model_digest, stored_params
-from jaxpipe.train.tokenizers import load_tokenizer, stored_tokenizer
 
 _PART_BYTES = 2**27
 _SEQ_LEN = 1024

@@ -34,27 +34,27 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
-from jaxpipe.train import resume
-from jaxpipe.train.agreement import agree_on_data, agree_on_devices, devices_of
-from jaxpipe.train.compile_cache import use_compile_cache
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.corpora.tokenizers import stored_tokenizer
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
 from jaxpipe.train.imported import completed
 from jaxpipe.train.metrics import MetricsLog
-from jaxpipe.train.progress import LiveLine, ProgressStream
 from jaxpipe.train.replan import Offer, Replanner
-from jaxpipe.train.report import TrainResult
-from jaxpipe.train.resume import Start
-from jaxpipe.train.run_directory import RunDirectory
-from jaxpipe.train.saving import Content, Saving
+from jaxpipe.train.run import resume
+from jaxpipe.train.run.agreement import agree_on_data, agree_on_devices, devices_of
+from jaxpipe.train.run.compile_cache import use_compile_cache
+from jaxpipe.train.run.progress import LiveLine, ProgressStream
+from jaxpipe.train.run.report import TrainResult
+from jaxpipe.train.run.resume import Start
+from jaxpipe.train.run.run_directory import RunDirectory
+from jaxpipe.train.run.saving import Content, Saving
+from jaxpipe.train.run.stop import STOPPED, EndingEarly, Stop
+from jaxpipe.train.run.trace_window import TraceWindow
+from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
+from jaxpipe.train.run.watchdog import Watchdog
 from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
 from jaxpipe.train.state import StepMetrics, TrainState
-from jaxpipe.train.stop import STOPPED, EndingEarly, Stop
-from jaxpipe.train.tokenizers import stored_tokenizer
-from jaxpipe.train.trace_window import TraceWindow
-from jaxpipe.train.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.watchdog import Watchdog
 
 __all__ = ["TrainResult", "train"]
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from jaxpipe.errors import DataError, gist
 from jaxpipe.files import Closing
-from jaxpipe.train.trackers import Tracker
+from jaxpipe.train.run.trackers import Tracker
 
 
 def format_gain(fraction: float) -> str:

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import CostProfile, Placement, Schedule, Traversal, check_schedule, traverse, with_span
 from jaxpipe.schedule.placement import placement_named, towers
-from jaxpipe.train.sections import PipelineConfig, TraverseConfig
-from jaxpipe.train.settings import decode, within
+from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
+from jaxpipe.train.settings.typed import decode, within
 
 _JOIN = "join"
 _MOST = 4096

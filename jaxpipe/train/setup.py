@@ -22,22 +22,22 @@ from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
-from jaxpipe.train.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpus import load_corpus, several_arrays
+from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
+from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
+from jaxpipe.train.corpora.encoding import Reading
+from jaxpipe.train.corpora.mixture import MixedDataset
+from jaxpipe.train.corpora.own_data import OwnDataset
+from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
-from jaxpipe.train.encoding import Reading
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.mixture import MixedDataset
-from jaxpipe.train.muon import Muon, described, matrices_of
-from jaxpipe.train.optimizer import adamw, learning_rate, lion
-from jaxpipe.train.own_data import OwnDataset
-from jaxpipe.train.sections import DataConfig, PipelineConfig, names_function
+from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.trainer import Trainer
+from jaxpipe.train.update.muon import Muon, described, matrices_of
+from jaxpipe.train.update.optimizer import adamw, learning_rate, lion
 from jaxpipe.wording import format_bytes
 
 

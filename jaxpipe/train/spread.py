@@ -17,7 +17,7 @@ from jaxpipe.stage.leaves import is_array
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.plan import cut
 from jaxpipe.stage.model.reference import last_readers, run_layers
-from jaxpipe.train.stored import placed_layers, stored_params
+from jaxpipe.train.checkpoints.stored import placed_layers, stored_params
 
 _SHARE = 0.8
 """Of a device's memory, what parameters may take."""

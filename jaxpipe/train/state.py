@@ -12,16 +12,16 @@ from jaxpipe.errors import RunError
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.schedule import Timeline
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.train.reduction import Reduced
-from jaxpipe.train.scalars import Combined
-from jaxpipe.train.update import StageUpdate
+from jaxpipe.train.update.reduction import Reduced
+from jaxpipe.train.update.scalars import Combined
+from jaxpipe.train.update.stage_update import StageUpdate
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
 
 
 class Commit(Protocol):
-    """The rest of an update that was made ahead (:class:`jaxpipe.train.post_validation.LateUpdate`)."""
+    """The rest of an update that was made ahead (:class:`jaxpipe.train.update.post_validation.LateUpdate`)."""
 
     @property
     def open(self) -> bool: ...
@@ -38,11 +38,12 @@ class Commit(Protocol):
 class TrainState:
     """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
     accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
-    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.shards`). ``optimizer``: by stage, the
-    state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
+    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.update.shards`). ``optimizer``: by
+    stage, the state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
 
     A state is consumed by the step that takes it (its buffers are donated). ``late``: what is left of the last step's update,
-    if that was made ahead (:mod:`jaxpipe.train.post_validation`); then ``acc`` is not there, and :meth:`committed` is it all.
+    if that was made ahead (:mod:`jaxpipe.train.update.post_validation`); then ``acc`` is not there, and :meth:`committed` is
+    it all.
     """
 
     step: int

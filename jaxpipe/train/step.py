@@ -3,10 +3,10 @@
 Parameters are updated in float32 (float64 under x64) on the rank that runs the stage; with bfloat16 compute, they are kept as
 masters there, and the update also emits the cast buffers, so no stage function ever casts a parameter. Each device sums its own
 gradients over the microbatches; after the pipeline tied copies and replicas are added to their owner, and each parameter is
-reduced once over the devices of its rank (:mod:`jaxpipe.train.reduction`). The norm for clipping is taken over all ranks and
-devices, each parameter once. The optimizer is one of the whole model, of which each stage runs its layers' part
-(:mod:`jaxpipe.train.layerwise`); with ZeRO-1 the update and its state are divided over dp. A step whose norm is not finite
-leaves parameters and optimizer state as they were. Nothing here waits for a device.
+reduced once over the devices of its rank (:mod:`jaxpipe.train.update.reduction`). The norm for clipping is taken over all
+ranks and devices, each parameter once. The optimizer is one of the whole model, of which each stage runs its layers' part
+(:mod:`jaxpipe.train.update.layerwise`); with ZeRO-1 the update and its state are divided over dp. A step whose norm is not
+finite leaves parameters and optimizer state as they were. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, total_device_bytes
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
-from jaxpipe.train.optimizer import LearningRate
-from jaxpipe.train.post_validation import LateUpdate, PostValidation
-from jaxpipe.train.reduction import GradientReduction, Reduced
-from jaxpipe.train.scalars import Scalars
-from jaxpipe.train.shards import StageShards
-from jaxpipe.train.stage_optimizer import StageOptimizer, stage_optimizers
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
-from jaxpipe.train.step_memory import StageState, step_memory
-from jaxpipe.train.ties import TiedLeaves
-from jaxpipe.train.update import StageUpdate, compile_update, fresh_state, taken
+from jaxpipe.train.update.optimizer import LearningRate
+from jaxpipe.train.update.post_validation import LateUpdate, PostValidation
+from jaxpipe.train.update.reduction import GradientReduction, Reduced
+from jaxpipe.train.update.scalars import Scalars
+from jaxpipe.train.update.shards import StageShards
+from jaxpipe.train.update.stage_optimizer import StageOptimizer, stage_optimizers
+from jaxpipe.train.update.stage_update import StageUpdate, compile_update, fresh_state, taken
+from jaxpipe.train.update.step_memory import StageState, step_memory
+from jaxpipe.train.update.ties import TiedLeaves
 
 
 class TrainStep:
@@ -57,9 +57,9 @@ class TrainStep:
             applied layer by layer (no clipping by norm: that is global and done here). Its update gets the mean loss as
             ``value``, if it takes that.
         clip_norm: bound on the global gradient norm; 0 for none.
-        zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.shards`).
+        zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.update.shards`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: whether the next step begins before it is known that this one is
-            finite and not clipped (:mod:`jaxpipe.train.post_validation`). The same bits; not for several processes.
+            finite and not clipped (:mod:`jaxpipe.train.update.post_validation`). The same bits; not for several processes.
         learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
             ``optax.inject_hyperparams`` needs no telling.
         extra: arguments of the optimizer's update by name, numbers or arrays, which a call may give other values.
@@ -440,7 +440,7 @@ class TrainStep:
 
 
 def _square_aval(shards: StageShards, acc: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-    """Of a stage's :func:`~jaxpipe.train.reduction.square_sum`."""
+    """Of a stage's :func:`~jaxpipe.train.update.reduction.square_sum`."""
     dtype = acc[shards.updated[0]].dtype if shards.updated else jnp.float32
     return jax.ShapeDtypeStruct((2,), dtype)
 

@@ -47,13 +47,13 @@ from jaxpipe.train.assemble import (
     with_edges,
 )
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
+from jaxpipe.train.checkpoints.stored import load_state, model_digest, placed_layers, same_program, undamaged
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
-from jaxpipe.train.optimizer import ema_of, with_ema
 from jaxpipe.train.own_schedules import made_by_function
-from jaxpipe.train.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.stored import load_state, model_digest, placed_layers, same_program, undamaged
+from jaxpipe.train.update.optimizer import ema_of, with_ema
 from jaxpipe.wording import format_bytes, format_count
 
 
@@ -84,7 +84,7 @@ class Trainer(Closing):
             work; divide the optimizer's state and update over dp.
         cp_method: how attention is computed where positions are divided (:data:`jaxpipe.mesh.CP_METHODS`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: begin a step before it is known whether the last one's gradient was
-            finite and short enough (:mod:`jaxpipe.train.post_validation`). The same bits.
+            finite and short enough (:mod:`jaxpipe.train.update.post_validation`). The same bits.
         offload, braid: as in :meth:`Pipeline.build`.
         trainable, float32: of (layer name, path), whether a parameter is trained, and whether it stays float32 where
             ``dtype`` is smaller (:func:`jaxpipe.stage.model.layer.with_leaf_rules`).

@@ -277,9 +277,9 @@ def _odd(trial: Trial, change: Callable[[dict[str, Any]], Any] | None) -> None:
 def _resume(run: Path) -> None:
     """What ``jaxpipe train`` does before it compiles. An error of ours is an answer, any other passes."""
     from jaxpipe.errors import JaxpipeError
-    from jaxpipe.train import resume
     from jaxpipe.train.checkpoint import CheckpointStore
     from jaxpipe.train.config import load_config
+    from jaxpipe.train.run import resume
     from jaxpipe.train.setup import prepare
 
     options = {"d_model": 4, "num_layers": 1, "num_heads": 2, "mlp_ratio": 2}

@@ -171,7 +171,7 @@ def inputs(bench: Bench) -> Iterator[Case]:
 
 def _keys() -> list[str]:
     from jaxpipe.train.config import TrainConfig
-    from jaxpipe.train.settings import leaf_hints
+    from jaxpipe.train.settings.typed import leaf_hints
 
     options = [
         f"model.options.{name}"

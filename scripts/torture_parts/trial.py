@@ -261,7 +261,7 @@ def _verb(arguments: list[str], log: str, environment: Mapping[str, str], file_b
     if user is not None and os.getuid() == 0:
         os.setresuid(user, user, user)
     from jaxpipe.cli import main
-    from jaxpipe.train import run_directory
+    from jaxpipe.train.run import run_directory
 
     run_directory.PICTURES = run_directory.PICTURES[:1]  # drawing is not what is tried, and takes longest
     code = main(arguments)

@@ -1,0 +1,95 @@
+"""What a checkpoint holds of a model: the shapes of its parameters, a digest of what it computes; and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.stage.identity import program_digest
+from jaxpipe.stage.model.layer import Layer, Model
+from jaxpipe.stage.model.params import trained_params
+from jaxpipe.stage.model.reference import apply_model, init_params
+from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
+from jaxpipe.train.checkpoints.format import DamagedCheckpointError
+from jaxpipe.train.update.optimizer_state import fitted, state_leaves
+
+_Read = TypeVar("_Read")
+
+
+def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
+    """Shapes and dtypes of a model's parameters in a checkpoint: floats are those of masters, whatever the model creates."""
+
+    def stored(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, master if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+
+    return jax.tree.map(stored, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
+
+
+def model_digest(model: Model) -> dict[str, str]:
+    """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
+    by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
+    model = model.stored
+    forward = partial(apply_model, model, train=False)
+    closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
+    return {"jax": jax.__version__, "sha256": program_digest(closed)}
+
+
+def same_program(meta: Mapping[str, Any], now: Mapping[str, str]) -> bool | None:
+    """Whether the checkpoint with this ``meta`` is of a model of this digest; None where that can't be told."""
+    stored = meta.get("program")
+    return stored == now if isinstance(stored, dict) and stored.get("jax") == now["jax"] else None
+
+
+def placed_layers(layers: Iterable[Layer]) -> set[str]:
+    """Layers whose parameters are placed where ``layers`` are: they, and the owners of what is tied there."""
+    return {name for layer in layers for name in (layer.name, *(owner for owner, _ in layer.tied.values()))}
+
+
+def load_state(
+    store: CheckpointStore,
+    step: int,
+    model: Model,
+    optimizer: Any,
+    master: Any = jnp.float32,
+    layers: Collection[str] | None = None,
+) -> Checkpoint:
+    """The checkpoint of ``step``, checked against the model and the optimizer (None: it has no state of one), before anything
+    is placed or compiled. ``layers``: only these are read, and of the optimizer's state only theirs is checked.
+
+    Raises:
+        CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
+    """
+    model, params = model.stored, stored_params(model, master)
+    loaded = store.load(step, like={"params": params}, layers=layers)
+    if optimizer is None:
+        return loaded
+    trained = trained_params(model.layers, params)
+    leaves = state_leaves(jax.eval_shape(optimizer.init, trained), trained)
+    mine = [layer for layer in trained if layers is None or layer in layers]
+    if mine:
+        fitted([leaf for leaf in leaves if leaf.layer in (None, *mine)], mine, loaded.optimizer)
+    return loaded
+
+
+def undamaged(
+    step: int, read: Callable[[int], _Read], older: Callable[[int], int | None], warn: Callable[[str], None]
+) -> _Read:
+    """``read(step)``; where the files of a checkpoint match their checksums and its arrays are damaged all the same, that of
+    the one that ``older`` finds below its step.
+
+    Raises:
+        CheckpointError: as ``read``; DamagedCheckpointError where there is no older one.
+    """
+    while True:
+        try:
+            return read(step)
+        except DamagedCheckpointError as error:
+            before = older(step)
+            if before is None:
+                raise
+            warn(f"passed over step {step}: {error.__cause__ or error}")
+            step = before

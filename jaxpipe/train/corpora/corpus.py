@@ -1,0 +1,218 @@
+"""Where token ids come from: JSONL, Parquet, text, a directory of these, a token store, or an array of ids.
+
+:func:`load_corpus` gives a :class:`Corpus`: one stream of ids with the documents it is made of. Files are read in sorted
+order, so the stream is the same on every machine that has the same files. Files of documents are tokenised at each start and
+held in memory; token stores (:mod:`jaxpipe.train.corpora.store`) and arrays in ``.npy`` files are memory-mapped and may be
+larger than memory. Does not model: downloads, several processes that read different parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+from jaxpipe.train.corpora.documents import files_at, files_under, holds_records, pieces
+from jaxpipe.train.corpora.encoding import Encoder, Reading
+from jaxpipe.train.corpora.store import Store, digest, is_store
+from jaxpipe.train.corpora.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype
+
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_CHUNK = 1 << 24  # ids looked at in one go
+_HASH_WHOLE_BYTES = 1 << 26  # larger arrays are fingerprinted by samples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corpus:
+    """``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``edges``: int64
+    [documents + 1], where each document starts, and the end. ``names``: of documents that are a file each; others have none.
+    ``skipped``: files of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do.
+    ``answers``: of chats, uint8, 1 where an id belongs to an answer. ``eos``: the id that ends a document, if one does."""
+
+    source: str
+    ids: Ids
+    edges: npt.NDArray[np.int64]
+    names: tuple[str, ...] | None
+    skipped: tuple[str, ...]
+    fingerprint: str
+    answers: npt.NDArray[np.uint8] | None = None
+    eos: int | None = None
+
+    def describe(self) -> str:
+        """One line: source, documents, tokens, files skipped."""
+        skipped = f", {len(self.skipped)} files skipped (first: {self.skipped[0]})" if self.skipped else ""
+        return f"{self.source}: {len(self.edges) - 1:,} documents, {len(self.ids):,} tokens{skipped}"
+
+
+def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None = None) -> Corpus:
+    """The corpus at ``path``: ``"stdlib"``, a token store, a ``.npy`` or ``.npz`` array of ids, a file of documents, or a
+    directory of such files. Files of text, byte by byte, get no end of document unless
+    ``reading`` names one.
+
+    Raises:
+        DataError: nothing there, unreadable, binary, empty, of the wrong shape or dtype, a record that is no document, or ids
+            that the tokeniser does not have.
+    """
+    reading = reading or Reading()
+    if path == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        return _from_files("stdlib", root, stdlib_files(root), tokenizer, reading)
+    path = Path(path)
+    if path.is_dir() and is_store(path):
+        return _from_store(path, tokenizer)
+    files = files_at(path, reading.suffixes)
+    if path.suffix in (".npy", ".npz") and not path.is_dir():
+        return _from_array(path, _read_array(path), tokenizer)
+    return _from_files(str(path), path if path.is_dir() else None, files, tokenizer, reading)
+
+
+def stdlib_files(root: Path) -> tuple[Path, ...]:
+    """The ``.py`` files of the standard library at ``root``, sorted by path, without its tests and installed packages."""
+    files = files_under(root, (".py",), without=_NOT_STDLIB)
+    if not files:
+        raise DataError(f"data stdlib: no .py files below {root}; give data.path a text file or directory instead")
+    return files
+
+
+def _from_files(
+    source: str, root: Path | None, files: Sequence[Path], tokenizer: Tokenizer, reading: Reading
+) -> Corpus:
+    """``root``: of a directory. Of its files those that can't be used are skipped and reported, unless none can, and empty ones
+    silently."""
+    encoder = Encoder.of(tokenizer, reading)
+    of_records = any(map(holds_records, files))
+    if isinstance(tokenizer, ByteTokenizer) and reading.eos == "auto" and not of_records:
+        encoder = replace(encoder, eos=None)
+    made = [encoder.encode(piece) for piece in pieces(files)]
+    problems = [problem for each in made for problem in each.problems]
+    if problems and root is None:
+        raise DataError(f"data {problems[0]}")
+    skipped = tuple(problem for problem in problems if not problem.endswith("the file is empty"))
+    if len(problems) == len(files):
+        why = f"; the first: {skipped[0]}" if skipped else " (all are empty)"
+        raise DataError(f"data {source}: none of its {len(files)} files can be used{why}")
+    edges = np.cumsum(np.concatenate([[0], *(each.lengths for each in made)]), dtype=np.int64)
+    if not edges[-1]:
+        raise DataError(f"data {source}: the tokenizer {tokenizer.name} made no tokens of it")
+    ids = np.concatenate([each.ids for each in made])
+    found = [path for each in made for path in each.files]
+    names = tuple(path.name if root is None else path.relative_to(root).as_posix() for path in found)
+    marked = [each.answers for each in made if each.answers is not None]
+    answers = np.concatenate(marked) if marked else None
+    fingerprint = digest(ids, np.diff(edges), answers)[:16] if of_records else fingerprint_ids(ids)
+    return Corpus(source, ids, edges, None if of_records else names, skipped, fingerprint, answers, encoder.eos)
+
+
+def _from_store(path: Path, tokenizer: Tokenizer) -> Corpus:
+    store = Store.read(path)
+    made = store.spec["tokenizer"]
+    if made != tokenizer.fingerprint:
+        copy = path / "tokenizer.json"
+        advice = f"set data.tokenizer={copy if copy.is_file() else made}"
+        raise DataError(f"data {path}: tokenised by {made}, and data.tokenizer is {tokenizer.name}: {advice}")
+    store.check(whole=False)
+    ids, edges, *answers = store.maps().values()
+    eos = store.spec["eos"]
+    return Corpus(str(path), ids, edges, None, (), store.fingerprint, answers[0] if answers else None, eos)
+
+
+def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
+    """The arrays of a ``.npz`` file that are no token ids: several, none of them called ``ids``. None of anything else.
+
+    Raises:
+        DataError: a ``.npz`` file that can't be read.
+    """
+    path = Path(path)
+    if path.suffix != ".npz" or not path.is_file():
+        return None
+    with _reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        if len(archive.files) < 2 or "ids" in archive.files:
+            return None
+        return {name: archive[name] for name in archive.files}
+
+
+def _read_array(path: Path) -> Ids:
+    """The array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
+    with _reading(path):
+        if path.suffix == ".npy":
+            return np.lib.format.open_memmap(path, mode="r")
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            names = archive.files
+            if "ids" not in names and len(names) != 1:
+                raise DataError(
+                    f"data {path}: holds the arrays {', '.join(names) or '(none)'}; name the token ids 'ids'"
+                )
+            return np.asarray(archive["ids" if "ids" in names else names[0]])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DataError for whatever is wrong with an array file that is read in the block."""
+    try:
+        yield
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
+    except Exception as error:  # of NumPy's, zipfile's and zlib's readers, and of Python's tokenizer for the header
+        raise DataError(
+            f"data {path}: not a readable {path.suffix} array ({' '.join(str(error).split())[:120]})"
+        ) from None
+
+
+def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:
+    if ids.ndim != 1:
+        shape = "x".join(map(str, ids.shape)) or "a single number"
+        raise DataError(f"data {path}: its shape is {shape}, expected 1-D token ids; save array.reshape(-1)")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise DataError(f"data {path}: its dtype is {ids.dtype}, expected integer token ids such as uint16")
+    if not len(ids):
+        raise DataError(f"data {path}: the array is empty")
+    _check_vocabulary(path, ids, tokenizer)
+    if not isinstance(ids, np.memmap):
+        ids = ids.astype(id_dtype(tokenizer.vocab_size), copy=False)
+    return Corpus(str(path), ids, np.array([0, len(ids)]), (path.name,), (), fingerprint_ids(ids))
+
+
+def check_extent(ids: Ids) -> None:
+    """Look whether a mapped file still holds its ids: reading beyond its end would kill the process (SIGBUS).
+
+    Raises:
+        DataError: it has become shorter.
+    """
+    if not isinstance(ids, np.memmap) or not isinstance(ids.base, mmap.mmap):
+        return
+    needed, there = ids.offset + ids.nbytes, ids.base.size()  # of the file that was opened, whatever its name is now
+    if there < needed:
+        raise DataError(
+            f"data {ids.filename}: the file was cut to {there} bytes while it was in use, and its ids need {needed}; restore it"
+        )
+
+
+def _check_vocabulary(path: Path, ids: Ids, tokenizer: Tokenizer) -> None:
+    try:
+        for start in range(0, len(ids), _CHUNK):
+            check_ids(ids[start : start + _CHUNK], tokenizer, start)
+    except DataError as error:
+        advice = "set data.tokenizer to the one that made them, or to ids:N with their vocabulary size"
+        raise DataError(f"data {path}: {error}: {advice}") from None
+
+
+def fingerprint_ids(ids: Ids) -> str:
+    """A short hash of the ids' values (not of their dtype). Above 2^24 ids, of their number and 257 evenly spread samples."""
+    digest = hashlib.sha256(str(len(ids)).encode())
+    whole = len(ids) * 4 <= _HASH_WHOLE_BYTES
+    starts = range(0, len(ids), _CHUNK) if whole else np.linspace(0, len(ids) - (1 << 14), 257, dtype=np.int64)
+    length = _CHUNK if whole else 1 << 14
+    for start in starts:
+        digest.update(np.ascontiguousarray(ids[int(start) : int(start) + length], dtype="<u4").data)
+    return digest.hexdigest()[:16]

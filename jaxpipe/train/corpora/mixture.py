@@ -1,0 +1,162 @@
+"""Several sources with weights, mixed in an order that is a function of (seed, position) alone.
+
+Of every 4,096 sequences each source gives as many as its weight says, rounded; which places are its own is a permutation chosen
+by (seed, block). Within a source sequences follow its own epochs: each is seen once before any is seen again. So a run goes on
+exactly where it stopped, whatever its ranks and batch size (:class:`~jaxpipe.train.data.Batches`). Does not model: weights that
+change during a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+from jaxpipe.train.corpora.permutation import Permutation, mix
+from jaxpipe.train.corpora.tokenizers import Tokenizer
+from jaxpipe.train.data import Batch, Batches, DataState, Kind, TokenDataset, Windows, in_epochs, padded_batches
+
+BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedRows:
+    """The sequences of several sources, source after source; those of source k begin at ``before[k]``."""
+
+    parts: tuple[Windows, ...]
+    before: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, parts: Sequence[Windows]) -> MixedRows:
+        return cls(tuple(parts), np.cumsum([0, *map(len, parts)]))
+
+    def __len__(self) -> int:
+        return int(self.before[-1])
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        """See :class:`~jaxpipe.train.data.Windows`."""
+        source = np.searchsorted(self.before, indices, side="right") - 1
+        made: Batch = {}
+        for k in np.unique(source):
+            mine = source == k
+            for name, array in self.parts[k].batch(indices[mine] - self.before[k]).items():
+                made.setdefault(name, np.zeros((len(indices), *array.shape[1:]), array.dtype))[mine] = array
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedBatches(Batches):
+    """Batches of :class:`MixedRows`. ``shares``: how many of each :data:`BLOCK` sequences are of each source."""
+
+    shares: tuple[int, ...] = ()
+
+    def indices_at(self, step: int) -> npt.NDArray[np.int64]:
+        """As :meth:`~jaxpipe.train.data.Batches.indices_at`."""
+        assert isinstance(self.rows, MixedRows)
+        before = self.rows.before
+        blocks, places = np.divmod(self.position_at(step) + np.arange(self.batch, dtype=np.int64), BLOCK)
+        indices = np.empty_like(places)
+        for block in np.unique(blocks).tolist():
+            here = np.flatnonzero(blocks == block)
+            sources, earlier = _block(self.shares, self.seed, block)
+            for k in np.unique(sources[places[here]]).tolist():
+                mine = here[sources[places[here]] == k]
+                seen = block * self.shares[k] + earlier[places[mine]]
+                size = int(before[k + 1] - before[k])
+                indices[mine] = before[k] + in_epochs(size, mix(self.seed, k), seen)
+        return indices
+
+
+@lru_cache(maxsize=8)
+def _block(shares: tuple[int, ...], seed: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each place of a block, which source it is of, and how many places before it are of that source."""
+    edges = np.cumsum(shares)
+    sources = np.searchsorted(edges, Permutation(BLOCK, mix(seed, block))(np.arange(BLOCK)), side="right")
+    earlier = np.empty(BLOCK, np.int64)
+    for k, share in enumerate(shares):
+        earlier[sources == k] = np.arange(share)
+    return sources, earlier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixedDataset:
+    """A :class:`~jaxpipe.train.data.Dataset` of several: ``parts`` by name, with ``shares`` of every :data:`BLOCK` sequences.
+    All of what each holds out is held out."""
+
+    parts: Mapping[str, TokenDataset]
+    shares: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, TokenDataset], weights: Mapping[str, float]) -> MixedDataset:
+        """Raises DataError for a weight too small to get a share."""
+        exact = np.array([weights[name] for name in parts])
+        exact = exact / exact.sum() * BLOCK
+        shares = np.floor(exact).astype(int)
+        shares[np.argsort(shares - exact, kind="stable")[: BLOCK - shares.sum()]] += 1
+        for name, share in zip(parts, shares, strict=True):
+            if share == 0:
+                raise DataError(
+                    f"data.sources.{name}.weight={weights[name]:g} is less than 1/{BLOCK} of all weights; raise it, or leave "
+                    "the source out"
+                )
+        return cls(parts, tuple(shares.tolist()))
+
+    @property
+    def source(self) -> str:
+        return " + ".join(self.parts)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return next(iter(self.parts.values())).tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        described = " ".join(
+            f"{part.fingerprint} {n}" for part, n in zip(self.parts.values(), self.shares, strict=True)
+        )
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """One line: each source, and its share."""
+        parts = zip(self.parts.items(), self.shares, strict=True)
+        return "; ".join(f"{name} {share / BLOCK:.1%} of {part.describe()}" for (name, part), share in parts)
+
+    def bytes_per_token(self) -> float | None:
+        """See :class:`~jaxpipe.train.data.Dataset`."""
+        sizes = [part.held_out_tokens or part.train_tokens for part in self.parts.values()]
+        found = [part.bytes_per_token() for part in self.parts.values()]
+        known = [bytes_ * size for bytes_, size in zip(found, sizes, strict=True) if bytes_ is not None]
+        return sum(known) / sum(sizes) if len(known) == len(sizes) else None
+
+    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> MixedDataset:
+        """See :class:`~jaxpipe.train.data.Dataset`."""
+        for part in self.parts.values():
+            part.for_model(wanted, seq_len)
+        return self
+
+    def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
+        """See :class:`~jaxpipe.train.data.Dataset`."""
+        rows = self._rows("train", seq_len)
+        made = MixedBatches(rows, seed, batch, seq_len, self.fingerprint, shares=self.shares)
+        return made.resumed(self.source, state)
+
+    def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
+        """See :class:`~jaxpipe.train.data.Dataset`; of each source as many as it has."""
+        rows = self._rows("held_out", seq_len)
+        return padded_batches(rows, len(rows), batch, limit)
+
+    def _rows(self, part: Literal["train", "held_out"], seq_len: int) -> MixedRows:
+        rows = {name: each.windows(part, seq_len) for name, each in self.parts.items()}
+        for name, found in rows.items():
+            if not len(found):
+                what = "to train on" if part == "train" else "held out"
+                raise DataError(
+                    f"data.sources.{name}: nothing {what} fills a sequence; use more text, or change data.holdout"
+                )
+        return MixedRows.of(list(rows.values()))

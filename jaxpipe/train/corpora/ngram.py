@@ -1,0 +1,178 @@
+"""Unigram and bigram models of the train tokens: the bar that a neural model must clear on the held-out ones.
+
+Bigram probabilities interpolate with the unigram by a Dirichlet prior (MacKay and Bauman Peto, "A hierarchical Dirichlet
+language model", 1995): ``P(b | a) = (c(a, b) + κ·P(b)) / (c(a) + κ)``; unigrams are ``P(b) = (c(b) + k) / (n + k·V)``. κ is
+the best of a grid on the last tenth of each train span, counted on the rest, and the counts are then taken over all of it.
+Counts are a dense V×V table up to V = 1024 and sorted pairs above. Does not model: longer contexts, Kneser-Ney counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+from jaxpipe.train.corpora.tokenizers import Ids
+from jaxpipe.train.data import Batch, Dataset, TokenDataset
+
+ADD_K = 0.5
+KAPPAS = tuple(2.0**i for i in range(-2, 15))
+_DENSE_VOCAB = 1024
+_MAX_TOKENS = 1 << 25
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unigram:
+    """``probabilities[b]``: float64, sums to 1."""
+
+    probabilities: Floats
+
+    @classmethod
+    def fit(cls, pieces: Iterable[Ids], vocab_size: int, add_k: float = ADD_K) -> Unigram:
+        """Counts of all ids plus ``add_k``, normalised."""
+        counts = np.zeros(vocab_size)
+        for piece in pieces:
+            counts += np.bincount(piece.astype(np.int64), minlength=vocab_size)
+        counts += add_k
+        return cls(counts / counts.sum())
+
+    def probability(self, context: Ids, target: Ids) -> Floats:
+        """P(target), elementwise; ``context`` (the ids before) plays no part."""
+        return self.probabilities[target]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairCounts:
+    """How often b follows a. ``keys``: the pairs seen, ``a·V + b``, sorted, or None for the dense form, where ``counts``
+    has V² entries. ``contexts[a]``: pairs that begin with a."""
+
+    vocab_size: int
+    keys: npt.NDArray[np.int64] | None
+    counts: npt.NDArray[np.int64]
+    contexts: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pieces: Iterable[Ids], vocab_size: int) -> PairCounts:
+        """Counts of the neighbours within each piece."""
+        contexts = np.zeros(vocab_size, dtype=np.int64)
+        dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCAB else 0, dtype=np.int64)
+        codes = [np.empty(0, dtype=np.int64)]
+        for piece in pieces:
+            before = piece[:-1].astype(np.int64)
+            contexts += np.bincount(before, minlength=vocab_size)
+            code = before * vocab_size + piece[1:]
+            if len(dense):
+                dense += np.bincount(code, minlength=len(dense))
+            else:
+                codes.append(code)
+        if len(dense):
+            return cls(vocab_size, None, dense, contexts)
+        keys, counts = np.unique(np.concatenate(codes), return_counts=True)
+        return cls(vocab_size, keys, counts, contexts)
+
+    def __call__(self, context: Ids, target: Ids) -> npt.NDArray[np.int64]:
+        """Counts of the pairs, elementwise."""
+        code = context.astype(np.int64) * self.vocab_size + target
+        if self.keys is None:
+            return self.counts[code]
+        if not len(self.keys):
+            return np.zeros_like(code)
+        at = np.minimum(np.searchsorted(self.keys, code), len(self.keys) - 1)
+        return np.where(self.keys[at] == code, self.counts[at], 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bigram:
+    """See the module's formula. ``kappa``: weight of the unigram, in counts."""
+
+    pairs: PairCounts
+    unigram: Unigram
+    kappa: float
+
+    @classmethod
+    def fit(cls, pieces: Sequence[Ids], vocab_size: int, kappas: Sequence[float] = KAPPAS) -> Bigram:
+        """Counts over ``pieces``; κ is the one of ``kappas`` with the least loss on the last tenth of each piece."""
+        heads = [piece[: len(piece) - len(piece) // 10] for piece in pieces]
+        tails = [piece[len(piece) - len(piece) // 10 - 1 :] for piece in pieces if len(piece) >= 10]
+        context, target = (_joined(tail[part] for tail in tails) for part in (slice(None, -1), slice(1, None)))
+        trial = cls(PairCounts.of(heads, vocab_size), Unigram.fit(heads, vocab_size), 1.0)
+
+        def loss(kappa: float) -> float:
+            return float(-np.log(replace(trial, kappa=kappa).probability(context, target)).sum())
+
+        return cls(PairCounts.of(pieces, vocab_size), Unigram.fit(pieces, vocab_size), min(kappas, key=loss))
+
+    def probability(self, context: Ids, target: Ids) -> Floats:
+        """P(target | context), elementwise."""
+        mixed = self.pairs(context, target) + self.kappa * self.unigram.probability(context, target)
+        share: Floats = mixed / (self.pairs.contexts[context] + self.kappa)
+        return share
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Mean loss on what is held out. ``bits_per_byte`` is None where the ids have no text. ``metrics``: a model's own, by
+    name."""
+
+    loss: float
+    bits_per_byte: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def evaluate(model: Unigram | Bigram, batches: Iterable[Batch], bytes_per_token: float | None = 1.0) -> Score:
+    """Weighted mean loss of ``model`` on batches of tokens, targets and weights.
+
+    Raises:
+        DataError: no target has weight.
+    """
+    loss = weight = 0.0
+    for batch in batches:
+        nats = -np.log(model.probability(batch["tokens"], batch["targets"]))
+        loss += float((nats * batch["weights"]).sum())
+        weight += float(batch["weights"].sum(dtype=np.float64))
+    if weight == 0:
+        raise DataError("no held-out target to evaluate on: raise data.holdout")
+    return Score(loss / weight, bits_per_byte(loss / weight, bytes_per_token))
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float | None) -> float | None:
+    """Loss in nats a token as bits a byte of text, which compares across tokenisers."""
+    return None if bytes_per_token is None else nats_per_token / math.log(2) / bytes_per_token
+
+
+def baselines(dataset: Dataset, batches: Iterable[Batch]) -> Mapping[str, Score]:
+    """Scores of ``unigram`` and ``bigram``, fitted to the train tokens (the first 2^25 of them), on ``batches``: use the
+    held-out batches that the neural model is evaluated on, and all three losses are over the same tokens.
+
+    Raises:
+        DataError: the data are no stream of tokens.
+    """
+    if not isinstance(dataset, TokenDataset):
+        raise DataError(f"data {dataset.source}: baselines need a stream of tokens, and these are separate arrays")
+    pieces = _first_tokens(dataset.pieces("train"), _MAX_TOKENS)
+    vocab_size, kept = dataset.tokenizer.vocab_size, list(batches)
+    bigram = Bigram.fit(pieces, vocab_size)
+    models: dict[str, Any] = {"unigram": bigram.unigram, "bigram": bigram}
+    bytes_per_token = dataset.bytes_per_token()
+    return {name: evaluate(model, kept, bytes_per_token) for name, model in models.items()}
+
+
+def _joined(pieces: Iterable[Ids]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *(piece.astype(np.int64) for piece in pieces)])
+
+
+def _first_tokens(pieces: Iterable[Ids], limit: int) -> list[Ids]:
+    kept: list[Ids] = []
+    for piece in pieces:
+        kept.append(piece[:limit])
+        limit -= len(kept[-1])
+        if limit <= 0:
+            break
+    return kept

@@ -1,0 +1,273 @@
+"""Making a token store: documents tokenised once, by any number of processes, to the same bytes.
+
+Sources are cut into pieces that depend on the files alone; processes tokenise pieces, each into a file of its own, and this one
+appends them in their order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up
+by the same command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpipe.errors import DataError
+from jaxpipe.files import write_atomically
+from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, pieces
+from jaxpipe.train.corpora.encoding import Encoder, Reading
+from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
+from jaxpipe.train.corpora.tokenizers import Tokenizer
+
+_PIECES = ".pieces-"
+_OURS = (IDS, EDGES, ANSWERS, JOURNAL, "tokenizer.json")
+_AHEAD = 2  # pieces a process may be ahead
+_NOTE_S = 5.0
+
+
+def build_store(
+    sources: Sequence[Path],
+    folder: Path,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    *,
+    workers: int = 1,
+    note: Callable[[str], None] = lambda line: None,
+) -> Store:
+    """Tokenise ``sources``, files and folders, into a store at ``folder``, or go on with what was begun there. ``note`` is told
+    how far it is, and of files that can't be used.
+
+    Raises:
+        DataError: a source can't be read, a record is no document, no document has a token, or the folder can't be written or
+            holds something else.
+    """
+    encoder = Encoder.of(tokenizer, reading)
+    found = [(root, path) for root in sources for path in files_at(root, reading.suffixes)]
+    files = [path for _, path in found]
+    try:
+        names = [str(Path(root.name, path.relative_to(root))) for root, path in found]
+        spec = _spec(encoder, reading, names, files)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).is_file():
+            note(f"{folder} is built already")
+            return _equal(Store.read(folder), spec)
+        with ExitStack() as opened:
+            journal = opened.enter_context(_journal(folder))
+            parts = _begun(folder, journal, spec, [path.stat().st_mtime_ns for path in files])
+            if parts:
+                note(f"going on after {len(parts)} pieces")
+            arrays = Store(folder, spec, ()).arrays()
+            outputs = {name: opened.enter_context((folder / name).open("r+b", buffering=0)) for name in arrays}
+            for output in outputs.values():
+                output.seek(0, os.SEEK_END)
+            rest = itertools.islice(pieces(files), len(parts), None)
+            tokens, told = sum(part.tokens for part in parts), time.monotonic()
+            pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
+            for done in opened.enter_context(_Encoding(encoder, workers, pieces_at)).each(rest):
+                for problem in done.problems:
+                    note(f"left out: {problem}")
+                _append(done, tokens, outputs, journal)
+                parts.append(done.part)
+                tokens += done.part.tokens
+                if time.monotonic() - told > _NOTE_S:
+                    told = time.monotonic()
+                    note(f"{len(parts)} pieces, {tokens:,} tokens")
+            for output in outputs.values():
+                os.fsync(output.fileno())
+        store = Store(folder, spec, tuple(parts))
+        if not store.tokens:
+            raise DataError(f"data {', '.join(map(str, sources))}: no document has a token")
+        if tokenizer.content is not None:
+            (folder / "tokenizer.json").write_bytes(tokenizer.content.encode())
+        write_atomically(folder / MANIFEST, store.to_json())
+        (folder / JOURNAL).unlink()
+    except OSError as error:
+        raise DataError(f"data {folder}: can't be written ({error.strerror or error})") from None
+    return store
+
+
+def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Sequence[Path]) -> dict[str, Any]:
+    """What the bytes of a store depend on."""
+    template = encoder.template
+    return {
+        "tokenizer": encoder.tokenizer.fingerprint,
+        "vocab_size": encoder.tokenizer.vocab_size,
+        "eos": encoder.eos,
+        "field": encoder.field,
+        "documents_are": reading.format,
+        "template": None if template is None else hashlib.sha256(repr(template).encode()).hexdigest()[:16],
+        "piece_bytes": PIECE_BYTES,
+        "sources": [[name, path.stat().st_size] for name, path in zip(names, files, strict=True)],
+    }
+
+
+def _equal(store: Store, spec: Mapping[str, Any]) -> Store:
+    """Raises DataError where the store was made otherwise."""
+    for key, value in spec.items():
+        if store.spec.get(key) != value:
+            raise DataError(
+                f"data {store.folder}: holds a store of other {key}; name another folder, or delete this one"
+            )
+    return store
+
+
+def _journal(folder: Path) -> BinaryIO:
+    """The journal, locked."""
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(_PIECES)}
+    others = sorted(there - set(_OURS))
+    if others:
+        raise DataError(f"data {folder}: holds other files, such as {others[0]}; name a new folder for the store")
+    journal = (folder / JOURNAL).open("a+b")
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        journal.close()
+        raise DataError(f"data {folder}: another process is building this store") from None
+    return journal
+
+
+def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequence[int]) -> list[Part]:
+    """The pieces that are done, of which each file then holds exactly the bytes.
+
+    Raises:
+        DataError: they are of other sources or settings, or damaged.
+    """
+    header = json.dumps({**spec, "times": list(times)}).encode() + b"\n"
+    journal.seek(0)
+    lines = [line for line in journal.readlines() if line.endswith(b"\n")]
+    if lines and lines[0] != header:
+        raise DataError(
+            f"data {folder}: holds an unfinished store of other sources or settings; name another folder, or delete this one"
+        )
+    parts = [Part(int(d), int(t), s) for d, t, s in (line.decode().split() for line in lines[1:])]
+    if not lines:
+        lines = [header]
+        journal.truncate(0)
+        journal.write(header)
+        journal.flush()
+    journal.truncate(sum(map(len, lines)))
+    for left in folder.glob(f"{_PIECES}*"):
+        shutil.rmtree(left)
+    store = Store(folder, spec, tuple(parts))
+    for name, (dtype, count) in store.arrays().items():
+        with (folder / name).open("ab") as file:
+            file.truncate(dtype.itemsize * count if parts else 0)
+    if parts:
+        store.check(whole=True)
+    else:
+        (folder / EDGES).write_bytes(bytes(8))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A piece in ``file``: its ids, then its answers. ``lengths``: of its documents."""
+
+    part: Part
+    lengths: npt.NDArray[np.int64]
+    problems: tuple[str, ...]
+    file: Path
+
+
+def _encode(encoder: Encoder, piece: Piece, file: Path) -> _Done:
+    encoded = encoder.encode(piece)
+    with file.open("wb") as output:
+        for array in (encoded.ids, encoded.answers):
+            if array is not None:
+                output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+    part = Part(len(encoded.lengths), len(encoded.ids), digest(encoded.ids, encoded.lengths, encoded.answers))
+    return _Done(part, encoded.lengths, encoded.problems, file)
+
+
+def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: BinaryIO) -> None:
+    """Write a piece behind the ``tokens`` that there are."""
+    edges = (tokens + np.cumsum(done.lengths)).astype("<i8")
+    outputs[EDGES].write(edges.data)
+    at, size = 0, done.file.stat().st_size
+    answers = done.part.tokens if ANSWERS in outputs else 0
+    with done.file.open("rb") as file:
+        for name, stop in ((IDS, size - answers), (ANSWERS, size)):
+            while at < stop:
+                at += os.sendfile(outputs[name].fileno(), file.fileno(), at, stop - at)
+    done.file.unlink()
+    outputs[EDGES].flush()
+    journal.write(f"{done.part.documents} {done.part.tokens} {done.part.sha256}\n".encode())
+    journal.flush()
+
+
+class _Encoding:
+    """Pieces encoded by processes, or by this one."""
+
+    def __init__(self, encoder: Encoder, workers: int, folder: Path) -> None:
+        self._encoder, self._workers, self._folder = encoder, workers, folder
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Encoding:
+        if self._workers > 1:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._encoder,))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def each(self, found: Iterable[Piece]) -> Iterator[_Done]:
+        """In the order of the pieces."""
+        numbered = ((piece, self._folder / str(k)) for k, piece in enumerate(found))
+        if self._pool is None:
+            yield from (_encode(self._encoder, *each) for each in numbered)
+            return
+        waiting: deque[Future[_Done]] = deque()
+        try:
+            for piece, file in numbered:
+                waiting.append(self._pool.submit(_encode_here, piece, file))
+                if len(waiting) > _AHEAD * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that tokenised was killed, for want of memory perhaps; the same command goes on, and --workers "
+                "says how many there are"
+            ) from None
+
+
+_encoder: Encoder
+
+
+def _begin(encoder: Encoder) -> None:
+    """In a process of the pool: end with the one that started it, and leave Ctrl-C to that."""
+    global _encoder
+    _encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _encode_here(piece: Piece, file: Path) -> _Done:
+    return _encode(_encoder, piece, file)

@@ -1,0 +1,211 @@
+"""Where a run starts: at step 0 with fresh parameters, or at a checkpoint that this config may go on from.
+
+A run may go on over another number of ranks, schedule, chunk count or batch size. The model and the data must be the
+same: another model in the same directory is refused, with the settings that differ. Whether it is another is decided by what
+it computes: every save keeps a digest of the traced model, so nothing that a checkpoint names is imported. Other settings may
+change, and are named where they change what is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpipe.errors import CheckpointError, DataError
+from jaxpipe.runtime.processes import Processes
+from jaxpipe.schedule import Schedule
+from jaxpipe.schedule.passes.backwards import fused_stages
+from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.plan import Cut
+from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
+from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.stored import load_state, model_digest, placed_layers, same_program, undamaged
+from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.data import DataState, Stream
+from jaxpipe.train.imported import initial_params
+from jaxpipe.train.setup import Prepared, optimizer_of
+
+Note = Callable[[str], None]
+
+_WHERE = ("pipeline.", "offload.", "replan.", "data.")
+"""Settings of where a run computes; those of the data are compared by the data's fingerprint."""
+_HOW_OFTEN = (
+    "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
+    "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
+    "run.max_skipped", "run.watchdog_s", "run.compile_cache", "run.trackers", "run.profile_steps",
+    "run.transport",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``resumed``: they are
+    of the run's own checkpoint. ``first_loss``: of the run's first step, if it is known. ``fused``: the stages that run BW, if
+    that was chosen before for the same stages."""
+
+    step: int
+    batches: Stream
+    params: Mapping[str, Params] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    first_loss: float | None = None
+    fused: tuple[int, ...] | None = None
+    resumed: bool = False
+
+
+def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
+    """The checkpoint to go on from (of a step below ``before``), None to start anew. ``note`` gets a warning for each damaged
+    one passed over.
+
+    Raises:
+        CheckpointError: what ``run.resume`` asks for can't be had, or a newer checkpoint can't be read now.
+    """
+    if config.run.resume == "never":
+        if store.steps():
+            raise CheckpointError(
+                f"{store.directory} holds checkpoints up to step {store.latest()}, and run.resume=never would overwrite them; "
+                "choose another run.out_dir, or delete that folder"
+            )
+        return None
+    intact = store.latest_intact(before)
+    if intact.step is not None:
+        for warning in intact.warnings:
+            note(f"warning: {warning}")
+        return read_manifest(store.path(intact.step))
+    if intact.warnings:
+        raise CheckpointError(
+            f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)}); choose another run.out_dir"
+        )
+    if config.run.resume == "must":
+        raise CheckpointError(f"{store.directory}: no checkpoint to resume from; run.resume=auto starts anew")
+    return None
+
+
+def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore, note: Note) -> Start:
+    """Read what the run starts from. Nothing is compiled, and nothing changes on disk. ``note`` is told what is other than in
+    the run so far, and of a checkpoint that is passed over for an older one because its arrays are damaged.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or was not written by jaxpipe train.
+        DataError: it is of other data, or the data are too small.
+    """
+    if origin is None:
+        params = None
+        if prepared.config.run.init_from:
+            params = initial_params(prepared.config, prepared.model, _own_layers(prepared, store.processes))
+            note(f"begins with the parameters in {prepared.config.run.init_from}")
+        return Start(0, _batches(prepared, None), params)
+
+    def older(step: int) -> int | None:
+        found = choose(prepared.config, store, note, before=step)
+        return None if found is None else found.step
+
+    def read(step: int) -> Start:
+        return _resumed(prepared, read_manifest(store.path(step)), store, note)
+
+    return undamaged(origin.step, read, older, lambda line: note(f"warning: {line}"))
+
+
+def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:
+    folder = store.path(origin.step)
+    meta = origin.meta
+    imported = origin.step == 0 and "imported" in meta  # of no data yet, and without an optimizer's state
+    if not all(isinstance(meta.get(part), dict) for part in ("config", *(["data"] if not imported else []))):
+        raise CheckpointError(f"{folder} was not written by jaxpipe train; choose another run.out_dir")
+    remarks = _compare(prepared, origin)
+    try:
+        state = None if imported else DataState.from_dict(meta["data"])
+    except DataError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    if state is not None and state.step != origin.step:
+        raise CheckpointError(f"{folder}: its data state is of step {state.step}; choose another run.out_dir")
+    batches = _batches(prepared, state)
+    mine = _own_layers(prepared, store.processes)
+    optimizer = None if imported else optimizer_of(prepared.config, prepared.model.stored)
+    loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
+    for remark in remarks:
+        note(remark)
+    first = meta.get("first_loss")
+    first = first if isinstance(first, float) else None
+    state_of_optimizer = None if imported else loaded.optimizer
+    fused = None if imported else _fused(meta, prepared.plan.cut)
+    return Start(origin.step, batches, loaded.params, state_of_optimizer, first, fused, resumed=True)
+
+
+def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
+    """The layers whose parameters are placed in this process; None for all."""
+    if processes.number == 1:
+        return None
+    placement, cut = prepared.schedule.placement, prepared.plan.cut
+    ranks = processes.ranks(prepared.schedule.num_ranks)[processes.mine]
+    stages = [cut[stage] for rank in ranks for stage in placement.stages_of(rank)]
+    return placed_layers(layer for start, stop in stages for layer in prepared.model.layers[start:stop])
+
+
+def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:
+    """What a checkpoint keeps of how backwards run: the stages, and which of them have a BW."""
+    return {"cut": [list(stage) for stage in cut], "fused": list(fused_stages(schedule))}
+
+
+def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
+    """The stages that ran BW, out of :func:`backwards_of`; every one in a checkpoint from before it was kept."""
+    match meta.get("backwards"):
+        case None:
+            return tuple(range(len(cut)))
+        case {"cut": list(then), "fused": list(fused)} if then == [list(stage) for stage in cut]:
+            return tuple(stage for stage in range(len(cut)) if stage in fused)
+        case _:
+            return None
+
+
+def _batches(prepared: Prepared, state: DataState | None) -> Stream:
+    config = prepared.config
+    return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
+
+
+def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
+    """Refuse a checkpoint whose model computes something else, even where shapes agree (another number of heads, say). What has
+    changed otherwise, a line for each kind."""
+    then, unknown = known_settings(origin.meta["config"])
+    changes = _changes(then, prepared.config)
+    kept = origin.meta.get("tokenizer")
+    if isinstance(kept, dict) and kept.get("fingerprint") == prepared.dataset.tokenizer.fingerprint:
+        changes.pop("data.tokenizer", None)  # the same one under another path
+    model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
+    known = same_program(origin.meta, model_digest(prepared.model))
+    same = not model if known is None else known
+    if not same and model:
+        listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())
+        raise CheckpointError(
+            f"run.out_dir={prepared.config.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {listed}; "
+            "restore it, or choose another run.out_dir"
+        )
+    target, step = prepared.config.model.target, origin.step
+    named = [
+        f"{key} {old:.60} → {new}"
+        for key, (old, new) in changes.items()
+        if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
+    ]
+    remarks = {
+        f"warning: {target} computes something else than when step {step} was saved": not same,
+        f"resuming with changes: {', '.join(named)}": bool(named),
+        f"settings of step {step} that this version does not know are ignored: {', '.join(unknown)}": bool(unknown),
+    }
+    return [remark for remark, applies in remarks.items() if applies]
+
+
+def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:
+    """Settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
+    default = _leaves(TrainConfig().to_dict())
+    old, new = default | _leaves(then), default | _leaves(now.to_dict())
+    pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
+    return {key: (str(a), str(b)) for key, (a, b) in pairs.items() if a != b}
+
+
+def _leaves(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings by dotted key, options of the model one by one."""
+    leaves = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    options = leaves.pop("model.options", None)
+    if not isinstance(options, Mapping):
+        return leaves
+    return leaves | {f"model.options.{key}": value for key, value in options.items()}

@@ -1,0 +1,213 @@
+"""The scalars of a step: what the ranks know each becomes one loss, norm and factor, and whether all is finite.
+
+Rank 0 makes them, as ever by the same functions of the same numbers, so that their bits do not depend on how ranks are divided
+between processes. Nothing here waits for a device, nor for another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpipe.mesh import replicated, spec_of
+from jaxpipe.runtime.assembly import Reported
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.train.update.reduction import SHRUNK
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """Device scalars: mean loss, norm of the mean gradient, ``scale``: the factors (first one, then the other) of the summed
+    gradient, whether the step is finite (``ok``), the sum of weights; ``reported``: metrics by name. ``stop``,
+    ``switch``: whether any process wants to stop, or to go on with another schedule."""
+
+    loss: jax.Array
+    norm: jax.Array
+    scale: jax.Array
+    ok: jax.Array
+    weight: jax.Array
+    reported: Mapping[str, jax.Array]
+    stop: jax.Array | bool = False
+    switch: jax.Array | bool = False
+
+
+jax.tree_util.register_dataclass(Combined)
+
+
+class Scalars:
+    """Of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives."""
+
+    def __init__(self, pipeline: Pipeline, squares: Mapping[int, jax.ShapeDtypeStruct], clip_norm: float) -> None:
+        self._owned, self._homes = pipeline.ownership, [replicated(mesh) for mesh in pipeline.submeshes]
+        self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
+        self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
+        self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
+        self._guess = jax.jit(_guess, static_argnums=2)
+        self._agree = jax.jit(_agree)
+        self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
+        self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
+        lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
+        ranks = {r for s in lossy for r in pipeline.instances[s]}
+        self._several = sum(len(pipeline.instances[s]) for s in lossy) > 1  # each has some of the losses
+        self._apart = len({self._owned.process_of[r] for r in ranks}) > 1  # rank 0 gets them all and adds them up
+        self._loss_rank = 0 if self._apart else min(ranks)
+        if not self._owned.divided:
+            return
+        self._squares = squares
+        forward = {s: pipeline.stages[s].functions["F"] for s in lossy}
+        made_there = {s: list(zip(f.outputs, f.avals_out, strict=True)) for s, f in forward.items()}
+        self._ports = {(s, port.index): a for s, of in made_there.items() for port, a in of if port.kind == "loss"}
+        results = [(value, p.rank) for p in pipeline.programs for value, _ in p.results if value.kind == "loss"]
+        self._losses = sorted((v.microbatch, v.stage, v.index, rank) for v, rank in results)
+        ports = [jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in sorted(self._ports.items())]
+        self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
+        loss_sum, weight, reported = self._sums
+        made: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
+        self._combined = _with(made, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
+
+    def combine(
+        self,
+        squares: Mapping[int, jax.Array],
+        losses: Sequence[tuple[jax.Array, ...]],
+        stop: bool = False,
+        switch: bool = False,
+    ) -> Combined:
+        """Of the ``squares`` and ``losses`` that are here, and whether this process wants to ``stop`` or ``switch``; on rank 0,
+        or on the first rank of this process."""
+        first = self._homes[0]
+        made: Any
+        combined: Any = None
+        if not self._owned.divided:
+            loss_sum, weight, reported = self._summed(losses)
+            made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
+            return _with(made, weight, reported, [stop, switch])
+        sums: Any = ()
+        if self._apart:
+            losses = self._all_losses(losses)
+        if self._loss_rank in self._owned.ranks:
+            home = self._homes[self._loss_rank]
+            sums = self._sum_losses(jax.device_put(losses, home) if self._several else losses)
+        here = self._owned.ranks[0]
+        found = [
+            self._to_first([squares[s]] if s in squares else [], r, [self._squares[s]])
+            for s, r in self._primary.items()
+        ]
+        sums = self._to_first(jax.tree.leaves(sums), self._loss_rank, jax.tree.leaves(self._sums))
+        flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[here])
+        wanted = [self._combined.stop, self._combined.switch]
+        asked = [self._to_first(flags if k == here else [], k, wanted) for k in self._leaders]
+        if self._owned.first:
+            loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
+            made = self._combine([square for one in found for square in one], loss_sum, weight)
+            combined = _with(made, weight, reported, self._any(asked))
+        everywhere: Combined = self._from_first(combined, self._combined)
+        return everywhere
+
+    def guess(self, losses: Sequence[tuple[jax.Array, ...]], found: Combined) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
+        are; and, on rank 0, whether ``found`` has the same. Not for several processes."""
+        loss_sum, weight, _ = self._summed(losses)
+        scale, loss = self._guess(loss_sum, weight, found.scale.dtype)
+        there = jax.device_put((scale, loss), self._homes[0])
+        return scale, loss, self._agree(found.ok, (found.scale, found.loss), there)
+
+    def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> Any:
+        return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
+
+    def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
+        """Whether all of the scalars, by stage, are true."""
+        first = self._homes[0]
+        if not self._owned.divided:
+            whole: jax.Array = self._all(jax.device_put(list(flags.values()), first))
+            return whole
+        flag = self._combined.ok
+        every = [self._to_first([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
+        found = self._all([x for one in every for x in one]) if self._owned.first else None
+        answer: jax.Array = self._from_first(found, flag)
+        return answer
+
+    @property
+    def _leaders(self) -> list[int]:
+        """The first rank of each process."""
+        return [self._owned.process_of.index(k) for k in range(self._owned.processes.number)]
+
+    def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+        """Of all microbatches, in their order, on rank 0; ``losses``: of those that are here, in theirs."""
+        here = [at for at in self._losses if at[-1] in self._owned.ranks]
+        given = dict(zip(here, (x for ports in losses for x in ports), strict=True))
+        found: dict[tuple[int, ...], jax.Array] = {}
+        for rank in sorted({rank for *_, rank in self._losses}):
+            these = [at for at in self._losses if at[-1] == rank]
+            ports = [self._ports[stage, index] for _, stage, index, _ in these]
+            avals = [_at(a, NamedSharding(self._homes[0].mesh, spec_of(a))) for a in ports]
+            moved = self._owned.move([given[at] for at in these if at in given], rank, 0, avals)
+            found |= zip(these, moved, strict=False)
+        return [tuple(found[at] for at in of) for _, of in groupby(sorted(found), key=itemgetter(0))]
+
+    def _to_first(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
+        return self._owned.move(arrays, src, 0, [_at(a, self._homes[0]) for a in avals])
+
+    def _from_first(self, tree: Any, avals: Any) -> Any:
+        """``tree`` of rank 0, as ``avals`` say, on the first rank of this process."""
+        shapes, structure = jax.tree.flatten(avals)
+        here = self._owned.ranks[0]
+        found: Sequence[Any] = jax.tree.leaves(tree)
+        for rank in self._leaders[1:]:
+            got = self._owned.move(jax.tree.leaves(tree), 0, rank, [_at(a, self._homes[rank]) for a in shapes])
+            found = got if rank == here else found
+        return jax.tree.unflatten(structure, found)
+
+
+def _with(made: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
+    loss, norm, scale, ok = made
+    return Combined(loss, norm, scale, ok, weight, reported, *flags)
+
+
+def _at(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
+
+
+def _sum_losses(
+    losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
+    sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
+    means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
+    return *reported.loss(sums), means
+
+
+def _guess(loss_sum: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Factors of a gradient that is not clipped, and the mean loss."""
+    total = jnp.where(weight > 0, weight, 1.0)
+    one = jnp.ones((), dtype)
+    return jnp.stack([one, one / total]).astype(dtype), loss_sum / total
+
+
+def _agree(ok: jax.Array, found: tuple[jax.Array, ...], guess: tuple[jax.Array, ...]) -> jax.Array:
+    return ok & jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(found, guess, strict=True)]))
+
+
+def _combine(
+    squares: Sequence[jax.Array], loss_sum: jax.Array, weight: jax.Array, *, clip_norm: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Mean loss, norm of the mean gradient, the factors (first one, then the other) of the summed gradient, and whether the
+    step is finite. Of a gradient whose squares overflow, norm and factors come from :data:`SHRUNK` ones."""
+    total = jnp.where(weight > 0, weight, 1.0)
+    plain, shrunk = jnp.sqrt(sum(squares, start=jnp.zeros(2, squares[0].dtype)))
+    large = jnp.isinf(plain)
+    norm = jnp.where(large, shrunk / total / SHRUNK, plain / total)
+    shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm > 0 else jnp.ones_like(norm)
+    twice = large & (shrink < 1)
+    first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
+    normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero
+    ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
+    return loss_sum / total, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok

@@ -156,6 +156,20 @@ def test_the_same_twice() -> None:
     assert one.schedule == two.schedule and one.lower_bound == two.lower_bound
 
 
+def test_a_start_may_have_more_chunks_than_are_tried_and_sizes_must_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = next(graph_starts(task_of("nnshape", 6, 2)))[0]
+    chunks = explicit(3, [0, 1, 2] * 6)
+    many = next(graph_starts(SolveTask(chunks, 2, CostProfile.on(chunks))))[0]
+    for name, schedule in (("six", start), ("many", many)):
+        write_schedule(schedule, tmp_path / f"{name}.sched")
+    flags = ["--no-cache", "--time-limit", "0.5"]
+    assert main(["solve", "--start", str(tmp_path / "many.sched"), *flags]) == 0
+    assert main(["solve", "--start", str(tmp_path / "six.sched"), "--ranks", "4", *flags]) == 2
+    assert "--ranks 4 contradicts " in capsys.readouterr().err
+
+
 def test_the_verb_starts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = task_of("kshape", 4, 4)
     start = split_backwards(next(graph_starts(task))[0])

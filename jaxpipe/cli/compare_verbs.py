@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
-    DEFAULT_SIZES,
     FREE_CHUNKS,
     CostChoice,
     add_chunk_limit_flags,
@@ -21,12 +20,12 @@ from jaxpipe.cli.cost_flags import (
     add_objective_flag,
     add_pass_flags,
     add_size_flags,
-    check_agreement,
     check_limit,
     check_size,
     chosen_costs,
     chunks_are_free,
     most_chunks,
+    set_sizes,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.registry import Command
@@ -74,10 +73,7 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
     if twice is not None:
         raise ConfigError(f"{twice!r} is given twice")
     schedules = {path: load_schedule(path) for path in arguments.files}
-    check_agreement(arguments, schedules, DEFAULT_SIZES)
-    for flag, default in DEFAULT_SIZES.items():
-        known = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
-        setattr(arguments, flag, known[0] or default)
+    set_sizes(arguments, schedules)
     return schedules
 
 

@@ -261,6 +261,18 @@ def check_agreement(arguments: argparse.Namespace, schedules: Mapping[str, Sched
                 raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {size} {flag}")
 
 
+def set_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
+    """``--ranks`` and ``--microbatches`` as the schedules, keyed by file, have them; without any as given, or the defaults.
+
+    Raises:
+        ConfigError: as :func:`check_agreement`.
+    """
+    check_agreement(arguments, schedules, DEFAULT_SIZES)
+    for flag, default in DEFAULT_SIZES.items():
+        known = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
+        setattr(arguments, flag, known[0] or default)
+
+
 def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:
     """Refuse a schedule that offloads where nothing says how long that takes. ``--offload-time 0`` says it.
 

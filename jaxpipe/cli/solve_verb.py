@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
-    DEFAULT_SIZES,
     FREE_CHUNKS,
     MOST_MICROBATCHES,
     CostChoice,
@@ -21,6 +20,7 @@ from jaxpipe.cli.cost_flags import (
     chosen_costs,
     chunks_are_free,
     most_chunks,
+    set_sizes,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import add_value, amount, whole_number
@@ -45,6 +45,7 @@ _FREE_CHUNKS = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser)
+    parser.set_defaults(ranks=None, microbatches=None)
     add_chunk_limit_flags(parser)
     parser.add_argument(
         "--placement",
@@ -86,11 +87,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
-    starts = [load_schedule(arguments.start)] if arguments.start else []
-    tasks = _tasks(arguments, costs, starts)
+    files = [arguments.start] if arguments.start is not None else []
+    starts = {path: load_schedule(path) for path in files}
+    set_sizes(arguments, starts)
+    tasks = _tasks(arguments, costs, _started(arguments, starts.values()) or _placements(arguments, costs))
     options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
     use_cache = not (arguments.no_cache or arguments.reproducible)
-    solution = solve_cached(tasks, options, _progress, starts=starts, use_cache=use_cache, notice=notice)
+    solution = solve_cached(tasks, options, _progress, starts=[*starts.values()], use_cache=use_cache, notice=notice)
     for failure in solution.failures:
         notice(f"part of the search failed: {failure}")
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
@@ -167,25 +170,23 @@ def _facts(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _tasks(arguments: argparse.Namespace, costs: CostChoice, starts: Sequence[Schedule]) -> list[SolveTask]:
+def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Sequence[Placement]:
+    """The placements of the schedules to start from.
+
+    Raises:
+        ConfigError: there is one, and a flag asks for placements, too.
+    """
+    placements = [start.placement for start in starts]
+    said = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
+    if placements and said != (None, "auto", None, None):
+        raise ConfigError("--start brings its placement: drop --placement, --chunks, --layers and --max-chunks")
+    return placements
+
+
+def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequence[Placement]) -> list[SolveTask]:
     from jaxpipe.schedule.solve import SolveTask
 
     tasks = []
-    for start in starts:
-        said = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
-        if said != (None, "auto", None, None):
-            raise ConfigError("--start brings its placement: drop --placement, --chunks, --layers and --max-chunks")
-        for name, size in (("ranks", start.num_ranks), ("microbatches", start.num_microbatches)):
-            if getattr(arguments, name) not in (size, DEFAULT_SIZES[name]):
-                raise ConfigError(
-                    f"--{name} {getattr(arguments, name)} contradicts {arguments.start}, which has {size}"
-                )
-            setattr(arguments, name, size)
-    most = most_chunks(arguments, costs)
-    asked = [x.placement for x in starts] or _placements(arguments, costs)
-    placements = [x for x in asked if x.num_chunks <= (most or x.num_chunks)]
-    if not placements:
-        raise ConfigError(f"no placement asked for has {most} chunk(s) per rank, which --layers or --max-chunks allows")
     for placement in placements:
         check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
         actions = 3 * placement.num_stages * arguments.microbatches
@@ -203,6 +204,19 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice, starts: Sequence[Sc
 
 
 def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
+    """The placements asked for that have no more chunks than allowed.
+
+    Raises:
+        ConfigError: there are none, or as :func:`_asked`.
+    """
+    most = most_chunks(arguments, costs)
+    placements = [x for x in _asked(arguments, costs) if x.num_chunks <= (most or x.num_chunks)]
+    if not placements:
+        raise ConfigError(f"no placement asked for has {most} chunk(s) per rank, which --layers or --max-chunks allows")
+    return placements
+
+
+def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
     """The placements asked for; with ``auto`` those that suit the chunks, or the stages of a cost profile.
 
     Raises:

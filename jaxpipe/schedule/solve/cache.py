@@ -93,10 +93,7 @@ class CacheEntry:
 
     def proves(self, task: SolveTask) -> bool:
         """Whether the bound is for ``task``: every number is equal, under this version of jaxpipe."""
-        mine, theirs = self.task, task
-        named = replace(mine, placement=replace(mine.placement, kind=""), costs=replace(mine.costs, source=""))
-        other = replace(theirs, placement=replace(theirs.placement, kind=""), costs=replace(theirs.costs, source=""))
-        return self.jaxpipe == __version__ and named == other
+        return self.jaxpipe == __version__ and _unnamed(self.task) == _unnamed(task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +206,6 @@ class ScheduleCache:
             read = self._read(path) if path != own else None
             if read is None or (read[0].offloaded and not task.offload):
                 continue
-            if problem_stem(read[0].task) != stem:
-                self.tell(f"ignored {path}", "it is for another placement than its name says")
-                continue
             too_high = any(not at_most(a, x) for a, x in zip(read[0].peaks, limits, strict=True))
             ranked.append((too_high, crude.distance(CrudeProblem.of(read[0].task)), path.name, (path, *read)))
         yield from (found for *_, found in sorted(ranked, key=lambda x: x[:3]))
@@ -221,8 +215,6 @@ class ScheduleCache:
     ) -> CacheHit | None:
         """What an entry is worth for ``task``; None if it is not valid (with a notice) or does not keep the limits."""
         try:
-            if problem_stem(entry.task) != problem_stem(task):
-                raise ScheduleError("it is for another placement than its name says")
             schedule = replace(_schedule(text), placement=task.placement)  # which may go by another name
             check_schedule(schedule)
             timeline = simulate(schedule, task.costs)
@@ -265,7 +257,10 @@ class ScheduleCache:
                 raise ScheduleParseError("not a file")
             if about.st_size > MAX_ENTRY_BYTES:
                 raise ScheduleParseError(f"{about.st_size} bytes are too many for a cached schedule")
-            return _parse(path.read_bytes())
+            read = _parse(path.read_bytes())
+            if not path.name.startswith(problem_stem(read[0].task)):
+                raise ScheduleParseError("it is for another placement than its name says")
+            return read
         except FileNotFoundError:  # never stored, or removed by another process meanwhile
             return None
         except (OSError, ScheduleError) as error:
@@ -313,6 +308,11 @@ def default_folder() -> Path:
     """``$JAXPIPE_CACHE_DIR``, else ``schedules`` in the folder of :func:`~jaxpipe.files.user_cache`."""
     given = os.environ.get(VARIABLE)
     return Path(given) if given else user_cache() / "schedules"
+
+
+def _unnamed(task: SolveTask) -> SolveTask:
+    """The task without the names that its placement and costs go by."""
+    return replace(task, placement=replace(task.placement, kind=""), costs=replace(task.costs, source=""))
 
 
 def _merit(value: float, peaks: Sequence[float], offloaded: int) -> tuple[float, float, int]:

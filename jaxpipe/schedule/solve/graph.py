@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -151,12 +151,6 @@ class Slots:
             tuple((a.op, a.stage, a.microbatch % flows, r) for a, r in zip(actions, graph.rank_of, strict=True)),
             ticks.step_s,
             ticks.exact,
-        )
-
-    def rows(self, num_ranks: int, order: Callable[[int], Any]) -> Rows:
-        """All slots by rank, in the order of a key."""
-        return tuple(
-            tuple(sorted((n for n, r in enumerate(self.rank) if r == rank), key=order)) for rank in range(num_ranks)
         )
 
     def starts(self, rows: Rows) -> list[int] | None:

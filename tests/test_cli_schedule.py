@@ -542,6 +542,7 @@ def test_missing_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "'no.sched' does not exist" in fails(*verb, "no.sched")
+    assert "'jaxpipe schedule zb-h1 -o zb-h1.sched' makes a file" in fails(*verb, "zb-h1")
 
 
 @pytest.mark.parametrize(("flag", "value"), [("ranks", 3), ("microbatches", 3), ("chunks", 2)])

@@ -32,6 +32,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
     with_shared,
+    with_vocabulary,
 )
 from jaxpipe.schedule.bounds import rank_lower_bounds
 from jaxpipe.schedule.problem import B, F, Problem, W
@@ -66,6 +67,7 @@ def test_no_random_schedule_is_below(schedule: Schedule, data: st.DataObject) ->
         bidirectional(2),
         explicit(3, [0, 1, 2], [(0, 2), (1, 2)]),
         with_shared(one_to_one(2), [1]),
+        with_vocabulary(one_to_one(2), barriers=1),
     ],
     ids=lambda p: p.kind,
 )
@@ -126,6 +128,15 @@ def test_no_schedule_of_a_bidirectional_pipeline_is_charged_for_an_unused_flow()
     placement = bidirectional(3)
     costs = CostProfile.uniform(3)
     assert lower_bound(placement, 1, costs) == lower_bound(one_to_one(3), 1, costs)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_parts_of_a_head_bound_after_the_way_to_the_last_layer(barriers: int) -> None:
+    """The last rank's work, but for its part of the embedding, once a microbatch has come there; with whole backwards the
+    optimum is 7 (6 + 1 + 2) + 4 · 6 = 87."""
+    placement = with_vocabulary(one_to_one(5), barriers=barriers)
+    costs = CostProfile.on(placement, f=2, b=2, w=2, head=(1, 2))
+    assert lower_bound(placement, 7, costs) == 4 * 2 + 7 * (6 + 1 + 2)
 
 
 def test_the_slowest_stage_bounds() -> None:

@@ -117,11 +117,27 @@ def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:
         return
     head = min(v.flow.head[v.stage] for v in visits)
     tail = min(v.flow.tail[v.stage] for v in visits)
-    back = min(v.flow.back_start[v.stage] for v in visits)
     yield head + confined.own
     yield head + confined.through + tail
-    yield back + sum(v.count * v.flow.backward[v.stage] for v in visits)
-    yield back + sum(v.count * v.flow.passed[v.stage] for v in visits) + tail
+    yield _released_and_due(visits)
+
+
+def _released_and_due(visits: list[Visit]) -> float:
+    """The longest of: a time, all work of this rank that can't start before it and must have an equal time behind its end, and
+    that time behind it. Of a backward only the way to the cotangent has anything behind it."""
+    work = [(v.flow.head[v.stage], v.count * v.flow.forward[v.stage], v.flow.after_forward(v.stage)) for v in visits]
+    for v in visits:
+        start, back, passed = v.flow.back_start[v.stage], v.flow.backward[v.stage], v.flow.passed[v.stage]
+        work += [(start, v.count * passed, v.flow.tail[v.stage]), (start, v.count * (back - passed), 0.0)]
+    work.sort(reverse=True)
+    longest = 0.0
+    for due in {tail for _, _, tail in work}:
+        spent = 0.0
+        for head, seconds, tail in work:
+            if tail >= due:
+                spent += seconds
+                longest = max(longest, head + spent + due)
+    return longest
 
 
 def _limits(placement: Placement, limit: Limit) -> list[float] | None:

@@ -124,6 +124,10 @@ class Flow:
         """Seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
 
+    def after_forward(self, s: int) -> float:
+        """Seconds that must follow the end of a forward."""
+        return self.round_trip[s] - self.forward[s] + self.passed[s] + self.tail[s]
+
     def way_back(self) -> list[float]:
         """Per stage of a chain: seconds from the end of its B to the end of the same microbatch's B of stage 0."""
         way = [0.0]
@@ -138,7 +142,7 @@ class Flow:
         for a, b in self.placement.edges:
             for pair in self._routes(a, b):
                 seconds = self.costs.transfer_s(*pair, a) / span[a]
-                rest = self.round_trip[b] + self.passed[b] + self.tail[b]
+                rest = self.forward[b] + self.after_forward(b)
                 known = down.get((pair, a))
                 rest = rest if known is None else min(rest, known.rest)
                 down[pair, a] = _Traffic(self.head[a] + self.forward[a], seconds, rest)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1106, 16),
-    "cli": (22, 2501, 6),
+    "cli": (22, 2504, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
@@ -31,7 +31,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "runtime": (18, 2441, 28),
     "schedule": (25, 2941, 27),
     "schedule/blocks": (5, 237, 1),
-    "schedule/bounds": (6, 595, 6),
+    "schedule/bounds": (6, 609, 6),
     "schedule/families": (21, 1812, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
@@ -39,7 +39,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (47, 6086, 58),
     "train": (72, 9030, 103),
 }
-MOST_OF_SCHEDULE = 7535
+MOST_OF_SCHEDULE = 7549
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -2,7 +2,8 @@
 
 Source: FlexPipe (`flexpipe.txt`) section 6 and 7.1: a grid over (pp, dp, microbatch size) in powers of two, placements and
 traversal priorities, intervals of p for circular placements only, units of 1, forwards first only if asked for. Beyond it:
-tensor and context parallelism, recomputation, the schedule families, and limits on microbatches in flight.
+tensor and context parallelism, recomputation, the schedule families, and limits on microbatches in flight. Vocabulary layers
+that are spread as Yeung et al. do (:mod:`~jaxpipe.schedule.families.vocabulary`) go with few families, :data:`SPREAD`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ RECOMPUTE = ("none", "cheap", "full")
 VOCABULARY = ("ends", "spread", "spread-2", "joint")
 CHUNKS = (2,)
 """Chunks a rank of families and placements that take any number of them."""
+SPREAD = frozenset(("1f1b", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "v-half", "v-zb", "dualpipe-v"))
+"""Families tried under spread vocabulary layers; others, and traversal rules, only if asked for."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
 MOST_PAIRS = 256
@@ -89,7 +92,7 @@ class Space:
         found["pipeline.vocabulary"] = VOCABULARY
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
-        of_orders = {key for order in orders(2, 2) for key in order.settings}
+        of_orders = {key for order in _orders(2, True, "ends") for key in order.settings}
         for key, texts in narrowed.items():
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}
@@ -122,9 +125,15 @@ class Space:
     def orders(self, layout: Settings) -> tuple[Order, ...]:
         """The orders of a layout. One rank runs everything in one."""
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
-        every = orders(ranks, microbatches) if ranks > 1 else (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
-        kept = (o for o in every if all(shown(o.settings.get(k)) in texts for k, texts in self.only.items()))
-        return tuple(made for o in kept if (made := _with_vocabulary(o, layout["pipeline.vocabulary"])) is not None)
+        every = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
+        return tuple(o for o in every if self._asked(o, layout))
+
+    def _asked(self, order: Order, layout: Settings) -> bool:
+        """Whether the order is among those to try."""
+        if any(shown(order.settings.get(key)) not in texts for key, texts in self.only.items()):
+            return False
+        spread = layout["pipeline.vocabulary"] != "ends" and "pipeline.schedule" not in self.only
+        return not spread or order.settings["pipeline.schedule"] in SPREAD
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.
@@ -132,12 +141,15 @@ class Space:
         Raises:
             ConfigError: they contradict each other or the config.
         """
-        return self.base.override(overrides(settings))
-
-
-def overrides(settings: Settings) -> list[str]:
-    """As ``section.key=value``."""
-    return [f"{key}={shown(value)}" for key, value in settings.items()]
+        sections: dict[str, dict[str, Any]] = {"pipeline": {}, "traverse": {}}
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            sections[section][name] = value
+        return replace(
+            self.base,
+            pipeline=replace(self.base.pipeline, **sections["pipeline"]),
+            traverse=TraverseConfig(**sections["traverse"]),
+        )
 
 
 def shown(value: Any) -> str:
@@ -145,14 +157,13 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def orders(ranks: int, microbatches: int) -> tuple[Order, ...]:
-    """Families, the cheap ones first, and then the grid of traversal rules."""
-    return _orders(ranks, ranks * microbatches <= MOST_PAIRS)
-
-
 @lru_cache(maxsize=64)
-def _orders(ranks: int, small: bool) -> tuple[Order, ...]:
-    return (*_families(ranks, small), *_traversals(ranks))
+def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
+    """Families, the cheap ones first, and then the grid of traversal rules."""
+    if ranks == 1:
+        return (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
+    every = (*_families(ranks, small), *_traversals(ranks))
+    return tuple(made for order in every if (made := _with_vocabulary(order, vocabulary)) is not None)
 
 
 def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:

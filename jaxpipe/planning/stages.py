@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -124,13 +124,15 @@ class Workbench:
     cache: BuildCache = field(default_factory=BuildCache)
     sizes: tuple[int, int] | None = None
     seconds_of: Stopwatch | None = None
+    _stored: Workbench | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
     _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
+    _steps: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
     def over(self, pipe: PipelineConfig) -> Workbench:
         """For the model with its vocabulary layers where ``pipe`` has them; what is known already is shared."""
         model = spread_over(pipe, self.model)
-        return self if model is self.model else replace(self, model=model)
+        return self if model is self.model else replace(self, model=model, _stored=self._stored or self)
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -167,7 +169,21 @@ class Workbench:
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
         """From them with each of the sizes ``traced``; nothing where these do not tell."""
-        layers, made = [self.model.layers[a:b] for a, b in cut], list[PlannedStage]()
+        made = list[PlannedStage]()
+        for keys in self._keys(cut, recompute, traced, offload_fraction):
+            kind = keys[0].kind if self.sizes is None else (traced, replace(keys[0], size=size).kind)
+            if kind not in self._known and (grown := self._grown(keys, size)) is not None:
+                self._known[kind] = grown
+            if kind not in self._known:
+                return ()
+            made.append(self._known[kind])
+        return tuple(made)
+
+    def _keys(
+        self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float
+    ) -> Iterator[list[StageKey]]:
+        """Of each stage, with each of the sizes; those before it are traced."""
+        layers = [self.model.layers[a:b] for a, b in cut]
         leaving = [list[tuple[Any, ...]]() for _ in traced]
         for s, (links, policy) in enumerate(
             zip(links_of(layers, self.avals), per_stage(recompute, len(cut)), strict=True)
@@ -176,15 +192,44 @@ class Workbench:
                 StageKey(layers[s], cut[s][0], links.entering(left), links, policy, n, offload_fraction)
                 for n, left in zip(traced, leaving, strict=True)
             ]
-            kind = keys[0].kind if self.sizes is None else (traced, replace(keys[0], size=size).kind)
-            if kind not in self._known and (grown := self._grown(keys, size)) is not None:
-                self._known[kind] = grown
-            if kind not in self._known:
-                return ()
-            made.append(self._known[kind])
+            yield keys
             for key, left in zip(keys, leaving, strict=True):
                 left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
-        return tuple(made)
+
+    def least_s(self, recompute: str, size: int) -> tuple[float, float]:
+        """Seconds that a device needs at least for ``size`` sequences: for all layers of the model as it is stored, and for the
+        longest of them. Nothing is known (0) where each size is traced.
+
+        A layer of a long run counts what it adds to every stage that has several. Of others the products alone count, since
+        their neighbours' kernels may do the rest.
+        """
+        bench, every = self._stored or self, list[float]()
+        if bench.sizes is None:
+            return 0.0, 0.0
+        cut, rate = bench._apart, bench.target.peak_flops_per_s(bench.compute_dtype.name) * bench.efficiency.matmul
+        for keys in bench._keys(cut, recompute, bench.sizes, 1.0):
+            if bench._short(keys[0])[0]:
+                found = [None if x is None else work_s(x.work, "seconds") for x in bench._step(keys, 0, size)]
+                each = None if None in found else found[1] - found[0]
+            else:
+                one = bench._make(keys, size)
+                each = None if one is None else work_s(one.work, "flops") / rate
+            if each is None:
+                return 0.0, 0.0
+            every += [each] * len(keys[0].layers)
+        return sum(every), max(every)
+
+    @cached_property
+    def _apart(self) -> Cut:
+        """The model cut into long runs of equal layers, but for its first layer, and single layers."""
+        layers, links = tuple(self.model.layers), links_of([self.model.layers], self.avals)[0]
+        runs = _long_runs(StageKey(layers, 0, None, links, "none", 1, 1.0), _KEPT)
+        until = {max(run[0], 1): run[-1] + 1 for run in runs}
+        starts, at = list[int](), 0
+        while at < len(layers):
+            starts.append(at)
+            at = until.get(at, at + 1)
+        return tuple(pairwise((*starts, len(layers))))
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
         """The stages with workspace from compiling ``ops``, the commonest stages first, and from what was compiled before;
@@ -209,15 +254,33 @@ class Workbench:
             )  # fmt: skip
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
-        """The stage, from it with two and three layers of each long run of equal ones; None as :meth:`_make`."""
+        """The stage, from it with few layers of each long run of equal ones, and what a further one adds; None as
+        :meth:`_make`."""
         runs, kept = self._short(keys[0])
-        base = whole = self._make([_cut_to(key, runs, kept) for key in keys], size)
+        whole = self._make([_cut_to(key, runs, kept) for key in keys], size)
         for k, run in enumerate(runs):
-            more = self._make([_cut_to(key, runs, [n + (i == k) for i, n in enumerate(kept)]) for key in keys], size)
-            if base is None or more is None:
+            base, more = self._step(keys, k, size)
+            if whole is None or base is None or more is None:
                 return None
             whole = _plus(whole, more, base, len(run) - kept[k])
         return None if whole is None else replace(whole, key=replace(keys[0], size=size))
+
+    def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
+        """Two stages, of which the second has one layer more of the ``k``-th long run: those of ``keys``, cut short, or for a
+        quick look one and two layers of the run alone, for all stages that have such layers the same."""
+        runs, kept = self._short(keys[0])
+        code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
+        kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
+        if self.sizes is not None and kind not in self._steps:
+            for alone in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
+                if alone[0].layers[0].code == code and bench._short(alone[0])[0]:
+                    keys, (runs, kept), k = alone, bench._short(alone[0]), 0
+                    break
+        if self.sizes is None or kind not in self._steps:
+            more = [n + (i == k) for i, n in enumerate(kept)]
+            one, two = (self._make([_cut_to(key, runs, n) for key in keys], size) for n in (kept, more))
+            self._steps[kind] = one, two
+        return self._steps[kind]
 
     def _short(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
         """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which
@@ -282,6 +345,12 @@ def _plus(whole: Any, more: Any, base: Any, times: float) -> Any:
         kinds = {**base, **whole, **more}
         return {k: _plus(whole.get(k, 0), more.get(k, 0), base.get(k, 0), times) for k in kinds}
     return whole
+
+
+def work_s(work: Mapping[str, Work], what: Literal["seconds", "flops"]) -> float:
+    """Of a forward and a backward, split or not, at least."""
+    f, b, w, bw = (getattr(work.get(op, Work()), what) for op in ("F", "B", "W", "BW"))
+    return f + min(b + w, bw)
 
 
 class Compiler:

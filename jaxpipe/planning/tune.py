@@ -29,7 +29,7 @@ from jaxpipe.planning.stages import Workbench, planner
 from jaxpipe.planning.suggest import limit_in_activations
 from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
-from jaxpipe.schedule.memory import static_bytes
+from jaxpipe.schedule.memory import least_peaks, static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.schedule.passes.backwards import fused_backwards
 from jaxpipe.schedule.placement import Edges
@@ -39,6 +39,7 @@ from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.assemble import Planner, choose, final_order, shards_of
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.setup import microbatch_size
 
 LEADERS = 3
 """Orders of a placement whose gradients are separated: the fastest that fit."""
@@ -161,17 +162,20 @@ class _Search:
     def run(self) -> Tuned:
         heap: list[tuple[float, int, _Node]] = []
         numbers = itertools.count()
-        stopped, layouts = "", self.space.layouts()
+        stopped = ""
         try:
-            for layout in layouts:
+            for layout in self.space.layouts():
                 self._check_time()
-                for node in self._nodes(layout):
-                    for bound, placed in self._placed(node):
-                        heapq.heappush(heap, (bound, next(numbers), placed))
+                for bound, node in self._nodes(layout):
+                    heapq.heappush(heap, (bound, next(numbers), node))
             while heap and not self._hopeless(heap[0][0]):
                 self._check_time()
                 bound, _, node = heapq.heappop(heap)
-                self._try_all(node, bound)
+                if node.known is not None:
+                    self._try_all(node, bound)
+                    continue
+                for more, placed in self._placed(node):
+                    heapq.heappush(heap, (max(bound, more), next(numbers), placed))
         except (_OutOfTimeError, KeyboardInterrupt) as error:
             stopped = "out of time" if isinstance(error, _OutOfTimeError) else "interrupted"
         for bound, _, node in sorted(heap):
@@ -184,14 +188,38 @@ class _Search:
 
     # -- from layouts to placements ------------------------------------------------------------------------------------
 
-    def _nodes(self, layout: Settings) -> Iterator[_Node]:
-        """The layout with each number of stages that some order has."""
-        orders = self.space.orders(layout)
+    def _nodes(self, layout: Settings) -> Iterator[tuple[float, _Node]]:
+        """The layout with each number of stages that some order has, as far as parameters and optimizer state fit, and what no
+        step there can be shorter than.
+
+        Its devices do together at least the work of one: each product, and each array that is read or written, is divided among
+        at most ``tp · cp`` devices and the launches of kernels not at all; recomputation and vocabulary layers in parts
+        only add to it. A rank does its share of all layers or more; and with the vocabulary at the ends each layer is on one rank.
+        """
         by_stages: dict[int, list[Order]] = {}
-        for order in orders:
+        for order in self.space.orders(layout):
             by_stages.setdefault(order.placement.num_stages, []).append(order)
-        for group in by_stages.values():
-            yield _Node(layout, tuple(group))
+        for orders in by_stages.values():
+            node = _Node(layout, tuple(orders))
+            try:
+                config = self.space.config({**layout, **orders[0].settings})
+                plan = self._planner(config)(node.placement.num_stages)
+                held = min(self._least_static(layout, plan, placement) for placement in {o.placement for o in orders})
+                if held > self.limit_bytes:
+                    self._too_large(node, held)
+                else:
+                    yield self._least_s(config), node
+            except JaxpipeError as error:
+                self._refuse(node, error)
+
+    def _least_s(self, config: TrainConfig) -> float:
+        """Seconds of a step that its work takes at least."""
+        pipe = config.pipeline
+        if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
+            return 0.0
+        every, longest = self.bench.least_s(pipe.recompute, microbatch_size(config) // pipe.dp)
+        of_a_rank = max(every / pipe.ranks, longest if pipe.vocabulary == "ends" else 0.0)
+        return pipe.microbatches * of_a_rank / pipe.rank_devices
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
         """The node priced, by placement, each with its lower bound."""
@@ -199,15 +227,9 @@ class _Search:
             config = self.space.config({**node.layout, **node.orders[0].settings})
             bench = self._bench_of(config)
             plan = self._planner(config)(node.placement.num_stages)
-            held = [
-                self._least_static(node.layout, plan, placement) for placement in {o.placement for o in node.orders}
-            ]
-            if min(held) > self.limit_bytes:
-                self._too_large(node, min(held))
-                return
             known = ground(config, bench, plan, self.limit_bytes)
         except JaxpipeError as error:
-            self._note(node.settings, "refused", node.size, reason=" ".join(str(error).split()))
+            self._refuse(node, error)
             return
         by_placement: dict[Placement, list[Order]] = {}
         for order in node.orders:
@@ -221,6 +243,9 @@ class _Search:
                 continue
             bound = lower_bound if config.pipeline.post_validation == "off" else span_lower_bound
             yield bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
+
+    def _refuse(self, node: _Node, error: JaxpipeError) -> None:
+        self._note(node.settings, "refused", node.size, reason=" ".join(str(error).split()))
 
     def _too_large(self, node: _Node, least: float) -> None:
         said = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"
@@ -262,16 +287,37 @@ class _Search:
             done.append((tried, order, schedule))
         done.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
         fused = [x for x in done if x[0].status == "fits" and fused_backwards(x[2])]
-        for _, order, _ in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
+        for _, order, draft in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
             self._check_time()
             settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
-            if (schedule := self._schedule(node, settings, order, bound)) is not None:
+            least = max(bound, self._separated_s(node, draft))
+            if self._hopeless(least):
+                said = "in this order of forwards and backwards no step takes less than bound_s, wherever gradients of weights are"
+                self._note(settings, "slower", bound_s=least, reason=said)
+            elif (schedule := self._schedule(node, settings, order, bound)) is not None:
                 self._simulate(node, settings, schedule, bound)
-        large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
         ends = node.layout["pipeline.vocabulary"] == "ends"  # else no file can hold the schedule
+        large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
         for tried, order, schedule in itertools.islice(large, int(ends)):
             self._check_time()
             self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
+
+    def _separated_s(self, node: _Node, schedule: Schedule) -> float:
+        """What a step takes at least with gradients separated: nothing but gradients of weights changes its place on a rank, so
+        it takes no less without these; and no rank takes less than all its work, from where it starts."""
+        if self.space.base.pipeline.post_validation != "off":
+            return 0.0
+        costs, m = node.costs, schedule.num_microbatches
+        passed = tuple(map(min, costs.b_s, costs.bw_s))
+        none = (0.0,) * costs.num_stages
+        timeline = simulate(schedule, replace(costs, b_s=passed, bw_s=passed, w_s=none))
+        whole = [f + min(bw, b + w) for f, b, w, bw in zip(costs.f_s, costs.b_s, costs.w_s, costs.bw_s, strict=True)]
+        p = node.placement
+        ranks = (
+            min(e.start_s for e in timeline.of(r, "compute")) + sum(m / p.num_flows * whole[s] for s in p.stages_of(r))
+            for r in range(p.num_ranks)
+        )
+        return max(timeline.makespan, *ranks) + node.update_s
 
     def _offload(self, node: _Node, settings: Settings, schedule: Schedule, tried: Tried, bound: float) -> None:
         units = limit_in_activations(node.placement, node.costs, self.limit_bytes)
@@ -303,10 +349,15 @@ class _Search:
     def _simulate(
         self, node: _Node, settings: Settings, schedule: Schedule, bound: float, offloaded: bool = False
     ) -> Tried:
+        static = static_bytes(node.placement, node.costs)
+        if node.layout["pipeline.vocabulary"] != "ends":  # there the offload pass does nothing for those that are too large
+            least = tuple(map(round, map(sum, zip(static, least_peaks(schedule, node.costs), strict=True))))
+            if max(least) > self.limit_bytes:
+                self.tried.append(tried := Tried(settings, "too large", bound_s=bound, peak_bytes=least))
+                return tried
         timeline = simulate(schedule, node.costs)
         self._simulated += 1
         step_s = pipeline_s(timeline, self.space.base.pipeline) + node.update_s
-        static = static_bytes(node.placement, node.costs)
         peaks = tuple(round(n + curve.peak) for n, curve in zip(static, timeline.memory, strict=True))
         base = self.space.base
         tried = Tried(
@@ -352,7 +403,7 @@ class _Search:
                 self._benches[(shards, spread)] = alike.over(pipe)
             else:
                 self._benches[(shards, spread)] = replace(
-                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}
+                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}, _steps={}
                 )
         return self._benches[(shards, spread)]
 

@@ -16,15 +16,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
+from typing import TypeVar
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph
-from jaxpipe.schedule.ir import Action, op_spec
+from jaxpipe.schedule.ir import Action, Row, Schedule, op_spec
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import MemoryCurve
 
 ACTIVATION_FIELDS = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
+_Number = TypeVar("_Number", int, float)
 _BITS = 50
 UNIT = 2.0**_BITS
 """One unit of activation on the grid."""
@@ -59,6 +62,32 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
     )
 
 
+def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
+    """Per rank, bytes that its order can't do without beside :func:`static_bytes`, whenever it runs: the peak of what its actions
+    take and give back, one after another. All that the simulator counts, but for boundaries that wait to be read. Of ranks
+    with host copies 0."""
+    temp = dict(costs.temp_bytes)
+
+    @cache
+    def change(op: str, stage: int) -> tuple[float, float, float]:
+        taken, left = _change(op, lambda field: costs.values(field)[stage])
+        return taken, temp[op][stage] if op in temp else 0.0, left
+
+    def peak(row: Row) -> float:
+        most = live = 0.0
+        for slot in row:
+            for action in slot.actions:
+                if op_spec(action.op).lane != "compute":
+                    return 0.0
+                taken, workspace, left = change(action.op, action.stage)
+                live += taken
+                most = max(most, live + workspace)
+                live += left
+        return most
+
+    return tuple(map(peak, schedule.rows))
+
+
 def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -> float:
     """Bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
     groups = placement.flows[flow]
@@ -74,9 +103,9 @@ def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> t
     )
 
 
-def _change(op: str, amount: Callable[[str], int]) -> tuple[int, int]:
+def _change(op: str, amount: Callable[[str], _Number]) -> tuple[_Number, _Number]:
     """What an action takes at its start and at its end, where a field takes ``amount(field)``."""
-    change = {"start": 0, "end": 0}
+    change: dict[str, _Number] = {"start": 0, "end": 0}
     for effect in op_spec(op).memory:
         change[effect.at] += effect.sign * amount(effect.field)
     return change["start"], change["end"]

@@ -8,7 +8,7 @@ this way and never cross the pipeline. Adapters for Flax modules are in :mod:`ja
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -300,6 +300,18 @@ def init_avals(layer: Layer) -> Any:
         what = "an array" if isinstance(made, jax.ShapeDtypeStruct) else f"a {type(made).__name__}"
         raise StageError(f"layer {layer.name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
     return made
+
+
+def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
+    """As :func:`init_avals`, by layer name; layers with the same ``init`` are looked at once."""
+    known: dict[Hashable, Any] = {}
+    found = {}
+    for layer in layers:
+        key = function_key(layer.init)
+        if key not in known:
+            known[key] = init_avals(layer)
+        found[layer.name] = known[key]
+    return found
 
 
 def _model_problems(model: Model) -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
-from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, init_avals
+from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, every_init_avals
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""
@@ -64,7 +64,8 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
         dtype = leaf.dtype if not floating else master if layer.stays_float32(path) else compute
         return ParamAval(leaf.shape, dtype, layer.trains(path))
 
-    return {layer.name: jax.tree_util.tree_map_with_path(partial(aval, layer), init_avals(layer)) for layer in layers}
+    made = every_init_avals(layers)
+    return {x.name: jax.tree_util.tree_map_with_path(partial(aval, x), made[x.name]) for x in layers}
 
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:

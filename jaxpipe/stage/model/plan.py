@@ -27,7 +27,7 @@ from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, given_to, init_avals, key_aval, taken_by
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, every_init_avals, given_to, key_aval, taken_by
 from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.wording import aligned
@@ -307,7 +307,7 @@ def plan_stages(
 
 def param_avals(model: Model) -> dict[str, Any]:
     """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
-    return {layer.name: init_avals(layer) for layer in model.layers}
+    return every_init_avals(model.layers)
 
 
 class LayerCosts(tuple[float, ...]):

@@ -97,7 +97,7 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
     """1F1B as Megatron-LM runs it."""
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.roofline import Efficiency
-    from jaxpipe.planning.space import Space, overrides
+    from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import workbench
     from jaxpipe.planning.targets import find_target
     from jaxpipe.planning.tune import SIZES
@@ -112,8 +112,8 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
         ranks = layout["pipeline.ranks"]
         if ranks == 1 or layout.get("pipeline.vocabulary", "ends") != "ends":
             continue
-        cut = [f"pipeline.cut={[1 + k * blocks // ranks for k in range(1, ranks)]}"] if equal else []
-        config = space.base.override([*overrides(layout), "pipeline.schedule=1f1b", *cut])
+        cut = {"pipeline.cut": tuple(1 + k * blocks // ranks for k in range(1, ranks))} if equal else {}
+        config = space.config({**layout, "pipeline.schedule": "1f1b", **cut})
         p = predict(config, bench, limit)
         if p.fits and (best is None or p.step_s < best["step_s"]):
             best = {"step_s": p.step_s, "tokens_per_s": p.tokens_per_s, "settings": layout}

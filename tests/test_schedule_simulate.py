@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import (
+    FAMILIES,
     Action,
     CostProfile,
     HostLink,
@@ -27,6 +29,7 @@ from jaxpipe.schedule import (
     replay,
     simulate,
 )
+from jaxpipe.schedule.memory import least_peaks
 from tests.schedule_strategies import (
     gpipe_rows,
     one_f_one_b_rows,
@@ -46,6 +49,26 @@ CHAT = register_op(
 )
 
 # Closed forms.
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_peaks_of_an_order_are_those_of_its_simulation(name: str) -> None:
+    """No more with boundaries that wait, as many without; 0 where actions move bytes to the host."""
+    family = FAMILIES[name]
+    schedule = family.function(4, 8)
+    n = schedule.num_stages
+    kept, waiting = tuple(5.0 + s for s in range(n)), tuple(3.0 + s % 2 for s in range(n))
+    costs = replace(
+        CostProfile.uniform(n), residual_bytes=kept, w_residual_bytes=waiting, offloadable_bytes=kept,
+        boundary_bytes=(2.0,) * n, temp_bytes=(("B", (4.0,) * n),), boundary_buffers=True,
+    )  # fmt: skip
+    peaks = [c.peak for c in simulate(schedule, costs).memory]
+    alone = [c.peak for c in simulate(schedule, replace(costs, boundary_buffers=False)).memory]
+    copies = [any(a.op == "O" for a in schedule.actions(r)) for r in range(4)]
+    braided = any(len(slot.actions) > 1 for row in schedule.rows for slot in row)
+    for least, peak, plain, copied in zip(least_peaks(schedule, costs), peaks, alone, copies, strict=True):
+        assert least == 0 if copied else 0 < least <= plain <= peak
+        assert copied or braided or least == plain
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])

@@ -63,6 +63,24 @@ def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) ->
     assert sum(t.candidates for t in every.tried) - len(extra) == len(orders)
 
 
+def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
+    """Of layouts by their work, of placements, of separated gradients; with every axis that traces differ by."""
+    only = (
+        "ranks=2",
+        "tp=1,2",
+        "vocabulary=ends,spread",
+        "recompute=none,full",
+        "microbatches=4",
+        "schedule=1f1b,gis,v-zb",
+    )
+    space = Space.of(small(), 4, [f"pipeline.{x}" for x in only])
+    found, every = tune(space, bench, 80e9), tune(space, bench, 80e9, prune=False)
+    assert found.best is not None and every.best is not None and found.best.step_s == every.best.step_s
+    reached = [t for t in every.tried if t.step_s is not None and t.bound_s is not None]
+    assert len(reached) > 20 and any("pipeline.separate_gradients" in t.settings for t in reached)
+    assert not [t for t in reached if (t.bound_s or 0.0) > (t.step_s or 0.0) * (1 + 1e-9)]
+
+
 def test_what_is_written_is_what_plan_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,12 @@ class PlannedStage:
     def fuses_attention(self) -> bool:
         """Whether its attention is cuDNN's."""
         return any(map(is_attention_kernel, self.functions.functions["F"].jaxpr.jaxpr.eqns))
+
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward, split or not."""
+        f, b, w, bw = (self.work[op].seconds if op in self.work else 0.0 for op in ("F", "B", "W", "BW"))
+        return f + min(b + w, bw)
 
     @property
     def workspace(self) -> Mapping[str, float]:
@@ -196,28 +202,17 @@ class Workbench:
             for key, left in zip(keys, leaving, strict=True):
                 left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
 
-    def least_s(self, recompute: str, size: int) -> tuple[float, float]:
-        """Seconds that a device needs at least for ``size`` sequences: for all layers of the model as it is stored, and for the
-        longest of them. Nothing is known (0) where each size is traced.
-
-        A layer of a long run counts what it adds to every stage that has several. Of others the products alone count, since
-        their neighbours' kernels may do the rest.
-        """
-        bench, every = self._stored or self, list[float]()
-        if bench.sizes is None:
-            return 0.0, 0.0
-        cut, rate = bench._apart, bench.target.peak_flops_per_s(bench.compute_dtype.name) * bench.efficiency.matmul
-        for keys in bench._keys(cut, recompute, bench.sizes, 1.0):
-            if bench._short(keys[0])[0]:
-                found = [None if x is None else work_s(x.work, "seconds") for x in bench._step(keys, 0, size)]
-                each = None if None in found else found[1] - found[0]
-            else:
-                one = bench._make(keys, size)
-                each = None if one is None else work_s(one.work, "flops") / rate
-            if each is None:
-                return 0.0, 0.0
-            every += [each] * len(keys[0].layers)
-        return sum(every), max(every)
+    def runs(self, recompute: str, size: int) -> tuple[float, float]:
+        """What the layers of long runs add wherever they are, of ``size`` sequences: seconds of forward and backward, and bytes
+        of residuals. Nothing where each size is traced."""
+        seconds = kept = 0.0
+        if self.sizes is not None and self.seconds_of is None:
+            for keys in self._keys(self._apart, recompute, self.sizes, 1.0):
+                one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
+                if one is not None and two is not None:
+                    seconds += len(keys[0].layers) * (two.seconds - one.seconds)
+                    kept += len(keys[0].layers) * (two.sizes.residual_bytes - one.sizes.residual_bytes)
+        return seconds, kept
 
     @cached_property
     def _apart(self) -> Cut:
@@ -250,7 +245,7 @@ class Workbench:
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
-                self.cache, self.tp,
+                self.cache, self.tp, evaluated=False,
             )  # fmt: skip
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
@@ -266,17 +261,16 @@ class Workbench:
         return None if whole is None else replace(whole, key=replace(keys[0], size=size))
 
     def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
-        """Two stages, of which the second has one layer more of the ``k``-th long run: those of ``keys``, cut short, or for a
-        quick look one and two layers of the run alone, for all stages that have such layers the same."""
+        """Two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same for all
+        stages that have such layers; those of ``keys`` themselves if there is none."""
         runs, kept = self._short(keys[0])
         code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
         kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
-        if self.sizes is not None and kind not in self._steps:
+        if kind not in self._steps:
             for alone in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
                 if alone[0].layers[0].code == code and bench._short(alone[0])[0]:
                     keys, (runs, kept), k = alone, bench._short(alone[0]), 0
                     break
-        if self.sizes is None or kind not in self._steps:
             more = [n + (i == k) for i, n in enumerate(kept)]
             one, two = (self._make([_cut_to(key, runs, n) for key in keys], size) for n in (kept, more))
             self._steps[kind] = one, two
@@ -345,12 +339,6 @@ def _plus(whole: Any, more: Any, base: Any, times: float) -> Any:
         kinds = {**base, **whole, **more}
         return {k: _plus(whole.get(k, 0), more.get(k, 0), base.get(k, 0), times) for k in kinds}
     return whole
-
-
-def work_s(work: Mapping[str, Work], what: Literal["seconds", "flops"]) -> float:
-    """Of a forward and a backward, split or not, at least."""
-    f, b, w, bw = (getattr(work.get(op, Work()), what) for op in ("F", "B", "W", "BW"))
-    return f + min(b + w, bw)
 
 
 class Compiler:

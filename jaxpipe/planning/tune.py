@@ -3,11 +3,13 @@
 Source: FlexPipe (`flexpipe.txt`) section 6, a grid search. Here the grid is walked by lower bounds, the least first, and what
 can't be shorter than the best found is left out, so the answer is that of the whole grid:
 
-1. Every *layout* (devices, microbatches, recomputation) is priced, with each number of stages that orders have, from traces in
-   two microbatch sizes. Where what stays in memory and one backward pass need too much, it ends here. Each placement of its
-   stages gets the lower bound of all schedules there, plus the seconds of the update.
-2. The placement with the least bound gets all its orders, families and rules, simulated under real costs. Of the
-   :data:`LEADERS` fastest that fit gradients are separated, and the fastest that does not fit goes through the offload pass.
+1. A *layout* (devices, microbatches, recomputation, vocabulary) begins with the work of its layers, divided evenly, as traces
+   of one device tell it. Where what stays in memory needs too much, it ends here.
+2. A layout whose turn comes is priced, with each number of stages that orders have, from traces in two microbatch sizes. Each
+   placement of its stages gets the lower bound of all schedules there, plus the seconds of the update.
+3. A placement whose turn comes gets all its orders, families and rules, simulated under real costs. Of the :data:`LEADERS`
+   fastest that fit gradients are separated, where that could be the best, and the fastest that does not fit goes through the
+   offload pass.
 
 Not tried: the solver (``jaxpipe solve``), uneven cuts by hand, a policy for each stage, sequence parallelism and ZeRO-1 other
 than as the config has them.
@@ -29,20 +31,23 @@ from jaxpipe.planning.stages import Workbench, planner
 from jaxpipe.planning.suggest import limit_in_activations
 from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.ir import W
 from jaxpipe.schedule.memory import least_peaks, static_bytes
 from jaxpipe.schedule.passes import offload
-from jaxpipe.schedule.passes.backwards import fused_backwards
-from jaxpipe.schedule.placement import Edges
+from jaxpipe.schedule.placement import Edges, one_to_one, with_vocabulary
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.schedule.tolerance import TIME, nine_digits
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Planner, choose, final_order, shards_of
+from jaxpipe.train.assemble import Planner, barriers, choose, final_order, shards_of
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.settings.sections import TraverseConfig
 from jaxpipe.train.setup import microbatch_size
 
 LEADERS = 3
-"""Orders of a placement whose gradients are separated: the fastest that fit."""
+"""Orders of a placement whose gradients are separated: the fastest that fit with whole backwards."""
+LEAST_SAVED = 0.1
+"""Of the residuals of layers that are alike: recomputation that saves less is not tried."""
 SIZES = 2, 4
 """Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
 
@@ -155,6 +160,8 @@ class _Search:
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
+    _work: dict[Any, float] = field(default_factory=dict)
+    _added: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _told: float = field(default_factory=time.monotonic)
     _simulated: int = 0
@@ -190,12 +197,7 @@ class _Search:
 
     def _nodes(self, layout: Settings) -> Iterator[tuple[float, _Node]]:
         """The layout with each number of stages that some order has, as far as parameters and optimizer state fit, and what no
-        step there can be shorter than.
-
-        Its devices do together at least the work of one: each product, and each array that is read or written, is divided among
-        at most ``tp · cp`` devices and the launches of kernels not at all; recomputation and vocabulary layers in parts
-        only add to it. A rank does its share of all layers or more; and with the vocabulary at the ends each layer is on one rank.
-        """
+        step there can be shorter than."""
         by_stages: dict[int, list[Order]] = {}
         for order in self.space.orders(layout):
             by_stages.setdefault(order.placement.num_stages, []).append(order)
@@ -207,19 +209,44 @@ class _Search:
                 held = min(self._least_static(layout, plan, placement) for placement in {o.placement for o in orders})
                 if held > self.limit_bytes:
                     self._too_large(node, held)
+                elif (least_s := self._least_s(config)) is None:
+                    said = f"recompute={config.pipeline.recompute} saves too little of a layer"
+                    self._note(node.settings, "slower", node.size, reason=said)
                 else:
-                    yield self._least_s(config), node
+                    rate = self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth
+                    yield least_s + 2 * held / rate, node
             except JaxpipeError as error:
                 self._refuse(node, error)
 
-    def _least_s(self, config: TrainConfig) -> float:
-        """Seconds of a step that its work takes at least."""
-        pipe = config.pipeline
-        if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
-            return 0.0
-        every, longest = self.bench.least_s(pipe.recompute, microbatch_size(config) // pipe.dp)
-        of_a_rank = max(every / pipe.ranks, longest if pipe.vocabulary == "ends" else 0.0)
-        return pipe.microbatches * of_a_rank / pipe.rank_devices
+    def _least_s(self, config: TrainConfig) -> float | None:
+        """Seconds that the pipeline takes at least, its work divided evenly; None where recomputation is for nothing.
+
+        The work is that of as many devices with a part of the layers each: tensor and context parallelism divide each product,
+        and each array that is read or written, among at most as many, and launches of kernels not at all. With the vocabulary
+        at the ends it is that of all layers in one stage: a cut parts kernels, and makes none shorter. Recomputation adds to it
+        what it adds to layers that are alike.
+        """
+        pipe, devices = config.pipeline, config.pipeline.ranks * config.pipeline.rank_devices
+        size = microbatch_size(config) // pipe.dp
+        ends = pipe.vocabulary == "ends"
+        alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, recompute="none", schedule="1f1b", chunks=1)
+        key = alone.ranks, pipe.vocabulary, size
+        if key not in self._work:
+            other = replace(config, pipeline=alone, traverse=TraverseConfig())
+            bench, stages = self._bench_of(other), 1
+            if not ends:
+                stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
+            cut = self._planner(other)(stages).cut
+            self._work[key] = 0.0 if bench.sizes is None else sum(x.seconds for x in bench.stages(cut, "none", size))
+        (less, most), (more, kept) = self._runs("none", size), self._runs(str(pipe.recompute), size)
+        if pipe.recompute != "none" and kept > most * (1 - LEAST_SAVED) > 0:
+            return None
+        return pipe.microbatches * (self._work[key] + max(0.0, more - less)) / devices
+
+    def _runs(self, recompute: str, size: int) -> tuple[float, float]:
+        if (recompute, size) not in self._added:
+            self._added[recompute, size] = self.bench.runs(recompute, size)
+        return self._added[recompute, size]
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
         """The node priced, by placement, each with its lower bound."""
@@ -286,16 +313,16 @@ class _Search:
             seen[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
             done.append((tried, order, schedule))
         done.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
-        fused = [x for x in done if x[0].status == "fits" and fused_backwards(x[2])]
+        fused = [x for x in done if x[0].status == "fits" and not _splits(x[2])]
         for _, order, draft in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
             self._check_time()
             settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
             least = max(bound, self._separated_s(node, draft))
             if self._hopeless(least):
-                said = "in this order of forwards and backwards no step takes less than bound_s, wherever gradients of weights are"
+                said = "wherever gradients of weights are computed, no step in this order takes less than bound_s"
                 self._note(settings, "slower", bound_s=least, reason=said)
-            elif (schedule := self._schedule(node, settings, order, bound)) is not None:
-                self._simulate(node, settings, schedule, bound)
+            elif (schedule := self._schedule(node, settings, order, least)) is not None:
+                self._simulate(node, settings, schedule, least)
         ends = node.layout["pipeline.vocabulary"] == "ends"  # else no file can hold the schedule
         large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
         for tried, order, schedule in itertools.islice(large, int(ends)):
@@ -350,7 +377,9 @@ class _Search:
         self, node: _Node, settings: Settings, schedule: Schedule, bound: float, offloaded: bool = False
     ) -> Tried:
         static = static_bytes(node.placement, node.costs)
-        if node.layout["pipeline.vocabulary"] != "ends":  # there the offload pass does nothing for those that are too large
+        if (
+            node.layout["pipeline.vocabulary"] != "ends"
+        ):  # there the offload pass does nothing for those that are too large
             least = tuple(map(round, map(sum, zip(static, least_peaks(schedule, node.costs), strict=True))))
             if max(least) > self.limit_bytes:
                 self.tried.append(tried := Tried(settings, "too large", bound_s=bound, peak_bytes=least))
@@ -436,6 +465,11 @@ class _Search:
 def _key(tried: Tried) -> tuple[float, int]:
     """The smaller, the better."""
     return nine_digits(tried.step_s or 0.0), max(tried.peak_bytes)
+
+
+def _splits(schedule: Schedule) -> bool:
+    """Whether it computes gradients of weights apart already."""
+    return any(a.op == W.name for r in range(schedule.num_ranks) for a in schedule.actions(r))
 
 
 def _least_bytes(placement: Placement, costs: CostProfile) -> float:

@@ -63,9 +63,9 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
 
 
 def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
-    """Per rank, bytes that its order can't do without beside :func:`static_bytes`, whenever it runs: the peak of what its actions
-    take and give back, one after another. All that the simulator counts, but for boundaries that wait to be read. Of ranks
-    with host copies 0."""
+    """Per rank, bytes that its order can't do without beside :func:`static_bytes`: the peak of what its actions take and give
+    back, one after another. All that the simulator counts, but for boundaries that wait to be read. Of ranks with host
+    copies 0."""
     temp = dict(costs.temp_bytes)
 
     @cache

@@ -52,7 +52,7 @@ class _Traced:
 
     stage: int
     joint: StageTrace
-    evaluation: StageTrace
+    evaluation: StageTrace | None
     splits: dict[str, Split] = field(default_factory=dict)
 
 
@@ -78,6 +78,7 @@ def build_stage_functions(
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
     tp: TensorParallel = ONE_SHARD,
+    evaluated: bool = True,
 ) -> StageFunctions:
     """The functions of one stage.
 
@@ -95,6 +96,7 @@ def build_stage_functions(
         acc_dtype: dtype of gradient accumulators, at least (float64 parameters get float64).
         cache: shares traces and compiled functions between stages.
         tp: how the layers divide their work over the axes ``tp`` and ``cp`` of ``mesh``.
+        evaluated: False where nobody will evaluate: F stands for E then.
 
     Raises:
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
@@ -106,7 +108,7 @@ def build_stage_functions(
     data = _data_read(layers, data_avals, stage)
     spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, links, acc_dtype, tp)
     saveable = policy(recompute)
-    traced = _traced(spec, mesh, cache)
+    traced = _traced(spec, mesh, cache, evaluated)
     name = "+".join(ingredients(recompute))
     if name not in traced.splits:
         traced.splits[name] = split(traced.joint, saveable)
@@ -209,14 +211,15 @@ def _data_read(
     return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
 
 
-def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache) -> _Traced:
-    """The stage's traces. They are those of an earlier stage where the layers' functions are the same objects, or where what
-    was traced is the same program; what layers are called, or are said to be, does not count."""
+def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) -> _Traced:
+    """The stage's traces, without evaluation if it is not ``evaluated``. They are those of an earlier stage where the layers'
+    functions are the same objects, or where what was traced is the same program; what layers are called, or are said to be,
+    does not count."""
     signature = _signature(spec, mesh)
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
-        made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh))
-        program = (signature, made.joint.key(), made.evaluation.key())
+        made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
+        program = (signature, made.joint.key(), made.evaluation.key() if made.evaluation else None)
         cache.traced[functions] = cache.traced.setdefault(program, made)
     return cache.traced[functions]
 
@@ -255,12 +258,14 @@ def _assemble(
         return _function(op, part, closed, homes, f"{op}_stage{traced.stage}", (*key, op), cache)
 
     functions = {op: compiled(op, part, consts) for op, part in cut.parts.items()}
-    evaluation = {v: _portable(c) for v, c in traced.evaluation.consts.items()}
+    evaluation, ends = functions["F"], traced.evaluation
+    if ends is not None:
+        evaluation = compiled("E", _eval_part(ends), {v: _portable(c) for v, c in ends.consts.items()})
     layout = spec.layout
     built = StageFunctions(
         stage=spec.stage,
         functions=functions,
-        evaluation=compiled("E", _eval_part(traced.evaluation), evaluation),
+        evaluation=evaluation,
         x=fill(spec.x, [homes.entering(Port("x", i), v) for i, v in enumerate(array_leaves(spec.x))]),
         y=fill(joint.y, [homes.aval(Port("y", i), v) for i, v in enumerate(array_leaves(joint.y))]),
         links=spec.links,
@@ -275,7 +280,7 @@ def _assemble(
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
         notes=cut.notes,
         metrics=joint.metrics,
-        eval_metrics=traced.evaluation.metrics,
+        eval_metrics=(ends or joint).metrics,
     )
     built = with_offload(built)
     dump.dump("stage", f"stage{spec.stage}", lambda: str(built))

@@ -24,22 +24,22 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (11, 1749, 19),
+    "planning": (11, 1872, 19),
     "plot": (8, 801, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
     "runtime": (18, 2441, 28),
-    "schedule": (25, 2941, 27),
+    "schedule": (25, 2962, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 609, 6),
     "schedule/families": (21, 1812, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (34, 4385, 56),
-    "stage": (47, 6086, 58),
+    "stage": (47, 6099, 58),
     "train": (72, 9030, 103),
 }
-MOST_OF_SCHEDULE = 7549
+MOST_OF_SCHEDULE = 7570
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

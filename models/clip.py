@@ -28,7 +28,8 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, 
 from jaxpipe.stage.model.options import build_options, check_sizes
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
 
-from .gpt import GPTConfig, block_layers, embed_layer, norm, normal
+from .decoder import normal
+from .gpt import GPTConfig, block_layers, embed_layer
 from .vit import num_patches, vit_layers
 
 _MOST_SCALE = 100.0
@@ -130,15 +131,14 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, N, D] → unit vectors [B, E], float32 or wider"""
         c = self.config
-        mean = jnp.mean(norm(c, "norm")(x), axis=1)
+        mean = jnp.mean(c.norm("norm")(x), axis=1)
         e = nn.Dense(self.embed_size, use_bias=False, param_dtype=c.dtype, kernel_init=normal(0.02), name="embed")(mean)
         wide = e.astype(jnp.promote_types(e.dtype, jnp.float32))
         return wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-12)
 
 
 def _head(embed_size: int, name: str, config: GPTConfig) -> Layer:
-    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
-    return from_linen(name, Head(config, embed_size), example=(hidden,), kind="clip.head", shards=_whole)
+    return from_linen(name, Head(config, embed_size), example=(config.hidden,), kind="clip.head", shards=_whole)
 
 
 def _init_loss(dtype: str, key: jax.Array) -> Params:

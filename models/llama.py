@@ -35,25 +35,33 @@ from jaxpipe.interop.config import Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_positions, check_sizes, divisors
+from jaxpipe.stage.model.options import build_options, check_sizes, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
-    Dropout,
     TensorParallel,
-    VocabParallelEmbed,
-    add_branch,
     check_shards,
     column_parallel,
     own_query_heads,
     row_parallel,
     shard_key,
-    vocab_parallel_logits,
 )
 
-from .attention import attention, check_attention
-from .gpt import block_names
-from .loss import loss_layer
-from .vocabulary import embedding_words, head_words
+from .attention import attention
+from .decoder import (
+    EMBEDDING,
+    DecoderBlock,
+    DecoderConfig,
+    block_layer,
+    block_names,
+    dense,
+    embed_shards,
+    head_layer,
+    language_model,
+    norm_shards,
+    partial_leaves,
+    words_of,
+)
+from .vocabulary import embedding_words, no_params, no_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +119,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Options of :func:`Llama`.
+class LlamaConfig(DecoderConfig):
+    """Options of :func:`Llama`, beside those of each decoder.
 
     ``num_kv_heads``: None means as many as ``num_heads`` (multi-head attention). ``head_dim``: None means ``d_model /
-    num_heads``. ``max_seq_len``: how many positions the model may be given; None: ``seq_len``. ``mlp_size``: None means 8/3 of
-    ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a number that it divides, counted from 1, has no
-    rotary positions; 0: all have. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how many positions
-    each one sees, itself the last of them; None: all up to itself. ``attention``: ``auto``, ``xla`` or ``cudnn``
-    (``models/attention.py``). ``mask``: ``causal``, or ``document``: a token sees only what has its number in the batch's
-    ``segments``; rotary positions, of which only differences count, need no new start. ``tied``: the head uses the token
-    embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
-    ``vocab_size`` are never predicted or learnt. ``dropout`` (which Llama trains without) applies to attention probabilities
-    and to what each branch adds. ``dtype``: what parameters are created in.
+    num_heads``. ``mlp_size``: None means 8/3 of ``d_model`` rounded up to a multiple of 32. ``rope_every``: each layer of a
+    number that it divides, counted from 1, has no rotary positions; 0: all have. Of positions only differences count, so they
+    need no new start with the mask ``document``. ``qk_norm``: RMSNorm of queries and keys, one head at a time. ``window``: how
+    many positions each one sees, itself the last of them; None: all up to itself. ``dropout`` (which Llama trains without)
+    applies to attention probabilities and to what each branch adds.
     """
 
-    vocab_size: int = 256
-    d_model: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
+    model = "Llama"
+    norm_leaves = ("scale",)
+
+    tied: bool = False
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    seq_len: int = 128
-    max_seq_len: int | None = None
     mlp_size: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -143,18 +145,9 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
-    attention: str = "auto"
-    mask: str = "causal"
-    norm_eps: float = 1e-5
-    dropout: float = 0.0
-    tied: bool = False
-    vocab_multiple: int = 1
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        names = "vocab_size d_model num_layers num_heads num_kv_heads head_dim seq_len max_seq_len mlp_size window"
-        check_sizes("Llama", **{name: getattr(self, name) for name in (*names.split(), "vocab_multiple")})
-        check_positions("Llama", self.seq_len, self.max_seq_len)
+        self.check("num_kv_heads", "head_dim", "mlp_size", "window")
         even = divisors(self.d_model // 2)
         if self.head_dim is not None and self.head_dim % 2:
             raise ConfigError(f"Llama: head_dim is {self.head_dim}; rotary positions need an even number")
@@ -176,28 +169,22 @@ class LlamaConfig:
                 f"Llama: num_kv_heads is {self.kv_heads}, which does not divide num_heads {self.num_heads}; "
                 f"use one of {divisors(self.num_heads)}"
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"Llama: dropout is {self.dropout}; want 0 or more and less than 1")
-        if not 0 < self.norm_eps < 1:
-            raise ConfigError(f"Llama: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
-        check_attention("Llama", self.attention, self.dropout, self.mask)
         if not 1 < self.rope_theta < float("inf"):
             raise ConfigError(f"Llama: rope_theta is {self.rope_theta}; want a number above 1 such as 10000")
-        if self.dtype not in ("float32", "float64", "bfloat16"):
-            raise ConfigError(f"Llama: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """What each block reads of the batch."""
-        return ("segments",) if self.mask == "document" else ()
+    def norm(self, name: str) -> nn.RMSNorm:
+        return nn.RMSNorm(epsilon=self.norm_eps, param_dtype=self.dtype, name=name)
+
+    def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
+        sizes = {"num_heads": self.num_heads, "mlp_size": self.mlp_width}
+        sizes |= {"vocab_size": self.vocab_rows} if words else {}
+        width = self.d_model if self.head_dim is None else 0  # of all heads together
+        heads = [h for h in range(1, self.d_model + 1) if width % (2 * h) == 0 and h % self.kv_heads == 0]
+        check_shards("Llama", tp, sizes, kv_heads=self.kv_heads, seq_len=self.seq_len, allowed={"num_heads": heads})
 
     @property
     def head_size(self) -> int:
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def vocab_rows(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def kv_heads(self) -> int:
@@ -211,63 +198,23 @@ class LlamaConfig:
 def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(LlamaConfig, options, "models.llama:Llama")
-    tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
-    embed = from_linen(
-        "embed",
-        Embed(config),
-        example=(tokens,),
-        reads=("tokens",),
-        kind="llama.embed",
-        shards=partial(embed_shards, config),
-    )
-    rest = Layer("embed", lambda key: {}, lambda params, x, context: x, kind="llama.embed", shards=lambda tp: {})
-    embed = replace(embed, words=embedding_words(("tokens", "embedding"), rest))
-    layers = (embed, *block_layers(config), head_layer(config), loss_layer())
-
-    def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        shape = (microbatch_size, config.seq_len)
-        return {
-            "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in config.segments},
-        }
-
-    names = ("tokens", "targets", "weights", *config.segments)
-    return Model("llama", layers, batch_spec, config.vocab_size, config.seq_len, over_time=names)
+    made: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
+    embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **made)
+    rest = Layer("embed", no_params, lambda params, x, context: x, kind="llama.embed", shards=no_shards)
+    embed = replace(embed, words=embedding_words(EMBEDDING, rest))
+    return language_model(config, (embed, *block_layers(config), head_layer(config)))
 
 
 def block_layers(config: LlamaConfig) -> list[Layer]:
     """The layers ``block_00`` …"""
-    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
 
     def block(rotary: bool) -> Layer:
-        made = from_linen(
-            "block",
-            Block(config, rotary),
-            example=(hidden, *[jax.ShapeDtypeStruct(hidden.shape[:2], jnp.int32) for _ in config.segments]),
-            reads=config.segments,
-            uses_key=config.dropout > 0,
-            kind="llama.block",
-            shards=partial(_block_shards, config),
-        )
+        made = block_layer(config, Block(config, rotary=rotary), _block_shards)
         return replace(made, apply=partial(_with_own_heads, made.apply, config), matrices=_matrices(config))
 
     kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
     every = config.rope_every or config.num_layers + 1
     return [replace(kinds[i % every != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
-
-
-def head_layer(config: LlamaConfig) -> Layer:
-    """The layer ``head``. Tied, it takes its kernel from ``embed/tokens/embedding``."""
-    hidden = jax.ShapeDtypeStruct((1, config.seq_len, config.d_model), config.dtype)
-    tied = {("kernel",): ("embed", ("tokens", "embedding"))} if config.tied else {}
-    head = from_linen(
-        "head", Head(config), example=(hidden,), tied=tied, kind="llama.head", shards=partial(_head_shards, config)
-    )
-    norm = {"shards": lambda tp: _partial(tp, ("norm", "scale"))}
-    rest = from_linen("head", Head(config, False), example=(hidden,), kind="llama.head", **norm)
-    return replace(head, words=head_words(("kernel",), config.vocab_size, rest))
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
@@ -295,26 +242,13 @@ class Embed(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism"""
-        c = self.config
-        words = VocabParallelEmbed(
-            c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=self.tp, name="tokens"
-        )
-        return words(tokens)
+        return words_of(self.config, self.tp)(tokens)
 
 
-class Block(nn.Module):
-    config: LlamaConfig
+class Block(DecoderBlock):
+    """``rotary``: whether queries and keys are turned by their positions."""
+
     rotary: bool = True
-    tp: TensorParallel = ONE_SHARD
-
-    @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
-        """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
-        c = self.config
-        h = _norm(c, "norm_attn")(x)
-        x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
-        h = _norm(c, "norm_mlp")(x)
-        return add_branch(x, partial(self.mlp, h), Dropout(c.dropout, tp=self.tp), train=train)
 
     @nn.nowrap
     def attention(self, x: jax.Array, segments: jax.Array | None, train: bool, residual: jax.Array | None) -> jax.Array:
@@ -323,48 +257,30 @@ class Block(nn.Module):
         H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
         R = H // G
         whole = G * tp.size  # key/value heads of all shards, a shared one counted by each
-        dense = _dense(c, bias=c.qkv_bias)
-        qkv = column_parallel((whole, R + 2, K), tp, name="qkv", **dense)(x)  # [B, T, G, R + 2, K]
+        qkv = column_parallel((whole, R + 2, K), tp, name="qkv", **dense(c, bias=c.qkv_bias))(x)  # [B, T, G, R + 2, K]
         T = qkv.shape[1]
         q = qkv[:, :, :, :R].reshape(B, T, H, K)  # [B, T, G, R, K] → [B, T, H, K]
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
         if c.qk_norm:
-            q, k = _norm(c, "norm_q")(q), _norm(c, "norm_k")(k)
+            q, k = c.norm("norm_q")(q), c.norm("norm_k")(k)
         if self.rotary:
             turned = partial(rotate, theta=c.rope_theta, scaling=c.rope_scaling, tp=tp)
             q, k = turned(q), turned(k)
         kernel = "xla" if self.is_initializing() else c.attention
         heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key, tp=tp)
-        dense = _dense(c, _residual_std(c), bias=c.out_bias)
-        out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **dense)
+        made = dense(c, bias=c.out_bias, residual=True)
+        out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **made)
         return out(heads)  # [B, T, H, K] → [B, T, D]
 
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
-        dense = _dense(c, bias=c.mlp_bias)
-        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **dense)(x)  # [B, T, 2, F/t]
+        made = dense(c, bias=c.mlp_bias)
+        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **made)(x)  # [B, T, 2, F/t]
         wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
-        dense = _dense(c, _residual_std(c), bias=c.mlp_bias)
-        return row_parallel(c.d_model, tp, residual=residual, name="down", **dense)(wide)
-
-
-class Head(nn.Module):
-    """``whole``: with the words' rows; else it returns what they are multiplied with, [B, T, D]."""
-
-    config: LlamaConfig
-    whole: bool = True
-    tp: TensorParallel = ONE_SHARD
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
-        c = self.config
-        if not self.whole:
-            return _norm(c, "norm")(x)
-        kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
-        return vocab_parallel_logits(_norm(c, "norm")(x), kernel, self.tp, words=c.vocab_size)
+        made = dense(c, bias=c.mlp_bias, residual=True)
+        return row_parallel(c.d_model, tp, residual=residual, name="down", **made)(wide)
 
 
 def _with_own_heads(
@@ -377,13 +293,8 @@ def _with_own_heads(
     return apply(params, x, context)
 
 
-def embed_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    _check(c, tp)
-    return {("tokens", "embedding"): 0}
-
-
 def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    _check(c, tp, words=False)
+    c.check_shards(tp, words=False)
     shared = tp.size > c.kv_heads
     shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1}
     if c.qkv_bias:
@@ -394,7 +305,12 @@ def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     if c.qk_norm:
         shards |= {("norm_q", "scale"): "partial", ("norm_k", "scale"): "partial"}
     summed = [("out", "bias")] * c.out_bias + [("down", "bias")] * c.mlp_bias
-    return shards | _partial(tp, ("norm_attn", "scale"), ("norm_mlp", "scale"), *summed)
+    return {
+        **shards,
+        **partial_leaves(tp, *summed),
+        **norm_shards(c, "norm_attn", tp),
+        **norm_shards(c, "norm_mlp", tp),
+    }
 
 
 def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
@@ -405,39 +321,6 @@ def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
         ("gate_up", "kernel"): Matrix((0,), (2,)),  # [D, 2, F]: two matrices
         ("down", "kernel"): Matrix(),
     }
-
-
-def _head_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    _check(c, tp)
-    return {("kernel",): 0, **_partial(tp, ("norm", "scale"))}
-
-
-def _partial(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
-    """What acts on the residual stream: each shard sees all of it, or with sequence parallelism a part."""
-    return dict.fromkeys(paths, "partial") if tp.splits_time else {}
-
-
-def _check(c: LlamaConfig, tp: TensorParallel, *, words: bool = True) -> None:
-    sizes = {"num_heads": c.num_heads, "mlp_size": c.mlp_width} | ({"vocab_size": c.vocab_rows} if words else {})
-    fixed = c.head_dim is None  # the width of all heads together
-    heads = [h for h in range(1, c.d_model + 1) if not (fixed and c.d_model % (2 * h)) and h % c.kv_heads == 0]
-    check_shards("Llama", tp, sizes, kv_heads=c.kv_heads, seq_len=c.seq_len, allowed={"num_heads": heads})
-
-
-def normal(std: float) -> Any:
-    return nn.initializers.normal(std)
-
-
-def _residual_std(c: LlamaConfig) -> float:
-    return float(0.02 / (2 * c.num_layers) ** 0.5)
-
-
-def _norm(c: LlamaConfig, name: str) -> nn.RMSNorm:
-    return nn.RMSNorm(epsilon=c.norm_eps, param_dtype=c.dtype, name=name)
-
-
-def _dense(c: LlamaConfig, std: float = 0.02, bias: bool = False) -> dict[str, Any]:
-    return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
 
 
 # --- folders of the Hugging Face hub --------------------------------------------------------------------------------------
@@ -594,7 +477,7 @@ def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_size,
-        "max_position_embeddings": c.seq_len if c.max_seq_len is None else c.max_seq_len,
+        "max_position_embeddings": c.positions,
         "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope_theta,
         "hidden_act": "silu",

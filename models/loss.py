@@ -10,34 +10,25 @@ logits of V/t words, and the sums are the same on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
-from jaxpipe.tensor_parallel import TensorParallel, cross_entropy
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params
+from jaxpipe.tensor_parallel import cross_entropy
 
-from .vocabulary import loss_words
+from .vocabulary import loss_words, no_params, no_shards
 
 
 def loss_layer(name: str = "loss") -> Layer:
     """The layer that reads ``targets`` [B, T] int32 and ``weights`` [B, T] float32, gets logits [B, T, V/t] and returns
     ``(Σ weight · cross entropy, Σ weight)``. Targets of positions with weight 0 are not looked at."""
     reads = ("targets", "weights")
-    return Layer(name, _no_params, _apply, reads, kind="loss", shards=_no_shards, words=loss_words())
+    return Layer(name, no_params, _apply, reads, kind="loss", shards=no_shards, words=loss_words())
 
 
 def _apply(params: Params, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
     losses = cross_entropy(x, context.data["targets"], context.tp)
     weights = context.data["weights"].astype(losses.dtype)
     return jnp.sum(jnp.where(weights != 0, weights * losses, 0)), jnp.sum(weights)
-
-
-def _no_params(key: jax.Array) -> Params:
-    return {}
-
-
-def _no_shards(tp: TensorParallel) -> Mapping[Path, Shard]:
-    return {}

@@ -9,19 +9,17 @@ learned (there rotary, in two dimensions), the MLP's GELU is the tanh form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Path, Shard
+from jaxpipe.stage.model.layer import Layer
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel, own_time
 
-from .gpt import GPTConfig, block_layers, normal
+from .decoder import normal, partial_leaves
+from .gpt import GPTConfig, block_layers
 
 Picture = tuple[int, int, int]
 """Pixels down, pixels across, channels."""
@@ -37,7 +35,7 @@ def vit_layers(config: GPTConfig, picture: Picture, patch: int, names: tuple[str
         example=(pixels,),
         reads=("images",),
         kind="vit.patches",
-        shards=partial(_patch_shards, config),
+        shards=lambda tp: partial_leaves(tp, ("pixels", "kernel"), ("pixels", "bias"), ("positions",)),
     )
     return [patches, *block_layers(config, names[1], causal=False)]
 
@@ -74,8 +72,3 @@ class Patches(nn.Module):
         positions = self.param("positions", normal(0.02), (c.seq_len, c.d_model), c.dtype)
         own = own_time(flat, self.tp, axis=1).astype(positions.dtype) / 255
         return dense(own) + own_time(positions[None], self.tp, axis=1)
-
-
-def _patch_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
-    every: tuple[Path, ...] = (("pixels", "kernel"), ("pixels", "bias"), ("positions",))
-    return dict.fromkeys(every, "partial") if tp.splits_time else {}

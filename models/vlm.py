@@ -28,7 +28,6 @@ from jaxpipe.stage.model.options import build_options, check_sizes
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     TensorParallel,
-    VocabParallelEmbed,
     check_shards,
     column_parallel,
     own_time,
@@ -36,8 +35,9 @@ from jaxpipe.tensor_parallel import (
     whole_time,
 )
 
-from .gpt import GPTConfig, norm
-from .llama import LlamaConfig, block_layers, embed_shards, head_layer, normal
+from .decoder import dense, embed_shards, head_layer, partial_leaves, text_spec, words_of
+from .gpt import GPTConfig
+from .llama import LlamaConfig, block_layers
 from .loss import loss_layer
 from .vit import num_patches, vit_layers
 
@@ -107,20 +107,18 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
     ``block_00`` …, ``head``, ``loss``."""
     config = build_options(VLMConfig, options, "models.vlm:VLM")
     language, vision = config.language, config.vision
-    patches = jax.ShapeDtypeStruct((1, vision.seq_len, vision.d_model), config.dtype)
     features = jax.ShapeDtypeStruct((1, vision.seq_len // 4, config.d_model), config.dtype)
-    tokens = jax.ShapeDtypeStruct((1, config.seq_len), jnp.int32)
     merger = from_linen(
         "merger",
         Merger(vision, config.d_model),
-        example=(patches,),
+        example=(vision.hidden,),
         kind="vlm.merger",
         shards=partial(_merger_shards, vision),
     )
     embed = from_linen(
         "embed",
         Embed(language, config.image_token),
-        example=(features, tokens),
+        example=(features, language.tokens),
         reads=("tokens",),
         kind="vlm.embed",
         shards=partial(embed_shards, language),
@@ -130,13 +128,8 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
     layers += [merger, embed, *block_layers(language), head_layer(language), loss_layer()]
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-        shape = (microbatch_size, config.seq_len)
-        return {
-            "images": jax.ShapeDtypeStruct((microbatch_size, *config.picture), jnp.uint8),
-            "tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "targets": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-        }
+        images = jax.ShapeDtypeStruct((microbatch_size, *config.picture), jnp.uint8)
+        return {"images": images, **text_spec(language, microbatch_size)}
 
     return Model("vlm", tuple(layers), batch_spec, config.vocab_size, config.seq_len)
 
@@ -151,10 +144,9 @@ class Merger(nn.Module):
         """[B, N, E] → [B, S, D]; both a t-th of it with sequence parallelism"""
         c, tp = self.config, self.tp
         B, N, E = x.shape
-        square = norm(c, "norm")(x).reshape(B, N // 4, 4 * E)
-        dense = {"param_dtype": c.dtype, "kernel_init": normal(0.02)}
-        wide = nn.gelu(column_parallel(4 * E, tp, name="up", **dense)(square), approximate=True)  # [B, S, 4·E/t]
-        return row_parallel(self.width, tp, name="down", **dense)(wide)
+        square = c.norm("norm")(x).reshape(B, N // 4, 4 * E)
+        wide = nn.gelu(column_parallel(4 * E, tp, name="up", **dense(c))(square), approximate=True)  # [B, S, 4·E/t]
+        return row_parallel(self.width, tp, name="down", **dense(c))(wide)
 
 
 class Embed(nn.Module):
@@ -168,9 +160,7 @@ class Embed(nn.Module):
         c, tp = self.config, self.tp
         if tp.splits_time:
             features = whole_time(features, tp)
-        words = VocabParallelEmbed(
-            c.vocab_size, c.d_model, param_dtype=c.dtype, embedding_init=normal(0.02), tp=tp, name="tokens"
-        )(tokens)
+        words = words_of(c, tp)(tokens)
         stands = tokens == self.image_token
         slot = jnp.cumsum(stands, axis=1) - 1
         stands &= slot < features.shape[1]
@@ -182,6 +172,4 @@ class Embed(nn.Module):
 def _merger_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     check_shards("VLM", tp, {"4 · vit_size": 4 * c.d_model}, seq_len=c.seq_len // 4)
     split: dict[Path, Shard] = {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}
-    if tp.splits_time:
-        split |= dict.fromkeys((("down", "bias"), ("norm", "scale"), ("norm", "bias")), "partial")
-    return split
+    return split | partial_leaves(tp, ("down", "bias"), ("norm", "scale"), ("norm", "bias"))

@@ -12,6 +12,7 @@ nothing has a gradient by them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,7 @@ from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_
 
 def embedding_words(path: Path, rest: Layer) -> Words:
     """Of a layer that looks up ``tokens`` in the rows at ``path``; ``rest`` takes the rows found for them [B, T, D]."""
-    merged = Layer(
-        rest.name,
-        rest.init,
-        partial(_put_together, rest.apply),
-        rest.reads,
-        rest.uses_key,
-        shards=rest.shards,
-        kind=rest.kind,
-    )
+    merged = replace(rest, apply=partial(_put_together, rest.apply))
     return Words(path, partial(_bound, _look_up, path), lambda barriers: merged, ("tokens",))
 
 
@@ -45,7 +38,7 @@ def head_words(path: Path, count: int, rest: Layer) -> Words:
 def loss_words() -> Words:
     """Of cross entropy, weighted and summed."""
     layers = {
-        barriers: Layer("loss", _no_params, partial(_merge, barriers), ("weights",), kind="loss", shards=_no_shards)
+        barriers: Layer("loss", no_params, partial(_merge, barriers), ("weights",), kind="loss", shards=no_shards)
         for barriers in (1, 2)
     }
     return Words((), _bound, layers.__getitem__)
@@ -145,9 +138,9 @@ def _opened(bits: jax.Array, dtype: Any) -> jax.Array:
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def _no_params(key: jax.Array) -> Params:
+def no_params(key: jax.Array) -> Params:
     return {}
 
 
-def _no_shards(tp: TensorParallel) -> Mapping[Path, Shard]:
+def no_shards(tp: TensorParallel) -> Mapping[Path, Shard]:
     return {}

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpipe.cli.parser import add_json_flag, add_value
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import print_json
-from jaxpipe.cli.schedule_verbs import add_json_flag
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
 from jaxpipe.wording import aligned, closest
@@ -23,16 +23,10 @@ ACTIONS = ("ls", "clear")
 
 
 def configure_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="ACTION",
-        help="'ls' lists the problems that were solved; 'clear' removes them, and no other file of the folder",
-    )
-    parser.add_argument(
-        "--dir",
-        metavar="DIR",
-        help="the cache's folder (default: $JAXPIPE_CACHE_DIR, else jaxpipe/schedules in $XDG_CACHE_HOME or ~/.cache)",
-    )
+    text = "'ls' lists the problems that were solved; 'clear' removes them, and no other file of the folder"
+    parser.add_argument("action", metavar="ACTION", help=text)
+    text = "the cache's folder (default: $JAXPIPE_CACHE_DIR, else jaxpipe/schedules in $XDG_CACHE_HOME or ~/.cache)"
+    add_value(parser, "--dir", "DIR", str, text)
     add_json_flag(parser)
 
 

@@ -27,10 +27,11 @@ from jaxpipe.cli.cost_flags import (
     most_chunks,
     set_sizes,
 )
-from jaxpipe.cli.outputs import add_output_flag, check_outputs
+from jaxpipe.cli.outputs import add_output_flag, check_output, check_outputs
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, conclude, load_schedule, make, simulated
+from jaxpipe.cli.schedule_verbs import OUTPUTS, conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 
 if TYPE_CHECKING:
@@ -48,12 +49,8 @@ _PROGRESS_S = 1.0
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     """What both verbs take."""
-    parser.add_argument(
-        "files",
-        metavar="FILE",
-        nargs="*",
-        help="schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default",
-    )
+    text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
+    parser.add_argument("files", metavar="FILE", nargs="*", help=text)
     add_size_flags(parser)
     parser.set_defaults(ranks=None, microbatches=None)
     add_chunk_limit_flags(parser)
@@ -79,14 +76,10 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
 
 def configure_compare(parser: argparse.ArgumentParser) -> None:
     _configure(parser)
-    parser.add_argument(
-        "--explore",
-        action="store_true",
-        help="let each family choose its best chunks, group and limit (slower); without it, its own defaults",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help=f"draw peak memory against bubble with the Pareto front: {' '.join(_PLOTS)}"
-    )
+    text = "let each family choose its best chunks, group and limit (slower); without it, its own defaults"
+    add_switch(parser, "--explore", text)
+    text = f"draw peak memory against bubble with the Pareto front: {' '.join(_PLOTS)}"
+    add_value(parser, "--plot", "FILE", str, text)
     add_json_flag(parser)
 
 
@@ -95,8 +88,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     from jaxpipe.schedule import FAMILIES
     from jaxpipe.schedule.retime import order_key
 
-    if arguments.plot:
-        check_outputs([arguments.plot], _PLOTS, "--plot")
+    check_output(arguments.plot, _PLOTS, "--plot")
     costs = chosen_costs(arguments)
     files = _files(arguments)
     most = most_chunks(arguments, costs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.parser import add_value, amount, cost_pair, cost_triple, whole_number
+from jaxpipe.cli.parser import add_switch, add_value, amount, cost_pair, cost_triple, whole_number
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,9 +82,8 @@ def add_group_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
-    group = parser.add_argument_group(
-        "costs", "one rank's share of one microbatch; divided by the chunks of the schedule"
-    )
+    text = "one rank's share of one microbatch; divided by the chunks of the schedule"
+    group = parser.add_argument_group("costs", text)
     add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
     add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
     text = "fraction of an activation kept from B's end to W's end (default 1)"
@@ -96,11 +95,8 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     text = "how many collectives that is in each stage; two a layer are usual (default 1)"
     add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
     add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
-    group.add_argument(
-        "--host-link",
-        choices=("shared", "duplex"),
-        help="whether copies to the host and back share one lane (default: duplex, or what --costs says)",
-    )
+    text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
+    group.add_argument("--host-link", choices=("shared", "duplex"), help=text)
 
 
 def add_head_flag(parser: argparse.ArgumentParser) -> None:
@@ -111,30 +107,20 @@ def add_head_flag(parser: argparse.ArgumentParser) -> None:
 
 def add_braid_flag(parser: argparse.ArgumentParser) -> None:
     """``--braid``."""
-    parser.add_argument(
-        "--braid",
-        action="store_true",
-        help="run two actions that stand side by side as one slot, where that hides TP collectives and saves time",
-    )
+    text = "run two actions that stand side by side as one slot, where that hides TP collectives and saves time"
+    add_switch(parser, "--braid", text)
 
 
 def add_objective_flag(parser: argparse.ArgumentParser) -> None:
     """``--objective``."""
-    parser.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help="what to minimise: the makespan (default), or the longest span of a rank",
-    )
+    text = "what to minimise: the makespan (default), or the longest span of a rank"
+    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=text)
 
 
 def add_pass_flags(parser: argparse.ArgumentParser) -> None:
     """``--separate --braid``."""
-    parser.add_argument(
-        "--separate",
-        action="store_true",
-        help="split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit",
-    )
+    text = "split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit"
+    add_switch(parser, "--separate", text)
     add_braid_flag(parser)
 
 

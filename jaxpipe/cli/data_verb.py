@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpipe.cli.parser import add_value, whole_number
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice, print_json
-from jaxpipe.cli.schedule_verbs import add_json_flag
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 
@@ -22,29 +21,21 @@ ACTIONS = ("build", "check")
 
 
 def configure_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action",
-        metavar="ACTION",
-        help="'build' tokenises sources into a store, or goes on with one that was begun; 'check' compares all its checksums",
+    text = (
+        "'build' tokenises sources into a store, or goes on with one that was begun; 'check' compares all its checksums"
     )
-    parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="build: files and folders of JSONL, Parquet and text; check: stores"
-    )
-    parser.add_argument("-o", "--output", metavar="STORE", help="build: the folder to make")
-    for flag, metavar, default, text in (
-        ("--tokenizer", "NAME", "byte", "as data.tokenizer"),
-        ("--chat-template", "FILE", "auto", "as data.chat_template"),
-        ("--field", "NAME", "auto", "as data.field"),
-        ("--eos", "TOKEN", "auto", "as data.eos, but that byte by byte files end with 0 too"),
-        ("--suffixes", "LIST", None, "as data.suffixes, joined by commas"),
-    ):
-        parser.add_argument(
-            flag, metavar=metavar, default=default, help=text + (f" (default {default})" * bool(default))
-        )
-    add_value(
-        parser, "--workers", "N", whole_number("processes", 1024), "processes that tokenise; by default one a core"
-    )
-    parser.add_argument("--chat", action="store_true", help="as data.format=chat: records are chats")
+    parser.add_argument("action", metavar="ACTION", help=text)
+    text = "build: files and folders of JSONL, Parquet and text; check: stores"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=text)
+    add_value(parser, "-o --output", "STORE", str, "build: the folder to make")
+    add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
+    add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
+    add_value(parser, "--field", "NAME", str, "as data.field", "auto")
+    add_value(parser, "--eos", "TOKEN", str, "as data.eos, but that byte by byte files end with 0 too", "auto")
+    add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
+    text = "processes that tokenise; by default one a core"
+    add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
+    add_switch(parser, "--chat", "as data.format=chat: records are chats")
     add_json_flag(parser)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from jaxpipe.cli.machine_flags import without_devices
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.train_verbs import add_checkpoint_flags
@@ -13,18 +14,16 @@ from jaxpipe.wording import format_count
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="HF_DIR", help="config.json, safetensors, and mostly tokenizer.json")
-    parser.add_argument("-o", "--output", metavar="RUN", required=True, help="the run directory to make, at step 0")
-    parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="the model that reads it; by default the one of its model_type"
+    add_value(parser, "-o --output", "RUN", str, "the run directory to make, at step 0", required=True)
+    add_value(
+        parser, "--model", "MODULE:FUNCTION", str, "the model that reads it; by default the one of its model_type"
     )
     length = whole_number("tokens", 2**31 - 1)
     add_value(parser, "--seq-len", "T", length, "data.seq_len of the run; by default the model's, at most 1024")
 
 
 def _import(args: argparse.Namespace) -> None:
-    from jaxpipe.train.devices import request_devices
-
-    request_devices(1, "cpu")
+    without_devices()
     from jaxpipe.train.imported import import_hub
 
     made = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
@@ -35,31 +34,19 @@ def _import(args: argparse.Namespace) -> None:
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="the folder to make")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of the numbers (default float32)",
-    )
+    add_value(parser, "-o --output", "DIR", str, "the folder to make", required=True)
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the numbers (default float32)")
     size = amount("gigabytes", zero=False)
     add_value(parser, "--shard-size", "GB", size, "most gigabytes (10⁹ bytes) a file", 5.0)
 
 
 def _export(args: argparse.Namespace) -> None:
-    from jaxpipe.train.devices import request_devices
-
-    request_devices(1, "cpu")
+    without_devices()
     from jaxpipe.train.exported import export_hub
 
-    made = export_hub(
-        Path(args.checkpoint),
-        Path(args.output),
-        step=args.step,
-        model=args.model,
-        dtype=args.dtype,
-        shard_bytes=int(args.shard_size * 1e9),
-    )
+    source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
+    made = export_hub(source, to, step=args.step, model=args.model, dtype=args.dtype, shard_bytes=shard_bytes)
     files = f"{len(made.files)} file{'s' * (len(made.files) > 1)}"
     print(f"step {made.step}, {format_count(made.parameters)} parameters as {args.dtype} in {made.path} ({files})")
 

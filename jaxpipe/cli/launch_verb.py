@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpipe.cli.parser import add_value, whole_number
+from jaxpipe.cli.parser import add_repeated, add_value, whole_number
 from jaxpipe.cli.registry import Command, parsed
 from jaxpipe.errors import ConfigError
 
@@ -35,20 +35,18 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", choices=list(_OF), help="on this machine, or by a file for sbatch, or for kubectl")
     add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), "start again what was lost")
     here = parser.add_argument_group("local")
-    here.add_argument("-n", dest="number", metavar="N", type=whole_number("processes", 4096), help="how many processes")
-    here.add_argument("--logs", metavar="DIR", help="what they write; by default a folder that goes if all is well")
+    add_value(here, "-n", "N", whole_number("processes", 4096), "how many processes", dest="number")
+    add_value(here, "--logs", "DIR", str, "what they write; by default a folder that goes if all is well")
     cluster = parser.add_argument_group("slurm, k8s")
-    cluster.add_argument("-o", dest="output", metavar="FILE", help="the file to write")
-    cluster.add_argument("--nodes", metavar="N", type=whole_number("nodes", 65536), help="hosts")
-    cluster.add_argument("--gpus-per-node", dest="gpus", metavar="N", type=whole_number("GPUs", 4096), help="of each")
-    cluster.add_argument("--name", metavar="NAME", help="of the job (default: jaxpipe)")
+    add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
+    add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "hosts")
+    add_value(cluster, "--gpus-per-node", "N", whole_number("GPUs", 4096), "of each", dest="gpus")
+    add_value(cluster, "--name", "NAME", str, "of the job (default: jaxpipe)")
     per = whole_number("processes", 4096)
-    cluster.add_argument("--processes-per-node", dest="per_node", metavar="N", type=per, help="slurm; one by default")
-    cluster.add_argument(
-        "--sbatch", metavar="OPTION=VALUE", action="append", help="slurm: such as time=12:00:00 (repeatable)"
-    )
-    cluster.add_argument("--image", metavar="IMAGE", help="k8s: with jaxpipe installed")
-    cluster.add_argument("--claim", metavar="NAME:PATH", help="k8s: the volume claim that all pods share, and where")
+    add_value(cluster, "--processes-per-node", "N", per, "slurm; one by default", dest="per_node")
+    add_repeated(cluster, "--sbatch", "OPTION=VALUE", "slurm: such as time=12:00:00 (repeatable)", default=None)
+    add_value(cluster, "--image", "IMAGE", str, "k8s: with jaxpipe installed")
+    add_value(cluster, "--claim", "NAME:PATH", str, "k8s: the volume claim that all pods share, and where")
 
 
 def _launch(args: argparse.Namespace) -> int:

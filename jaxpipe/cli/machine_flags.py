@@ -28,22 +28,14 @@ _EFFICIENCIES = {
 
 def add_settings_argument(parser: argparse.ArgumentParser) -> None:
     """``CONFIG section.key=value …``."""
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="CONFIG section.key=value",
-        help="TOML or JSON settings of a training run, and overrides of them; without a file the defaults",
-    )
+    text = "TOML or JSON settings of a training run, and overrides of them; without a file the defaults"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG section.key=value", help=text)
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """``--target --memory-limit-gb`` and the efficiencies."""
-    parser.add_argument(
-        "--target",
-        default="h100",
-        metavar="NAME|FILE.json",
-        help="machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one (default h100)",
-    )
+    text = "machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one"
+    add_value(parser, "--target", "NAME|FILE.json", str, text, "h100")
     text = "bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory"
     add_value(parser, "--memory-limit-gb", "GB", amount("memory limit", zero=False), text)
     for flag, text in _EFFICIENCIES.values():

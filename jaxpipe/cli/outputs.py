@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpipe.cli.parser import add_repeated, add_value
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 
@@ -19,15 +20,18 @@ PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")
 
 def add_output_flag(parser: argparse.ArgumentParser, suffixes: Sequence[str], *, required: bool = False) -> None:
     """``-o``/``--output``."""
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        action="append",
-        default=[],
-        required=required,
-        help=f"write FILE, in the form its suffix names: {' '.join(suffixes)} (repeatable)",
-    )
+    text = f"write FILE, in the form its suffix names: {' '.join(suffixes)} (repeatable)"
+    add_repeated(parser, "-o --output", "FILE", text, required=required)
+
+
+def add_costs_flag(parser: argparse.ArgumentParser) -> None:
+    """``-o``/``--output`` of the verbs that measure."""
+    add_value(parser, "-o --output", "FILE", str, "write the cost profile as JSON (for --costs of the schedule verbs)")
+
+
+def check_output(path: str | None, suffixes: Sequence[str], flag: str = "-o") -> None:
+    """:func:`check_outputs` of one that may be left out."""
+    check_outputs([path] if path else [], suffixes, flag)
 
 
 def check_outputs(paths: Sequence[str], suffixes: Sequence[str], flag: str = "-o") -> None:

@@ -63,15 +63,32 @@ class Parser(argparse.ArgumentParser):
 
 def add_value(
     where: argparse._ActionsContainer,
-    flag: str,
+    flags: str,
     metavar: str,
     kind: Callable[[str], Any],
     text: str,
     default: Any = None,
+    **more: Any,
 ) -> None:
-    """Add a flag that takes one value of a ``kind``, such as :func:`amount`; its help is ``text`` and the default."""
-    shown = "" if default is None else f" (default {default:g})"
-    where.add_argument(flag, metavar=metavar, type=kind, default=default, help=text + shown)
+    """Add a flag, ``--long`` or ``-s --long``, that takes one value of a ``kind``, such as :func:`amount`; its help is ``text``
+    and the default. ``more``: as ``add_argument`` takes them."""
+    shown = "" if default is None else f" (default {default if isinstance(default, str) else format(default, 'g')})"
+    where.add_argument(*flags.split(), metavar=metavar, type=kind, default=default, help=text + shown, **more)
+
+
+def add_switch(where: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """Add a flag without a value."""
+    where.add_argument(flag, action="store_true", help=text)
+
+
+def add_json_flag(where: argparse._ActionsContainer, text: str = "print one JSON document instead of text") -> None:
+    """``--json``."""
+    add_switch(where, "--json", text)
+
+
+def add_repeated(where: argparse._ActionsContainer, flags: str, metavar: str, text: str, **more: Any) -> None:
+    """Add a flag that may be given several times: a list of strings."""
+    where.add_argument(*flags.split(), metavar=metavar, action="append", help=text, **{"default": [], **more})
 
 
 def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:

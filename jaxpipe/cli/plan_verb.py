@@ -15,9 +15,9 @@ from jaxpipe.cli.machine_flags import (
     limit_bytes_of,
     without_devices,
 )
-from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
+from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import add_value, amount
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
@@ -33,24 +33,17 @@ _OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     add_parallel_flags(parser)
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)",
-    )
+    text = "the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)"
+    add_switch(parser, "--sequence-parallel", text)
     add_machine_flags(parser)
     text = "compile stage functions for the target to know their workspace, for about S seconds; 0: estimate"
     add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
-    parser.add_argument(
-        "--suggest", action="store_true", help="also where it fits: changes that fit, the fastest first"
-    )
+    add_switch(parser, "--suggest", "also where it fits: changes that fit, the fastest first")
     add_value(parser, "--suggest-seconds", "S", amount("seconds"), "try changes for about S processor seconds", 60.0)
-    parser.add_argument("--schedules", metavar="DIR", help="write schedules of suggestions that need a file into DIR")
-    parser.add_argument(
-        "--costs-out", metavar="FILE", help="write the cost profile (for --costs of the schedule verbs)"
-    )
+    add_value(parser, "--schedules", "DIR", str, "write schedules of suggestions that need a file into DIR")
+    add_value(parser, "--costs-out", "FILE", str, "write the cost profile (for --costs of the schedule verbs)")
     add_output_flag(parser, _OUTPUTS)
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+    add_json_flag(parser, "print JSON on stdout")
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -58,8 +51,7 @@ def _run(args: argparse.Namespace) -> None:
     split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
     config = config_of(args, [*overrides, *split])
     check_outputs(args.output, _OUTPUTS)
-    if args.costs_out:
-        check_outputs([args.costs_out], (".json",), "--costs-out")
+    check_output(args.costs_out, (".json",), "--costs-out")
     if args.schedules is not None and not Path(args.schedules).is_dir():
         raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
 
@@ -92,12 +84,7 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
         workspace = f"of {compiler.count} functions compiled by XLA for {target.name}{some}"
     found = None
     if args.suggest or not prediction.fits:
-        found = suggest(
-            prediction,
-            lambda c, transform: predict(c, bench, limit, transform),
-            notice,
-            args.suggest_seconds,
-        )
+        found = suggest(prediction, lambda c, t: predict(c, bench, limit, t), notice, args.suggest_seconds)
     lines = assumptions(prediction, efficiency, workspace)
     paths = _write(args, prediction, found)
     _show(args, prediction, found, lines, paths)

@@ -22,12 +22,8 @@ _OUTPUTS = (*PICTURE_SUFFIXES, ".json")
 
 
 def configure_plot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        metavar="FILE",
-        nargs="+",
-        help=f"a schedule (.sched .json .csv) or a recorded timeline ({_TIMELINE_SUFFIX}); the first is drawn on top",
-    )
+    text = f"a schedule (.sched .json .csv) or a recorded timeline ({_TIMELINE_SUFFIX}); the first is drawn on top"
+    parser.add_argument("files", metavar="FILE", nargs="+", help=text)
     add_output_flag(parser, _OUTPUTS, required=True)
     parser.add_argument("--title", help="heading of the picture (default: the schedules' names)")
     add_cost_flags(parser)

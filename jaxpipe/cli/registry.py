@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxpipe.cli.parser import Parser
+from jaxpipe.cli.parser import Parser, add_repeated
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 
@@ -116,14 +116,8 @@ def parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
     verb = next(v for v in VERBS if v.name == name)
     parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
     command_of(verb).configure(parser)
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="import a module that registers schedule families or ops, also from the working directory (repeatable)",
-    )
+    text = "import a module that registers schedule families or ops, also from the working directory (repeatable)"
+    add_repeated(parser, "--import", "MODULE", text, dest="imports")
     return parser.parse(argv)
 
 

@@ -7,9 +7,11 @@ import argparse
 import json
 import re
 import sys
+from functools import partial
 
+from jaxpipe.cli.outputs import add_costs_flag, check_output
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
@@ -35,27 +37,23 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
     add_value(parser, "--steps", "N", whole_number("steps", 10_000), "timed steps, beside the first", 5)
     add_value(parser, "--memory", "SIZE", memory_size, "rehearse on a device of this size, such as 80GB")
-    parser.add_argument("--no-optimizer", action="store_true", help="leave out master parameters and optimizer state")
-    parser.add_argument("--no-host-link", action="store_true", help="don't measure copies to the host and back")
+    add_switch(parser, "--no-optimizer", "leave out master parameters and optimizer state")
+    add_switch(parser, "--no-host-link", "don't measure copies to the host and back")
     text = "between ranks, for the prediction (default: transfers are free)"
     add_value(parser, "--link-bandwidth", "GB/S", amount("bandwidth", zero=False), text)
     add_value(parser, "--link-latency", "US", amount("latency"), "of a transfer, in microseconds", 0.0)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON on stdout, progress on stderr")
+    add_costs_flag(parser)
+    add_json_flag(parser, "print everything as JSON on stdout, progress on stderr")
 
 
 def _rehearse(args: argparse.Namespace) -> int:
-    from jaxpipe.cli.outputs import check_outputs
     from jaxpipe.train.config import load_config
 
     config = load_config(args.config, with_parallel_flags(args, args.overrides))
     ranks = config.pipeline.ranks
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
-    if args.output:
-        check_outputs([args.output], (".json",))
+    check_output(args.output, (".json",))
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     size = config.pipeline.rank_devices
@@ -66,9 +64,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     from jaxpipe.train.imported import completed
     from jaxpipe.train.setup import prepare
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
-
+    progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
     prepared = prepare(completed(config))
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")

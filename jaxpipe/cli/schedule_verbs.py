@@ -24,7 +24,7 @@ from jaxpipe.cli.cost_flags import (
     require_file,
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 1000
 OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def configure_schedules(parser: argparse.ArgumentParser) -> None:
@@ -122,12 +118,11 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_limit_flag(parser)
     add_pass_flags(parser)
     group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
-    add_value(
-        group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), "how many; shows the time from step to step"
-    )
+    text = "how many; shows the time from step to step"
+    add_value(group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), text)
     add_value(group, "--update", "T", amount("time of an update"), "time of a rank's update (default 0)")
     text = "no rank waits for the others before its update: it is validated before the rank's first backward"
-    group.add_argument("--post-validation", action="store_true", help=text)
+    add_switch(group, "--post-validation", text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 

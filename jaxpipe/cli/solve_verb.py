@@ -23,10 +23,10 @@ from jaxpipe.cli.cost_flags import (
     set_sizes,
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
-from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice
-from jaxpipe.cli.schedule_verbs import OUTPUTS, add_json_flag, after_passes, conclude, load_schedule
+from jaxpipe.cli.schedule_verbs import OUTPUTS, after_passes, conclude, load_schedule
 from jaxpipe.cli.traverse_flags import PLACEMENTS
 from jaxpipe.errors import ConfigError, ScheduleError
 
@@ -47,34 +47,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser)
     parser.set_defaults(ranks=None, microbatches=None)
     add_chunk_limit_flags(parser)
-    parser.add_argument(
-        "--placement",
-        choices=("auto", *PLACEMENTS),
-        default="auto",
-        help="which ranks run which stages (default: all that suit the number of chunks)",
-    )
+    text = "which ranks run which stages (default: all that suit the number of chunks)"
+    parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
     text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
-    parser.add_argument("--start", metavar="FILE", help=text)
+    add_value(parser, "--start", "FILE", str, text)
     add_cost_flags(parser)
     add_limit_flag(parser)
     add_braid_flag(parser)
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--objective",
-        choices=("makespan", "span", "lexicographic"),
-        default="makespan",
-        help="minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded",
-    )
+    text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
+    objectives = ("makespan", "span", "lexicographic")
+    group.add_argument("--objective", choices=objectives, default="makespan", help=text)
     text = "seconds to search; Ctrl-C ends it earlier with the best so far"
     add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
     add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
     add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)
-    group.add_argument(
-        "--reproducible",
-        action="store_true",
-        help="same flags, same schedule: --time-limit counts deterministic time, and the cache is not used",
-    )
-    group.add_argument("--no-cache", action="store_true", help="neither use nor fill the cache of solved problems")
+    text = "same flags, same schedule: --time-limit counts deterministic time, and the cache is not used"
+    add_switch(group, "--reproducible", text)
+    add_switch(group, "--no-cache", "neither use nor fill the cache of solved problems")
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 

@@ -10,13 +10,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
+from jaxpipe.cli.outputs import add_costs_flag, check_output
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.errors import AgreedError, gist
 from jaxpipe.launch.local import follow_launcher
@@ -32,30 +34,21 @@ _MOST_PROCESSES = 65536
 
 
 def _configure_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="TOML or JSON settings; without it the defaults")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings that override the file, such as run.steps=200",
-    )
+    add_value(parser, "--config", "FILE", str, "TOML or JSON settings; without it the defaults")
+    text = "settings that override the file, such as run.steps=200"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
     add_parallel_flags(parser)
 
 
 def _configure_train(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print all settings (changed ones marked *) and stop"
-    )
-    parser.add_argument("--help-config", action="store_true", help="explain all settings and stop")
-    parser.add_argument(
-        "--offload-fallback",
-        action="store_true",
-        help="where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout, progress on stderr")
+    add_switch(parser, "--print-config", "print all settings (changed ones marked *) and stop")
+    add_switch(parser, "--help-config", "explain all settings and stop")
+    text = "where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)"
+    add_switch(parser, "--offload-fallback", text)
+    add_json_flag(parser, "print the result as JSON on stdout, progress on stderr")
     group = parser.add_argument_group("several processes", "found in the variables of a launcher, too (jaxpipe launch)")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens; the same in all")
+    add_value(group, "--coordinator", "HOST:PORT", str, "where process 0 listens; the same in all")
     count = whole_number("processes", _MOST_PROCESSES)
     add_value(group, "--processes", "N", count, "how many there are; one by default")
     which = whole_number("as a process", _MOST_PROCESSES - 1, least=0)
@@ -109,13 +102,8 @@ def _train(args: argparse.Namespace) -> int:
             from jaxpipe.train.run.report import result_json, result_text
 
         out = ProgressStream(sys.stdout)
-        result = train(
-            config,
-            sys.stderr if args.json else out,
-            own_process=True,
-            processes=processes,
-            peak_flops_per_s=peak_of,
-        )
+        told = sys.stderr if args.json else out
+        result = train(config, told, own_process=True, processes=processes, peak_flops_per_s=peak_of)
     if processes.mine == 0:
         out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
@@ -143,11 +131,10 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Which checkpoint, and what makes its model."""
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
     add_value(parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default")
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it",
+    text = (
+        "what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it"
     )
+    add_value(parser, "--model", "MODULE:FUNCTION", str, text)
 
 
 def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
@@ -179,16 +166,10 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     _add_devices_flag(parser)
     add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
     add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
-    parser.add_argument(
-        "--baselines", action="store_true", help="also score unigram and bigram models of the same text"
-    )
-    parser.add_argument(
-        "--other-data", action="store_true", help="evaluate although the data are other than the model was trained on"
-    )
-    parser.add_argument(
-        "--data", metavar="PATH", help="data.path in place of the run's; a module:function must be named so"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_switch(parser, "--baselines", "also score unigram and bigram models of the same text")
+    add_switch(parser, "--other-data", "evaluate although the data are other than the model was trained on")
+    add_value(parser, "--data", "PATH", str, "data.path in place of the run's; a module:function must be named so")
+    add_json_flag(parser, "print JSON")
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -250,26 +231,18 @@ def _configure_profile(parser: argparse.ArgumentParser) -> None:
     repeats, warm_up = whole_number("repeats", 1000), whole_number("warm-up calls", 1000, least=0)
     add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
     add_value(parser, "--warm-up", "N", warm_up, "untimed calls before them, beside the one that compiles", 1)
-    parser.add_argument(
-        "--no-host-link", action="store_true", help="don't measure copies to pinned host memory and back"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the cost profile as JSON (for --costs of the schedule verbs)"
-    )
-    parser.add_argument(
-        "--details", metavar="FILE", help="write all that was measured as JSON: quartiles, memory, host link"
-    )
-    parser.add_argument("--json", action="store_true", help="print the cost profile as JSON")
+    add_switch(parser, "--no-host-link", "don't measure copies to pinned host memory and back")
+    add_costs_flag(parser)
+    add_value(parser, "--details", "FILE", str, "write all that was measured as JSON: quartiles, memory, host link")
+    add_json_flag(parser, "print the cost profile as JSON")
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from jaxpipe.cli.outputs import check_outputs
     from jaxpipe.train.config import load_config
 
     config = load_config(args.config, with_parallel_flags(args, args.overrides))
-    for path, flag in ((args.output, "-o"), (args.details, "--details")):
-        if path:
-            check_outputs([path], (".json",), flag)
+    check_output(args.output, (".json",))
+    check_output(args.details, (".json",), "--details")
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
@@ -281,9 +254,7 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.run.report import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
-
+    progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
     config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import CostChoice, check_size, require_file
+from jaxpipe.cli.parser import add_switch, add_value
 from jaxpipe.errors import ConfigError, JaxpipeError
 
 if TYPE_CHECKING:
@@ -23,15 +24,12 @@ def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
     """``--placement --rules --steps``."""
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
-    group.add_argument(
-        "--rules",
-        metavar="RULES",
-        help="such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a "
-        "mapping from ranks to them, or a function (placement, microbatches) that gives one",
+    text = (
+        "such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a mapping "
+        "from ranks to them, or a function (placement, microbatches) that gives one"
     )
-    group.add_argument(
-        "--steps", action="store_true", help="choose as if every action took one step (default: by the costs)"
-    )
+    add_value(group, "--rules", "RULES", str, text)
+    add_switch(group, "--steps", "choose as if every action took one step (default: by the costs)")
 
 
 def refuse_traverse_flags(arguments: argparse.Namespace) -> None:

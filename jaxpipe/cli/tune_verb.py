@@ -15,8 +15,8 @@ from jaxpipe.cli.machine_flags import (
     limit_bytes_of,
     without_devices,
 )
-from jaxpipe.cli.outputs import check_outputs
-from jaxpipe.cli.parser import add_value, amount, whole_number
+from jaxpipe.cli.outputs import check_output
+from jaxpipe.cli.parser import add_repeated, add_value, amount, whole_number
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
@@ -34,34 +34,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_machine_flags(parser)
     text = "seconds to search; Ctrl-C ends it earlier with the best so far (default: until nothing can be better)"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,…",
-        help="try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)",
+    text = "try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)"
+    add_repeated(parser, "--only", "KEY=VALUE,…", text)
+    text = (
+        "seconds of stages measured on the devices here, not computed from the target; kept in FILE and used again (default: "
+        "tune-times.json in jaxpipe's cache folder)"
     )
-    parser.add_argument(
-        "--measure",
-        nargs="?",
-        const="",
-        metavar="FILE.json",
-        help="seconds of stages measured on the devices here, not computed from the target; kept in FILE and used again "
-        "(default: tune-times.json in jaxpipe's cache folder)",
-    )
-    parser.add_argument("-o", dest="output", metavar="FILE.toml", help="write the config with the best settings")
-    parser.add_argument("--json", metavar="FILE.json", help="write everything that was tried")
+    add_value(parser, "--measure", "FILE.json", str, text, nargs="?", const="")
+    add_value(parser, "-o", "FILE.toml", str, "write the config with the best settings", dest="output")
+    add_value(parser, "--json", "FILE.json", str, "write everything that was tried")
 
 
 def _run(args: argparse.Namespace) -> None:
     config = config_of(args, [x for x in args.settings if "=" in x])
-    outputs = (
-        (args.output, (".toml",), "-o"),
-        (args.json, (".json",), "--json"),
-        (args.measure, (".json",), "--measure"),
-    )
-    for path, suffixes, flag in outputs:
-        check_outputs([path] if path else [], suffixes, flag)
+    check_output(args.output, (".toml",), "-o")
+    check_output(args.json, (".json",), "--json")
+    check_output(args.measure, (".json",), "--measure")
     from jaxpipe.planning.targets import find_target
 
     target = find_target(args.target)

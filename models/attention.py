@@ -220,7 +220,7 @@ def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Array:
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
-    probs = _softmax(scores, seen.lengths, seen.segments, seen.places, seen.causal, seen.window)
+    probs = _softmax(scores, (seen.lengths, seen.segments, seen.places), seen.causal, seen.window)
     if seen.keep is not None:
         keep = checkpoint_name(seen.keep, SCORES)
         probs = checkpoint_name(jax.lax.select(keep, probs / (1 - seen.dropout), jnp.zeros_like(probs)), SCORES)
@@ -241,16 +241,14 @@ def _rows(q: jax.Array, G: int) -> jax.Array:
     return q.reshape(B, T, G, H // G, K).transpose(0, 2, 1, 3, 4).reshape(B, G, T * H // G, K)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _softmax(
-    scores: jax.Array,
-    lengths: jax.Array | None,
-    segments: _Pair | None,
-    places: _Pair | None,
-    causal: bool,
-    window: int | None,
-) -> jax.Array:
+_Masks = tuple[jax.Array | None, _Pair | None, _Pair | None]
+"""``lengths``, ``segments`` and ``places`` of :class:`_Seen`."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _softmax(scores: jax.Array, masks: _Masks, causal: bool, window: int | None) -> jax.Array:
     """Softmax over the last axis of ``scores`` [B, G, T·R, S], same dtype out. Row m is of query m // R."""
+    lengths, segments, places = masks
     wide = jnp.promote_types(scores.dtype, jnp.float32)
     rows, S = scores.shape[-2:]
     R = rows // (S if places is None else len(places[0]))
@@ -270,24 +268,15 @@ def _softmax(
     return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
 
 
-def _softmax_forward(
-    scores: jax.Array,
-    lengths: jax.Array | None,
-    segments: _Pair | None,
-    places: _Pair | None,
-    causal: bool,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    probs = checkpoint_name(_softmax(scores, lengths, segments, places, causal, window), SCORES)
+def _softmax_forward(scores: jax.Array, masks: _Masks, causal: bool, window: int | None) -> tuple[jax.Array, jax.Array]:
+    probs = checkpoint_name(_softmax(scores, masks, causal, window), SCORES)
     return probs, probs
 
 
-def _softmax_backward(
-    causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array
-) -> tuple[Any, None, None, None]:
+def _softmax_backward(causal: bool, window: int | None, probs: jax.Array, cotangent: jax.Array) -> tuple[Any, None]:
     wide = jnp.promote_types(probs.dtype, jnp.float32)
     p, g = probs.astype(wide), cotangent.astype(wide)
-    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None, None, None
+    return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(argv: list[str]) -> int:
     """The exit code of one verb."""
     try:
-        return _dispatch(argv)
+        from jaxpipe.cli import registry
+
+        return registry.run(argv)
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError as error:
@@ -51,12 +53,6 @@ def _lost_output(error: OSError) -> int:
 
     silence(sys.stdout)
     return READER_GONE if isinstance(error, BrokenPipeError) else _fail(f"standard output: {error.strerror or error}")
-
-
-def _dispatch(argv: list[str]) -> int:
-    from jaxpipe.cli import registry
-
-    return registry.run(argv)
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -91,14 +91,8 @@ def _record(entry: CacheEntry) -> dict[str, Any]:
         "memory_limit": None if limit == float("inf") else limit,
         "offload": task.offload,
         "objective": task.objective,
-        "value": entry.value,
-        "lower_bound": entry.lower_bound,
-        "gap": entry.gap,
-        "offloaded": entry.offloaded,
-        "wall_s": entry.wall_s,
-        "time_limit_s": entry.time_limit_s,
-        "stored": entry.stored,
-        "jaxpipe": entry.jaxpipe,
+        **{name: getattr(entry, name) for name in ("value", "lower_bound", "gap", "offloaded", "wall_s")},
+        **{name: getattr(entry, name) for name in ("time_limit_s", "stored", "jaxpipe")},
     }
 
 

@@ -28,7 +28,7 @@ from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, who
 from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
-from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number, time_scale
 from jaxpipe.wording import closest
 
@@ -160,10 +160,7 @@ def load_schedule(path: str) -> Schedule:
 
     require_file(path)
     schedule = read_schedule(path, notice)
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}", error.problems) from None
+    check_schedule(schedule, path)
     return schedule
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.cost_flags import (
@@ -139,22 +139,12 @@ def _headline(solution: Solution, placements: int) -> str:
 def _facts(solution: Solution) -> dict[str, Any]:
     """What ``--json`` says beyond the keys of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
     tried, ``placement_bound`` and ``placement_gap`` those of the placement found."""
+    bounds = ("value", "lower_bound", "gap", "placement_bound", "placement_gap", "optimal_in_placement")
     return {
         "objective": solution.task.objective,
         "placement": solution.task.placement.kind,
-        "value": solution.value,
-        "lower_bound": solution.lower_bound,
-        "gap": solution.gap,
-        "placement_bound": solution.placement_bound,
-        "placement_gap": solution.placement_gap,
-        "optimal_in_placement": solution.optimal_in_placement,
-        "status": solution.status,
-        "wall_s": solution.wall_s,
-        "first_feasible_s": solution.first_feasible_s,
-        "improvements": [
-            {"wall_s": p.wall_s, "value": p.value, "lower_bound": p.lower_bound, "source": p.source}
-            for p in solution.improvements
-        ],
+        **{name: getattr(solution, name) for name in (*bounds, "status", "wall_s", "first_feasible_s")},
+        "improvements": [asdict(progress) for progress in solution.improvements],
         "offloaded": solution.offloaded,
         "family": None if solution.family is None else {"name": solution.family[0], "value": solution.family[1]},
     }

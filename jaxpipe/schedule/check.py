@@ -32,8 +32,9 @@ Place = tuple[int, int, int]
 """(stage, microbatch, rank)."""
 
 
-def check_schedule(schedule: Schedule) -> None:
-    """Raise unless ``schedule`` is complete, fits its placement and can run.
+def check_schedule(schedule: Schedule, where: str = "") -> None:
+    """Raise unless ``schedule`` is complete, fits its placement and can run. ``where``: what the message begins with, such as
+    the file that it is from.
 
     Raises:
         ScheduleError: with every problem found in ``.problems``; the message shows the first 40.
@@ -42,7 +43,8 @@ def check_schedule(schedule: Schedule) -> None:
     if problems:
         more = [f"and {len(problems) - _SHOWN} more problems"] * (len(problems) > _SHOWN)
         shown = [*problems[:_SHOWN], *more]
-        raise ScheduleError(f"schedule {schedule.name!r}: " + "; ".join(shown), problems)
+        text = f"schedule {schedule.name!r}: " + "; ".join(shown)
+        raise ScheduleError(f"{where}: {text}" if where else text, problems)
 
 
 def find_problems(schedule: Schedule) -> list[str]:

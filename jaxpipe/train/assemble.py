@@ -142,11 +142,7 @@ def read_checked(path: str | Path) -> Schedule:
         ScheduleError: it can't be read, or breaks a rule; names the file.
     """
     schedule = read_schedule(path)
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        named = [f"{path}: {problem}" for problem in error.problems]
-        raise ScheduleError("; ".join(named), named) from None
+    check_schedule(schedule, str(path))
     return schedule
 
 

@@ -210,7 +210,7 @@ class CheckpointStore(Closing):
                 lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
             return lines
 
-        return tuple(together(self.processes, "discard", _nothing, discard))
+        return tuple(together(self.processes, "discard", first=discard))
 
     def load(
         self,
@@ -233,7 +233,7 @@ class CheckpointStore(Closing):
         """
         self.wait()
         if self.processes.number > 1:
-            step = together(self.processes, "step", _nothing, lambda _: shelf.step_of(pick(self.directory, step)))
+            step = together(self.processes, "step", first=lambda _: shelf.step_of(pick(self.directory, step)))
         loaded: list[Checkpoint] = []
 
         def read() -> None:
@@ -310,10 +310,6 @@ class CheckpointStore(Closing):
         for found in whole:
             if found.step not in kept:
                 shelf.remove(found.path)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _load(

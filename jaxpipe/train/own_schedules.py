@@ -100,8 +100,5 @@ def made_by_function(name: str, pipe: PipelineConfig, costs: CostProfile) -> Sch
     schedule = resolved("schedule", name, {}, sizes)
     if not isinstance(schedule, Schedule):
         raise ConfigError(f"schedule {name} returned a {type(schedule).__name__}; want a jaxpipe.schedule.Schedule")
-    try:
-        check_schedule(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}", error.problems) from None
+    check_schedule(schedule, name)
     return schedule

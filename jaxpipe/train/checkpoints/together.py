@@ -24,7 +24,10 @@ _KINDS = {kind.__name__: kind for kind in (CheckpointError, UnreadableCheckpoint
 
 
 def together(
-    processes: Processes, name: str, mine: Callable[[], Any], first: Callable[[Sequence[Any]], Any] = lambda _: None
+    processes: Processes,
+    name: str,
+    mine: Callable[[], Any] = lambda: None,
+    first: Callable[[Sequence[Any]], Any] = lambda _: None,
 ) -> Any:
     """``mine()`` in every process, then ``first`` in process 0 with what that was in each; its result, in all. What they return
     is for JSON, unless there is one process.

@@ -18,10 +18,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,7 +81,7 @@ def build_store(
             rest = itertools.islice(pieces(files), len(parts), None)
             tokens, told = sum(part.tokens for part in parts), time.monotonic()
             pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
-            for done in opened.enter_context(_Encoding(encoder, workers, pieces_at)).each(rest):
+            for done in opened.enter_context(closing(_encoded(encoder, workers, pieces_at, rest))):
                 for problem in done.problems:
                     note(f"left out: {problem}")
                 _append(done, tokens, outputs, journal)
@@ -213,42 +213,28 @@ def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: 
     journal.flush()
 
 
-class _Encoding:
-    """Pieces encoded by processes, or by this one."""
-
-    def __init__(self, encoder: Encoder, workers: int, folder: Path) -> None:
-        self._encoder, self._workers, self._folder = encoder, workers, folder
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> _Encoding:
-        if self._workers > 1:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._encoder,))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def each(self, found: Iterable[Piece]) -> Iterator[_Done]:
-        """In the order of the pieces."""
-        numbered = ((piece, self._folder / str(k)) for k, piece in enumerate(found))
-        if self._pool is None:
-            yield from (_encode(self._encoder, *each) for each in numbered)
-            return
-        waiting: deque[Future[_Done]] = deque()
-        try:
-            for piece, file in numbered:
-                waiting.append(self._pool.submit(_encode_here, piece, file))
-                if len(waiting) > _AHEAD * self._workers:
-                    yield waiting.popleft().result()
-            while waiting:
+def _encoded(encoder: Encoder, workers: int, folder: Path, found: Iterable[Piece]) -> Generator[_Done]:
+    """The pieces in their order, encoded by processes, or by this one."""
+    numbered = ((piece, folder / str(k)) for k, piece in enumerate(found))
+    if workers == 1:
+        yield from (_encode(encoder, *each) for each in numbered)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (encoder,))
+    waiting: deque[Future[_Done]] = deque()
+    try:
+        for piece, file in numbered:
+            waiting.append(pool.submit(_encode_here, piece, file))
+            if len(waiting) > _AHEAD * workers:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that tokenised was killed, for want of memory perhaps; the same command goes on, and --workers "
-                "says how many there are"
-            ) from None
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that tokenised was killed, for want of memory perhaps; the same command goes on, and --workers says "
+            "how many there are"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _encoder: Encoder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,24 +67,34 @@ def save_figure(timelines: Sequence[Timeline], path: Path, form: str, title: str
         ConfigError: matplotlib is not installed.
         OSError: the file can't be written.
     """
+    panels = [Panel(t, cells_of(t), extent(t)) for t in timelines]
+    layout = _layout(panels, units)
+    path.write_bytes(rendered(path, form, lambda figure: _compose(figure, panels, layout, title, units)))
+
+
+def rendered(path: str | Path, form: str, draw: Callable[[Any], None]) -> bytes:
+    """What ``draw`` puts on a figure, as ``form`` (``svg`` or ``png``), the same bytes each time. ``path``: where it is to go.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
             f"can't draw {str(path)!r}: matplotlib is missing ({error}); pip install matplotlib"
         ) from None
-    panels = [Panel(t, cells_of(t), extent(t)) for t in timelines]
-    layout = _layout(panels, units)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpipe", "font.family": ["DejaVu Sans"]}):
-        figure = Figure(facecolor="white")
-        _compose(figure, panels, layout, title, units)
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        figure = Figure(dpi=144, facecolor="white")
+        FigureCanvasAgg(figure)
+        draw(figure)
         drawn = io.BytesIO()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
-            figure.savefig(drawn, format=form, dpi=144, metadata=metadata)
-    path.write_bytes(drawn.getvalue())
+            figure.savefig(drawn, format=form, dpi=144, metadata={"Date" if form == "svg" else "Software": None})
+    return drawn.getvalue()
 
 
 def _layout(panels: Sequence[Panel], units: Units) -> Layout:

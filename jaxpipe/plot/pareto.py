@@ -8,7 +8,6 @@ covers a label, a point or the limit; one that ends up far away gets a leader li
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.plot.figure import rendered
 from jaxpipe.plot.units import number, printable
 
 SUFFIXES = (".svg", ".png", ".html")
@@ -69,25 +69,14 @@ def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit:
 
 
 def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, path: str | Path) -> bytes:
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"can't draw {str(path)!r}: matplotlib is missing ({error}); pip install matplotlib"
-        ) from None
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpipe", "font.family": ["DejaVu Sans"]}):
-        figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN), dpi=144, facecolor="white")
-        FigureCanvasAgg(figure)
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(_WIDTH_IN, _HEIGHT_IN)
         axes = figure.add_axes((0.075, 0.1, 0.9, 0.8))
         _frame(axes, points, title, limit)
         _draw(axes, points, limit)
         _Labels(figure, axes, points, limit).place()
-        drawn = io.BytesIO()
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        figure.savefig(drawn, format=form, dpi=144, metadata=metadata)
-    return drawn.getvalue()
+
+    return rendered(path, form, draw)
 
 
 def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) -> None:

@@ -20,16 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1106, 16),
-    "cli": (22, 2504, 6),
+    "cli": (22, 2349, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
     "planning": (11, 1872, 19),
-    "plot": (8, 801, 5),
+    "plot": (8, 792, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
     "runtime": (18, 2441, 28),
-    "schedule": (25, 2962, 27),
+    "schedule": (25, 2963, 27),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (6, 609, 6),
     "schedule/families": (21, 1812, 3),
@@ -37,9 +37,9 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (34, 4385, 56),
     "stage": (47, 6099, 58),
-    "train": (72, 9030, 103),
+    "train": (72, 9015, 103),
 }
-MOST_OF_SCHEDULE = 7570
+MOST_OF_SCHEDULE = 7571
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

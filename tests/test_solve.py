@@ -18,16 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import CostProfile, Schedule, check_schedule, simulate
+from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, simulate
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Retimer, peaks
+from jaxpipe.schedule.retime import peaks
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
-from jaxpipe.schedule.solve.search import Budget, NeighbourhoodSearch, Target
+from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
+from jaxpipe.schedule.solve.search import Budget
 from jaxpipe.schedule.solve.solver import solve_any
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
@@ -161,6 +162,19 @@ def test_lexicographic_saves_memory_at_equal_time() -> None:
     assert solve(dataclasses.replace(task, memory_limit=peak - 1, objective="makespan"), QUICK).value > solution.value
 
 
+def test_lexicographic_takes_least_peak_then_least_offload() -> None:
+    costs = dataclasses.replace(CostProfile.uniform(2, offload_time=1.0), host=HostLink(mode="shared"))
+    task = SolveTask(one_to_one(2), 3, costs, offload=True, objective="lexicographic")
+    solution = solve(task, Options(time_limit_s=4))
+    timeline = solution.timeline
+    assert timeline.makespan == solve(dataclasses.replace(task, objective="makespan"), QUICK).value
+    peak = max(timeline.peak_activations)
+    smaller = solve(dataclasses.replace(task, objective="makespan", memory_limit=peak - 1), QUICK)
+    assert smaller.value > timeline.makespan
+    plain = solve(dataclasses.replace(task, objective="makespan", memory_limit=peak, offload=False), QUICK)
+    assert (solution.offloaded == 0) == (plain.value == timeline.makespan)
+
+
 def test_limits_in_bytes_of_the_profile_hold() -> None:
     costs = CostProfile.uniform(4)
     costs = dataclasses.replace(costs, param_bytes=(5.0,) * 4, memory_limit_bytes=(9.0, 9.0, 7.0, 6.0))
@@ -279,20 +293,21 @@ def test_windows_only_ever_improve_and_stay_valid(data: st.DataObject) -> None:
     )
     problem = Problem.of(placement, m, costs)
     limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 4.0]))
-    limits = (limit,) * p
-    start = Retimer(problem).draft(grouped_rows(problem, group_size(problem, limits)))
-    assert start is not None
-    by_span = data.draw(st.booleans())
-    target = Target(limits, by_span, 0.0)
-    last = target.key(start)[:2]
-    for draft in NeighbourhoodSearch(problem, target, 0).run(start, Budget(1.0, reproducible=True)):
-        assert target.key(draft)[:2] < last
-        last = target.key(draft)[:2]
-        schedule = problem.schedule("neighbourhood", draft.rows)
-        check_schedule(schedule)
+    objective = data.draw(st.sampled_from(["makespan", "span"]))
+    task = SolveTask(placement, m, costs, limit, objective=objective)
+    start = problem.schedule("first", grouped_rows(problem, group_size(problem, task.limits())))
+
+    def merit(schedule: Schedule) -> tuple[float, ...]:
         timeline = simulate(schedule, costs)
-        assert max(timeline.peak_activations) <= limit * (1 + 1e-9)
-        assert timeline.makespan == pytest.approx(draft.makespan)
+        assert task.fits(timeline)
+        times = timeline.makespan, timeline.max_span
+        return times if objective == "makespan" else times[::-1]
+
+    last = merit(start)
+    for schedule in NeighbourhoodSearch(task, start, 0).run(Budget(1.0, reproducible=True), 0.0):
+        check_schedule(schedule)
+        assert merit(schedule) < last
+        last = merit(schedule)
 
 
 def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:

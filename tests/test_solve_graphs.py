@@ -29,8 +29,8 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.solve import Options, SolveTask, solve
-from jaxpipe.schedule.solve.graph import exact_search, graph_starts
-from jaxpipe.schedule.solve.search import Budget
+from jaxpipe.schedule.solve.first import graph_starts
+from jaxpipe.schedule.solve.model import solve_exact
 
 
 def shape(name: str, p: int) -> tuple[Placement, set[int]]:
@@ -127,18 +127,15 @@ def test_the_exact_model_finds_the_least_of_all_orders(limit: float) -> None:
     """Two branches on a rank each, joined on the first."""
     placement = explicit(2, [0, 1, 0], [(0, 2), (1, 2)])
     costs = CostProfile(
-        (1.0, 3.0, 1.0), (1.0, 2.0, 1.0), (0.5, 1.0, 0.5), (1.0, 2.0, 1.0), (1.0, 1.0, 1.0), (0.5, 0.5, 0.5),
+        (1.0, 3.0, 1.0), (1.0, 2.0, 1.0), (0.0, 0.0, 0.0), (1.0, 2.0, 1.0), (1.0, 1.0, 1.0), (0.5, 0.5, 0.5),
         boundary_bytes=(1.0, 1.0, 1.0), link=Link(0.25, 4.0),
     )  # fmt: skip
     task = SolveTask(placement, 2, costs, limit)
     start = next(graph_starts(task))[0]
-    search, for_all = exact_search(task, start, 0)
-    assert not for_all, "here BW is shorter than B and W"
-    found, bound = search.exact(Budget(20), 2)
-    assert found is not None
-    least = all_orders(start, task)
-    assert simulate(found, costs).makespan == pytest.approx(least)
-    assert bound == pytest.approx(least)
+    result = solve_exact(task, time_limit_s=20, hint=start)
+    assert (result.status, result.value) == ("optimal", pytest.approx(all_orders(start, task)))
+    longer = replace(task, costs=replace(costs, w_s=(0.5, 1.0, 0.5)))
+    assert solve_exact(longer, time_limit_s=20, hint=start).value == result.value, "whole backwards can be chosen"
 
 
 def test_longest_span_is_minimised_where_that_is_asked_for() -> None:

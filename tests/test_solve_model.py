@@ -282,22 +282,6 @@ def test_hint_with_offload_is_a_solution_of_the_model() -> None:
     assert again.value == found.value
 
 
-def test_lexicographic_takes_least_peak_then_least_offload() -> None:
-    costs = replace(CostProfile.uniform(2, offload_time=1.0), host=HostLink(mode="shared"))
-    task = SolveTask(one_to_one(2), 3, costs, offload=True, objective="lexicographic")
-    result = solved(task)
-    timeline, schedule = result.timeline, result.schedule
-    assert timeline is not None
-    assert schedule is not None
-    assert timeline.makespan == solved(replace(task, objective="makespan")).value
-    peak = max(timeline.peak_activations)
-    smaller = solved(replace(task, objective="makespan", memory_limit=peak - 1))
-    assert smaller.value > timeline.makespan
-    plain = solved(replace(task, objective="makespan", memory_limit=peak, offload=False))
-    offloads = sum(a.op == "O" for r in range(2) for a in schedule.actions(r))
-    assert (offloads == 0) == (plain.value == timeline.makespan)
-
-
 def test_nothing_keeps_the_limit() -> None:
     result = solve_exact(SolveTask(one_to_one(2), 2, CostProfile.uniform(2), 0.5), time_limit_s=5.0)
     assert result.status == "infeasible"

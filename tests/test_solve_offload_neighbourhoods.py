@@ -9,14 +9,13 @@ import pytest
 from test_solve_offload import never, task_of, uniform, value_of
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
-from jaxpipe.schedule.solve.hints import times_of
-from jaxpipe.schedule.solve.instance import Instance
+from jaxpipe.schedule.solve.actions import Actions
+from jaxpipe.schedule.solve.cp_sat import run
+from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.model import solve_exact
+from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.offload_neighbourhood_model import OffloadNeighbourhoodModel
-from jaxpipe.schedule.solve.offload_neighbourhood_times import OffloadNeighbourhood
-from jaxpipe.schedule.solve.offload_neighbourhoods import offload_neighbourhood_search
-from jaxpipe.schedule.solve.rows import schedule_of
+from jaxpipe.schedule.solve.rows import schedule_of, starts_of
 from jaxpipe.schedule.solve.search import Budget
 from jaxpipe.schedule.solve.solver import bound_of
 from jaxpipe.schedule.solve.task import Objective, SolveTask, count_offloads
@@ -29,7 +28,7 @@ def first_of(task: SolveTask, most: int = 4) -> Schedule:
 
 def improved(task: SolveTask, start: Schedule, seconds: float, bound: float = 0.0) -> list[Schedule]:
     """What the search yields in deterministic time."""
-    return list(offload_neighbourhood_search(task, start, bound, Budget(seconds, reproducible=True), seed=3))
+    return list(NeighbourhoodSearch(task, start, 3).run(Budget(seconds, reproducible=True), bound))
 
 
 def tasks() -> Iterator[tuple[str, SolveTask]]:
@@ -81,14 +80,15 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     """A neighbourhood in which nothing may move gives back what it was given."""
     task = task_of(p, 8, 2, 1)
     timeline = simulate(first_of(task), task.costs)
-    instance = Instance.of(task)
-    starts = times_of(instance, timeline)
+    actions = Actions.of(task)
+    starts = starts_of(actions, timeline)
     assert starts is not None
-    free = OffloadNeighbourhood(3, 12, frozenset())
-    times, done = OffloadNeighbourhoodModel(instance, starts, free).solve({"num_workers": 1})
-    assert done and times is not None
-    assert times.away == starts.away
-    again = schedule_of(instance, times, "again")[1]
+    model = Formulation(actions, starts, Window(3, 12, frozenset()))
+    solver, _, done = run(model.cp, {"num_workers": 1})
+    assert done
+    times = model.answer(solver)
+    assert [t < 0 for t in times.start] == [t < 0 for t in starts.start]
+    again = schedule_of(actions, times, "again")[1]
     assert again.max_span <= timeline.max_span
 
 

@@ -2,16 +2,27 @@
 
 Groups are as large as every rank's limit allows, so 1F1B's warm-up at best and one microbatch at a time at worst (the "trivial
 feasible schedule" of `optpipe.txt` section 4.1.3). Far from good; it is there so that an answer exists in well under a second
-at any size, and something is left if everything else is cut short.
+at any size, and something is left if everything else is cut short. Graphs of stages start from schedules by rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any
 
+from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.list_schedule.traversal import FIRST, Traversal
+from jaxpipe.schedule.list_schedule.traverse import traverse
+from jaxpipe.schedule.passes.separate import separate_gradients
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.tolerance import how_many
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.tolerance import MEMORY, how_many
+
+_SEPARATED = 6  # of the schedules by rules; not tuned
 
 
 def group_size(problem: Problem, limits: Sequence[float]) -> int:
@@ -71,3 +82,46 @@ def away_schedule(problem: Problem) -> Schedule:
                 row.append(Action("L", s, i))
             row += [Action("B", s, i), Action("W", s, i)]
     return Schedule("first", problem.placement, m, tuple(map(tuple, rows)))
+
+
+def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:
+    """Schedules by rules, the surest to keep the limits first; then the shortest of them with backwards separated.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages.
+    """
+    found: list[tuple[bool, float, int, Schedule, str]] = []
+    rules = (
+        Traversal(first, forward=forward, backward=backward, **room)
+        for room in _rooms(task)
+        for first, forward, backward in product(reversed(FIRST), ("depth", "breadth"), ("depth", "breadth"))
+    )
+    for rule in rules:
+        with suppress(ScheduleError):  # the limits of one stage or another leave no room
+            schedule = traverse(task.placement, task.num_microbatches, rule, task.costs)
+            timeline = simulate(schedule, task.costs)
+            found.append((not task.fits(timeline), task.seconds(timeline), len(found), schedule, f"rules {rule}"))
+            yield schedule, f"rules {rule}"
+    for *_, schedule, name in sorted(found)[:_SEPARATED]:
+        with suppress(ScheduleError):
+            yield separate_gradients(schedule, task.costs, memory_limit=task.memory_limit), f"{name}, separated"
+
+
+def _rooms(task: SolveTask) -> Iterator[dict[str, Any]]:
+    """Limits on microbatches in flight: one at a time; for each stage what lies behind it, as in 1F1B; for each stage, and for
+    each rank, what the limits allow. A stage that holds nothing has no limit."""
+    placement, m = task.placement, task.num_microbatches
+    most = [max(1, int(min(m, limit * (1 + MEMORY)))) for limit in task.limits()]
+    behind: dict[int, int] = {}
+    for s in reversed(placement.topological_order()):
+        behind[s] = (task.costs.residual_bytes[s] > 0) + max((behind[t] for t in placement.successors(s)), default=0)
+    flows = placement.num_flows  # a limit of a stage holds in each
+    room = [
+        max(1, min(most[r] for flow in placement.flows for r in flow[s]) // flows) for s in range(placement.num_stages)
+    ]
+    chunks = [len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    holds = [x > 0 for x in task.costs.residual_bytes]
+    yield {"in_flight": tuple(chunks)}
+    yield {"in_flight_per_stage": tuple(max(1, min(x, behind[s])) if holds[s] else m for s, x in enumerate(room))}
+    yield {"in_flight_per_stage": tuple(x if holds[s] else m for s, x in enumerate(room))}
+    yield {"in_flight": tuple(n * x for n, x in zip(chunks, most, strict=True))}

@@ -1,278 +1,530 @@
-"""The variables and constraints of time, as a CP-SAT model: one interval per action. Memory: :mod:`.model_memory`.
+"""The CP-SAT model of a schedule: one interval per action. The exact model and all neighbourhoods are uses of it.
 
-Per replica k and microbatch i there are starts of F, B and W and, where activations may leave, of O and L with a literal
-``away[k, i]``. ``fused[k, i]`` (only where a full backward is shorter than B and W) gives B the length of BW and W the
-length 0, at B's end. Everything of DESIGN.md section 4 holds; in particular a transfer occupies the directed pair of ranks
-in issue order, which only binds where a transfer can take longer than the action that issues the next one: those pairs of
-ranks get intervals of their own. Redundant constraints are added that exclude no best schedule: B at least a round trip after
-F, starts confined by the ways before and behind, the time after each replica's last B as a bound on the objective. With
-``ordered``, microbatches of a replica keep their order in every op (constraint (1) of `optpipe.txt`); without offload that
-excludes nothing either (see :mod:`.model`).
+Each action is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the exact model. With one, what
+starts before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and microbatches that the window
+leaves out, keeps its order and not its times; what starts after it is late and moves earlier as a piece.
+
+Without copies to the host the order of a rank's actions says what it holds (DESIGN.md section 4), so late pieces move by one
+shift, and memory is a *reservoir* of what the window's actions take and give. With copies an O that ends gives room whatever
+stands around it: each rank's piece has a shift of its own, and memory is a *cumulative* of what is held from when to when.
+Whether an activation leaves is a choice where its O and L are, or could be, inside.
+
+A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
+issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op
+(constraint (1) of `optpipe.txt`); in a window all but O's, since at the start what is needed last leaves first.
+
+``strict`` is for hosts with a lane per direction. There an L may be wanted just when an O of another microbatch ends, and
+rows can't say that while a compute slot runs (an L waits for compute slots, its lane and its own O). Strict models count what
+L takes from the last instant that rows can name: the end of its own O, or a moment when no compute slot runs. What they find
+keeps the limit by order alone, however long anything takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations, pairwise
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, takewhile
 from typing import Any
 
-from jaxpipe.schedule.solve.instance import Instance
+from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Starts
 
-Key = tuple[str, int, int]
-"""(op, replica, microbatch)."""
+_FAR = 1 << 40
+_Held = tuple[Piece, Any, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with ``microbatches``, only those are."""
+
+    begin: int
+    end: int
+    ranks: frozenset[int]
+    microbatches: frozenset[int] | None = None
 
 
 class Formulation:
-    """The model of ``instance`` with times in [0, horizon]; ``cost`` is the makespan or the longest span in ticks."""
+    """The model of ``actions``; with a ``window``, around the schedule ``now``.
 
-    def __init__(self, instance: Instance, ordered: bool, lower: int, upper: int | None) -> None:
+    ``ordered``: microbatches keep their order. ``lower``, ``upper``: ticks known of the objective. ``prefer``: weights of
+    starts by op and of choices to leave (``away``); of answers that are otherwise equal, that with the least sum is sought.
+    """
+
+    def __init__(
+        self,
+        actions: Actions,
+        now: Starts | None = None,
+        window: Window | None = None,
+        *,
+        ordered: bool = True,
+        strict: bool = False,
+        lower: int = 0,
+        upper: int | None = None,
+        prefer: Mapping[str, int] | None = None,
+    ) -> None:
         from ortools.sat.python import cp_model
 
         self.cp: Any = cp_model.CpModel()
-        self.instance, self.ordered = instance, ordered
-        self.starts: dict[Key, Any] = {}
-        self.ends: dict[Key, Any] = {}
-        self.away: dict[tuple[int, int], Any] = {}
-        self.fused: dict[tuple[int, int], Any] = {}
-        self.sends: dict[Key, Any] = {}
-        self.derived: list[tuple[Any, Any]] = []
-        self.peaks: list[Any] = []
-        self.lanes: dict[int, list[Any]] = {rank: [] for rank in range(instance.problem.num_ranks)}
-        self.upper = upper
-        self.replicas = [k for k in range(instance.problem.num_replicas) if len(instance.problem.microbatches(k))]
-        self.spans = instance.task.objective == "span"
-        self.first = instance.first_starts() if self.spans and ordered else None
-        self.horizon = instance.horizon() if upper is None or (self.spans and self.first is None) else upper
-        if self.spans and self.first is not None and upper is not None:
-            self.horizon = upper + max(self.first)
-        self.cost = self.cp.new_int_var(lower, self.horizon if upper is None else upper, "cost")
-        self._domains()
-        for k in self.replicas:
-            for i in instance.problem.microbatches(k):
-                self._actions(k, i)
-        for k in self.replicas:
-            self._dependencies(k)
-            if ordered:
-                self._order(k)
-                self._host_order(k)
-        self._host_lanes()
+        self.actions, self.window, self.ordered, self.strict = actions, window, ordered, strict
+        self.prefer, self.spans = prefer or {}, actions.task.objective == "span"
+        self.by_order = not actions.copies
+        self.start: Sequence[int] = () if now is None else now.start
+        self.first = actions.first_starts if self.spans and ordered and window is None else None
+        self.parts = [self._split(lane) for lane in actions.lanes]
+        self.inside = {n for _, middle, _ in self.parts for n in middle}
+        self.late = {n for _, _, late in self.parts for n in late}
+        if window is None:
+            self.begin, self.end, self.longest = 0, self._horizon(upper), 0
+        else:
+            every = self.inside if self.by_order else range(len(actions.action))
+            self.begin, self.end = window.begin, window.end
+            self.longest = max((actions.size[n] for n in every), default=0)
+        self.latest = self.end + self.longest
+        self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._chosen())}
+        self.absent = dict(self._literals())
+        self.shift = self._shifts()
+        self.at = self._variables()
+        self.length, self.ends = dict(self._lengths()), {}
+        for n in self.length:
+            self.ends[n] = self.cp.new_int_var(self.begin, self.latest, "")
+        self.sends = {k: self.cp.new_int_var(0, self.latest, "") for k in self._queueing()}
+        self._waits()
+        self.idle: dict[int, int | None] = {}
+        self.chained: set[tuple[int, int]] = set()
+        for alike in self._alike() if ordered else ():
+            self._in_order(alike)
+        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
+        for lane, parts in enumerate(self.parts):
+            self._lane(lane, *parts)
         self._links()
+        for limit in actions.limits:
+            if window is None or not self.by_order or limit.rank in window.ranks:
+                self._memory(limit)
+        self.cost: Any = self.cp.new_int_var(lower, _FAR if upper is None else upper, "cost")
         self._objective()
 
-    def seal(self) -> None:
-        """One action at a time on every rank, when all that takes place there is known."""
-        for lane in self.lanes.values():
-            self.cp.add_no_overlap(lane)
+    # What is free.
 
-    # When what may start.
+    def _split(self, lane: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """What of a lane is fixed, inside and late, each in order."""
+        if self.window is None:
+            return [], list(lane), []
+        start, size = self.start, self.actions.size
+        there = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
+        i, j = (bisect_left(there, t, key=start.__getitem__) for t in (self.window.begin, self.window.end))
+        return there[:i], there[i:j], there[j:]
 
-    def _domains(self) -> None:
-        """Per replica: earliest F of the first microbatch, latest end of the last B."""
-        instance = self.instance
-        self.heads, self.round_trips, self.tails = instance.heads(), instance.round_trips(), instance.tails()
-        last: list[int] = []
-        for k in range(instance.problem.num_replicas):
-            end = self._deadline(k) - instance.rest(k)
-            if not instance.is_first(k):
-                end = min(end, last[k - 1] - instance.back(k - 1) - instance.up[k])
-            last.append(end)
-        self.last_back = last
+    def _horizon(self, upper: int | None) -> int:
+        if upper is None or (self.spans and self.first is None):
+            return self.actions.horizon
+        return upper + max(self.first.values()) if self.first else upper
 
-    def _deadline(self, k: int) -> int:
-        """When the rank of replica ``k`` must be done."""
-        if self.first is None or self.upper is None:
-            return self.horizon
-        return self.first[self.instance.problem.rank[k]] + self.upper
+    def _frees(self, n: int) -> bool:
+        window = self.window
+        if window is None:
+            return True
+        i = self.actions.action[n].microbatch
+        return self.actions.rank[n] in window.ranks and (window.microbatches is None or i in window.microbatches)
 
-    def _domain(self, op: str, k: int, i: int) -> tuple[int, int]:
-        """Earliest and latest start of F, B or W."""
-        if not self.ordered:
-            return 0, self.horizon
-        instance = self.instance
-        all_of = instance.problem.microbatches(k)
-        before, behind = all_of.index(i), len(all_of) - 1 - all_of.index(i)
-        f, back, rest = instance.duration["F"][k], instance.back(k), instance.rest(k)
-        early = self.heads[k] + before * f
-        late = self.last_back[k] - behind * back - back
-        if op == "F":
-            return early, max(early, late - self.round_trips[k])
-        early = max(early + self.round_trips[k], self.heads[k] + self.round_trips[k] + before * back)
-        if op == "B":
-            return early, max(early, late)
-        early += back
-        return early, max(early, self._deadline(k) - (behind + 1) * rest)
+    def _there(self, n: int) -> bool:
+        """Whether an action takes place, or may."""
+        return n in self.at or (self.window is not None and self.start[n] >= 0)
 
-    # Actions.
+    def _chosen(self) -> set[int]:
+        """Choices that are free: how a backward runs; whether an activation leaves, where O and L are inside or could be."""
+        found = {fusing.choice for fusing in self.actions.fusing.values()}
+        for o, copies in self.actions.copies.items():
+            if self.window is None or (self._frees(o) and self._may_change(o, copies)):
+                found.add(o)
+        return found
 
-    def _actions(self, k: int, i: int) -> None:
-        cp, duration, rank = self.cp, self.instance.duration, self.instance.problem.rank[k]
-        length: dict[str, Any] = {op: duration[op][k] for op in ("F", "B", "W")}
-        if self.instance.may_fuse[k]:
-            fused = self.fused[k, i] = cp.new_bool_var(f"fused{k}.{i}")
-            length["B"] += (duration["BW"][k] - duration["B"][k]) * fused
-            length["W"] *= 1 - fused
-        for op in ("F", "B", "W"):
-            start = self.starts[op, k, i] = cp.new_int_var(*self._domain(op, k, i), f"{op}{k}.{i}")
-            end: Any = start + length[op]
-            if not isinstance(length[op], int):
-                self.derived.append((cp.new_int_var(0, self.horizon, f"end{op}{k}.{i}"), end))
-                end = self.derived[-1][0]
-            self.ends[op, k, i] = end
-            self.lanes[rank].append(cp.new_interval_var(start, length[op], end, f"{op}{k}.{i}"))
-        if self.instance.may_leave[k]:
-            self.away[k, i] = cp.new_bool_var(f"away{k}.{i}")
-            for op in ("O", "L"):
-                start = self.starts[op, k, i] = cp.new_int_var(0, self.horizon, f"{op}{k}.{i}")
-                self.ends[op, k, i] = start + duration[op][k]
+    def _may_change(self, o: int, copies: Copies) -> bool:
+        start, size = self.start, self.actions.size
+        if start[o] >= 0:
+            return o in self.inside and copies.load in self.inside
+        ready = max(self.begin, start[copies.f] + size[copies.f]) + size[o] + size[copies.load]
+        if ready > min(self.end, start[copies.b]) + self.longest or start[copies.b] < self.begin:
+            return False
+        loads = self.actions.alike[self.actions.kind[copies.load]]
+        place = loads.index(copies.load)
+        return not any(0 <= start[n] < self.begin for n in loads[place:]) and self.late.isdisjoint(loads[:place])
 
-    def _dependencies(self, k: int) -> None:
-        cp, start, end, instance = self.cp, self.starts, self.ends, self.instance
-        for i in instance.problem.microbatches(k):
-            if instance.is_last(k):
-                cp.add(start["B", k, i] >= end["F", k, i])
+    def _literals(self) -> Iterator[tuple[int, Any]]:
+        """What may not take place, and the literal of that: O and L of what stays, W of a full backward."""
+        for o, copies in self.actions.copies.items():
+            if o in self.choices:
+                yield o, ~self.choices[o]
+                yield copies.load, ~self.choices[o]
+        for fusing in self.actions.fusing.values():
+            yield fusing.w, self.choices[fusing.choice]
+
+    def _shifts(self) -> dict[int, Any]:
+        """Per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
+        actions, start, size = self.actions, self.start, self.actions.size
+        room = dict.fromkeys((actions.rank[n] for n in sorted(self.late)), self.end - self.begin)
+        for before, _, late in self.parts:
+            bounds = [(n, start[before[-1]] + size[before[-1]]) for n in self._firsts(late) if before]
+            for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
+                bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
+            for n, least in bounds:
+                room[actions.rank[n]] = min(room[actions.rank[n]], start[n] - least)
+        if self.by_order and room:
+            return dict.fromkeys(room, self.cp.new_int_var(0, min(room.values()), "shift"))
+        shift = {rank: self.cp.new_int_var(0, most, "") for rank, most in room.items()}
+        for (one, two), slack in self._slacks().items():
+            self.cp.add(shift[two] <= shift[one] + slack)
+        return shift
+
+    def _slacks(self) -> dict[tuple[int, int], int]:
+        """By how much more the second of two ranks may move than the first, for what is late on both."""
+        actions, start, size = self.actions, self.start, self.actions.size
+        slacks: dict[tuple[int, int], int] = {}
+        waits = [(s, n, lag) for s in self.late for n, lag in actions.followers[s] if n in self.late]
+        waits += [(one, two, 0) for _, _, late in self.parts for one, two in pairwise(late)]
+        for one, two, lag in waits:
+            pair = actions.rank[one], actions.rank[two]
+            if pair[0] != pair[1]:
+                slacks[pair] = min(slacks.get(pair, _FAR), start[two] - start[one] - size[one] - lag)
+        return slacks
+
+    def _firsts(self, late: Sequence[int]) -> list[int]:
+        """The first of each rank."""
+        return list({self.actions.rank[n]: n for n in reversed(late)}.values())
+
+    # When.
+
+    def _variables(self) -> dict[int, Any]:
+        """Starts of what is inside or could be; those that start together share one."""
+        actions, start, size = self.actions, self.start, self.actions.size
+        least: dict[int, int] = {}
+        for before, middle, _ in self.parts:
+            floor = start[before[-1]] + size[before[-1]] if before else 0
+            for n in middle:
+                times = [self.begin, floor, least.get(actions.joint[n], 0)]
+                for s, lag in actions.sources(n) if self.window is not None else ():
+                    if s not in self.inside and start[s] >= 0:
+                        times.append(start[s] + size[s] + lag)
+                least[actions.joint[n]] = max(times) if n not in self.absent else self.begin
+        for n in self.absent:
+            least.setdefault(n, self.begin)
+        at = {joint: self.cp.new_int_var(low, self.latest, "") for joint, low in sorted(least.items())}
+        for n, t in (self.first or {}).items():
+            self.cp.add(at[n] == t)
+        return {n: at[actions.joint[n]] for n in sorted(self.inside | self.absent.keys())}
+
+    def _lengths(self) -> Iterator[tuple[int, Any]]:
+        """What is as long as a choice says: a B that may be a BW, and its W."""
+        size = self.actions.size
+        for b, fusing in self.actions.fusing.items():
+            whole = self.choices[fusing.choice]
+            yield b, size[b] + (fusing.ticks - size[b]) * whole
+            yield fusing.w, size[fusing.w] * (1 - whole)
+
+    def at_of(self, n: int) -> Any:
+        """When an action starts: a variable, a number, or a number less the shift."""
+        if n in self.at:
+            return self.at[n]
+        return self.start[n] - self.shift[self.actions.rank[n]] if n in self.late else self.start[n]
+
+    def end_of(self, n: int) -> Any:
+        return self.ends[n] if n in self.ends else self.at_of(n) + self.actions.size[n]
+
+    def _add(self, constraint: Any, *numbers: int) -> None:
+        """A constraint that holds if all of these actions take place."""
+        made = self.cp.add(constraint)
+        literals = {id(x): x for n in numbers if (x := self.absent.get(n)) is not None}
+        if literals:
+            made.only_enforce_if([~x for x in literals.values()])
+
+    def _waits(self) -> None:
+        """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
+        actions, count = self.actions, len(self.actions.action)
+        for n in self.at:
+            for x in actions.waits[n]:
+                s = x if x < count else actions.transfers[x - count].producer
+                if s in self.at or (n in self.absent and self._there(s)):
+                    self._add(self.at[n] >= self._arrival(x), n, s)
+            for then, lag in actions.followers[n] if self.late else ():
+                if then in self.late:
+                    self._add(self.at_of(then) >= self.end_of(n) + lag, n)
+        for b, fusing in actions.fusing.items():
+            self.cp.add(self.at[fusing.w] == self.ends[b]).only_enforce_if(self.choices[fusing.choice])
+        for o in self.choices if self.window is not None else ():
+            self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
+
+    def _arrival(self, x: int) -> Any:
+        """When what number ``x`` of what an action waits for is there."""
+        k = x - len(self.actions.action)
+        if k < 0:
+            return self.end_of(x)
+        sent = self.actions.transfers[k]
+        return self.sends.get(k, self.end_of(sent.producer)) + sent.ticks
+
+    def _alike(self) -> Iterator[list[int]]:
+        """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
+        if self.window is None:
+            yield from map(list, self.actions.alike)
+            return
+        found: dict[int, list[int]] = defaultdict(list)
+        for n in self.at:
+            if self.actions.action[n].op != "O" and (not self.by_order or self._frees(n)):
+                found[self.actions.kind[n]].append(n)
+        for alike in found.values():
+            by_now = all(n not in self.absent for n in alike)
+            yield sorted(alike, key=lambda n: (self.start[n] if by_now else 0, self.actions.action[n].microbatch))
+
+    def _in_order(self, alike: Sequence[int]) -> None:
+        """One after the other. Copies that don't take place stand where the one before ends."""
+        free: Any = self.begin
+        last: int | None = None
+        for n in alike:
+            stays = self.absent.get(n)
+            if n in self.ends or stays is None:
+                if last is not None:
+                    self._add(self.at[n] >= free, n, last)
+                    self.chained.add((last, n))
+                free = self.end_of(n)
             else:
-                cp.add(start["F", k + 1, i] >= self._arrival("F", k, i))
-                cp.add(start["B", k, i] >= self._arrival("B", k + 1, i))
-                cp.add(start["B", k, i] >= start["F", k, i] + self.round_trips[k])
-            cp.add(start["W", k, i] >= end["B", k, i])
-            if (k, i) in self.fused:
-                cp.add(start["W", k, i] == end["B", k, i]).only_enforce_if(self.fused[k, i])
-            if (k, i) in self.away:
-                here = self.away[k, i]
-                cp.add(start["O", k, i] >= end["F", k, i]).only_enforce_if(here)
-                cp.add(start["L", k, i] >= end["O", k, i]).only_enforce_if(here)
-                cp.add(start["B", k, i] >= end["L", k, i]).only_enforce_if(here)
+                self.cp.add(self.at[n] >= free)
+                self.cp.add(self.at[n] == free).only_enforce_if(stays)
+                self.idle[n] = last
+                free = self.at[n] + self.actions.size[n] * ~stays
+            last = n
 
-    def _order(self, k: int) -> None:
-        """F, B and W of microbatches in order; W where both are split."""
-        cp, start, end = self.cp, self.starts, self.ends
-        every = self.instance.problem.microbatches(k)
-        for earlier, i in pairwise(every):
-            for op in ("F", "B", "W"):
-                follows = cp.add(start[op, k, i] >= end[op, k, earlier])
-                if op == "W" and self.instance.may_fuse[k]:
-                    follows.only_enforce_if([~self.fused[k, i], ~self.fused[k, earlier]])
+    # Lanes and links.
 
-    def _host_order(self, k: int) -> None:
-        """O and L in order; those of a microbatch that stays stand idle where the one before has ended."""
-        cp, start = self.cp, self.starts
-        for op in ("O", "L") if self.instance.may_leave[k] else ():
-            free: Any = 0
-            for i in self.instance.problem.microbatches(k):
-                cp.add(start[op, k, i] >= free)
-                cp.add(start[op, k, i] == free).only_enforce_if(~self.away[k, i])
-                free = start[op, k, i] + self.instance.duration[op][k] * self.away[k, i]
+    def _lane(self, lane: int, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> None:
+        """One at a time: what is fixed, then what is inside, then what is late."""
+        floor = self.start[before[-1]] + self.actions.size[before[-1]] if before else 0
+        numbers = [*middle, *(n for n in self.absent if self.actions.host_lane.get(n) == lane and n not in self.inside)]
+        firsts = self._firsts(late)
+        for n in numbers:
+            if n in self.absent and floor > self.begin:
+                self._add(self.at[n] >= floor, n)
+            for first in firsts:
+                self._add(self.end_of(n) <= self.at_of(first), n)
+            if not self.by_order and self.actions.rank[n] in self.shift:
+                self._add(self.at[n] <= self.end - self.shift[self.actions.rank[n]], n)
+        for one, two in pairwise(n for n in middle if not self._frees(n)):
+            self._add(self.at[two] >= self.end_of(one), one, two)
+        if any(map(self._frees, numbers)):
+            self.cp.add_no_overlap([*map(self._interval, numbers), *self._gaps(lane)])
 
-    def _host_lanes(self) -> None:
-        lanes: dict[tuple[int, str], list[Any]] = {}
-        for (k, i), here in self.away.items():
-            for op in ("O", "L"):
-                interval = self.cp.new_optional_fixed_size_interval_var(
-                    self.starts[op, k, i], self.instance.duration[op][k], here, f"{op}{k}.{i}"
-                )
-                lanes.setdefault(self.instance.lane_of(k, op), []).append(interval)
-        for lane in lanes.values():
-            self.cp.add_no_overlap(lane)
+    def _interval(self, n: int) -> Any:
+        if n in self.ends:
+            return self.cp.new_interval_var(self.at[n], self.length[n], self.ends[n], "")
+        if n in self.absent:
+            return self.cp.new_optional_fixed_size_interval_var(self.at[n], self.actions.size[n], ~self.absent[n], "")
+        return self.cp.new_fixed_size_interval_var(self.at[n], self.actions.size[n], "")
 
-    # Transfers between ranks.
+    def _takes(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+        """By L, a moment when no compute slot runs, and from when on it is counted."""
+        for o, copies in self.actions.copies.items():
+            gap, take = (self.cp.new_int_var(0, self.latest, "") for _ in range(2))
+            self.cp.add_max_equality(take, [gap, self.end_of(o)])
+            self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
+            yield copies.load, (gap, take)
 
-    def _arrival(self, op: str, k: int, i: int) -> Any:
-        """When what F or B of replica ``k`` makes is there."""
-        moves = self._transfer_ticks(op, k)
-        if not moves or not self._queues(op, k):
-            return self.ends[op, k, i] + moves
-        if (op, k, i) not in self.sends:
-            self.sends[op, k, i] = self.cp.new_int_var(0, self.horizon, f"send{op}{k}.{i}")
-            self.cp.add(self.sends[op, k, i] >= self.ends[op, k, i])
-        return self.sends[op, k, i] + moves
+    def _gaps(self, lane: int) -> Iterator[Any]:
+        for load, (gap, _) in self.takes.items():
+            if self.actions.rank[load] == lane:
+                yield self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
 
-    def _transfer_ticks(self, op: str, k: int) -> int:
-        return self.instance.down[k] if op == "F" else self.instance.up[k]
+    def _queueing(self) -> Iterator[int]:
+        """Transfers that may have to wait for one another."""
+        if self.window is not None:
+            return
+        size, fusing, of_link = self.actions.size, self.actions.fusing, self._of_link()
+        for sent in of_link.values():
+            producers = {self.actions.transfers[k].producer for k in sent}
+            shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
+            if max(self.actions.transfers[k].ticks for k in sent) > shortest:
+                yield from sent
 
-    def _pairs(self) -> Iterator[tuple[tuple[int, int], str, int]]:
-        """(ranks, op, replica) of everything that sends."""
-        rank = self.instance.problem.rank
-        for k in self.replicas:
-            if not self.instance.is_last(k) and rank[k] != rank[k + 1]:
-                yield (rank[k], rank[k + 1]), "F", k
-                yield (rank[k + 1], rank[k]), "B", k + 1
-
-    def _queues(self, op: str, k: int) -> bool:
-        """Whether transfers on the pair of ranks that this op uses may have to wait for each other."""
-        rank = self.instance.problem.rank
-        pair = (rank[k], rank[k + 1] if op == "F" else rank[k - 1])
-        users = [(o, q) for p, o, q in self._pairs() if p == pair]
-        shortest = min(self.instance.back(q) if o == "B" else self.instance.duration["F"][q] for o, q in users)
-        return max(self._transfer_ticks(o, q) for o, q in users) > shortest
+    def _of_link(self) -> dict[tuple[int, int], list[int]]:
+        of_link: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for k, sent in enumerate(self.actions.transfers):
+            of_link[sent.link].append(k)
+        return of_link
 
     def _links(self) -> None:
         """Transfers of a pair of ranks that may queue go in the order in which they are issued."""
-        kinds: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        for pair, op, k in self._pairs():
-            if (op, k, self.instance.problem.microbatches(k)[0]) in self.sends:
-                kinds.setdefault(pair, []).append((op, k))
-        for users in kinds.values():
-            keys = [(op, k, i) for op, k in users for i in self.instance.problem.microbatches(k)]
-            for a, b in combinations(keys, 2):
-                if self.ordered and a[:2] == b[:2]:
-                    if a[2] + self.instance.problem.placement.num_flows == b[2]:
-                        self.cp.add(self.sends[b] >= self.sends[a] + self._transfer_ticks(*a[:2]))
-                else:
-                    before = self._precedes(a, b)
-                    for x, y, which in ((a, b, before), (b, a, ~before)):
-                        after = self.cp.add(self.sends[y] >= self.sends[x] + self._transfer_ticks(*x[:2]))
-                        after.only_enforce_if(which)
+        transfers, kind = self.actions.transfers, self.actions.kind
+        for sent in self._of_link().values() if self.sends else ():
+            if sent[0] not in self.sends:
+                continue
+            last: dict[int, int] = {}
+            for k in sorted(sent, key=lambda k: (self.actions.action[transfers[k].producer].microbatch, k)):
+                self.cp.add(self.sends[k] >= self.end_of(transfers[k].producer))
+                before = last.get(kind[transfers[k].producer])
+                if self.ordered and before is not None:
+                    self.cp.add(self.sends[k] >= self.sends[before] + transfers[before].ticks)
+                last[kind[transfers[k].producer]] = k
+            for a, b in combinations(sent, 2):
+                one, two = transfers[a].producer, transfers[b].producer
+                if one != two and not (self.ordered and kind[one] == kind[two]):
+                    first = self.cp.new_bool_var("")
+                    for x, y, which in ((a, b, first), (b, a, ~first)):
+                        ended = self.end_of(transfers[x].producer) <= self.at[transfers[y].producer]
+                        self.cp.add(ended).only_enforce_if(which)
+                        self.cp.add(self.sends[y] >= self.sends[x] + transfers[x].ticks).only_enforce_if(which)
 
-    def _precedes(self, a: Key, b: Key) -> Any:
-        """A literal: ``a`` ends before ``b`` starts, else the other way round."""
-        before = self.cp.new_bool_var("")
-        self.cp.add(self.ends[a] <= self.starts[b]).only_enforce_if(before)
-        self.cp.add(self.ends[b] <= self.starts[a]).only_enforce_if(~before)
-        return before
+    # Memory.
 
-    # The objective.
+    def _memory(self, limit: MemoryLimit) -> None:
+        held = [x for piece in limit.pieces if (x := self._held(piece)) is not None]
+        if self.by_order:
+            self._reservoir(limit.capacity, held)
+        elif held:
+            self._cumulative(limit.capacity, held)
+
+    def _held(self, piece: Piece) -> _Held | None:
+        """What of a piece falls into the window: from when, to when, and the literal on which it depends."""
+        literal = None
+        if piece.choice >= 0:
+            literal = self.choices.get(piece.choice)
+            if literal is None and (self.start[piece.choice] >= 0) != piece.holds:
+                return None
+            if literal is not None and not piece.holds:
+                literal = ~literal
+        opens, closes = self._when(piece.opens), self._when(piece.closes)
+        if piece.opens is not None:
+            n = piece.opens[0]
+            if n in self.late and (self.by_order or self.start[n] >= self.end + self.longest):
+                return None
+        if piece.closes is not None and self.by_order and piece.closes[0] in self.late:
+            closes = None
+        if isinstance(closes, int) and closes <= self.begin:
+            return None
+        if isinstance(opens, int):
+            opens = max(opens, self.begin)
+        return piece, opens, closes, literal
+
+    def _when(self, event: Event | None) -> Any:
+        if event is None:
+            return None
+        n, end = event
+        if not end and n in self.takes:
+            return self.takes[n][1]
+        return self.end_of(n) if end else self.at_of(n)
+
+    def _reservoir(self, capacity: int, held: Iterable[_Held]) -> None:
+        """Takes and gives at one time under one literal are merged."""
+        events: dict[tuple[Any, Any], list[Any]] = {}
+        for piece, opens, closes, literal in held:
+            for event, time, amount in ((piece.opens, opens, piece.units), (piece.closes, closes, -piece.units)):
+                if time is not None:
+                    key = time if isinstance(time, int) else event, literal is None or (piece.choice, piece.holds)
+                    events.setdefault(key, [time, 0, 1 if literal is None else literal])[1] += amount
+        changes = [x for x in events.values() if x[1]]
+        most = sum(amount for _, amount, _ in changes if amount > 0)
+        if most > capacity:
+            times, amounts, actives = zip(*changes, strict=True)
+            self.cp.add_reservoir_constraint_with_active(times, amounts, actives, -most, capacity)
+
+    def _cumulative(self, capacity: int, held: Iterable[_Held]) -> None:
+        intervals, demands = [], []
+        for piece, opens, closes, literal in held:
+            start, end = self.begin if opens is None else opens, self.latest if closes is None else closes
+            size = end - start if isinstance(start, int) and isinstance(end, int) else self.cp.new_int_var(0, _FAR, "")
+            if literal is None:
+                intervals.append(self.cp.new_interval_var(start, size, end, ""))
+            else:
+                intervals.append(self.cp.new_optional_interval_var(start, size, end, literal, ""))
+            demands.append(piece.units)
+        self.cp.add_cumulative(intervals, demands, capacity)
+
+    # What is sought.
 
     def _objective(self) -> None:
-        cp, instance = self.cp, self.instance
-        every = [(k, i) for k in self.replicas for i in instance.problem.microbatches(k)]
-        ordered = self.ordered and not any(instance.may_fuse)
-        latest = [(k, instance.problem.microbatches(k)[-1]) for k in self.replicas]
-        begins = self._first_starts() if self.spans else [0] * instance.problem.num_ranks
-        for k, i in latest if ordered else every:
-            cp.add(self.cost >= self.ends["W", k, i] - begins[instance.problem.rank[k]])
-        if self.ordered:
-            for k, i in latest:
-                if self.spans:
-                    self._span_tails(k, i, begins)
-                else:
-                    cp.add(self.cost >= self.ends["B", k, i] + self.tails[k])
+        """The end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then ``prefer``."""
+        cp, size = self.cp, self.actions.size
+        apart = self.window is not None and not self.by_order
+        far = self.latest + (max(map(int.__add__, self.start, size)) - self.begin if apart else 0)
+        ends = []
+        for before, middle, late in self.parts[: self.actions.num_ranks]:
+            if not (before or middle or late):
+                continue
+            lasts = [self.end_of(n) for n in late[-1:] or self._outer(middle, first=False) or before[-1:]]
+            if apart:
+                ends.append(cp.new_int_var(0, far, ""))
+                for end in lasts:
+                    cp.add(ends[-1] >= end)
+                lasts = ends[-1:]
+            begin = self._begin(before, middle, late) if self.spans else 0
+            for end in lasts:
+                cp.add(self.cost >= end - begin)
+        aim: Any = self.cost
+        if apart:
+            aim = aim * (len(ends) * (far + 1)) + sum(ends)
+        total, spread = self._preferred()
+        aim = aim * spread + total
+        if self.spans and self.by_order and self.shift:
+            aim = aim - next(iter(self.shift.values()))
+        cp.minimize(aim)
 
-    def _span_tails(self, k: int, i: int, begins: list[Any]) -> None:
-        """After the last B of replica ``k`` the way up: each rank on it ends no earlier."""
-        way = 0
-        for q in range(k, k - k % self.instance.num_stages - 1, -1):
-            if q < k:
-                way += self.instance.up[q + 1] + self.instance.back(q)
-            rest = self.instance.rest(q)
-            self.cp.add(self.cost >= self.ends["B", k, i] + way + rest - begins[self.instance.problem.rank[q]])
+    def _begin(self, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> Any:
+        """A time no later than a rank's first action."""
+        if before or not middle:
+            return self.at_of((*before, *late)[0])
+        begin = self.cp.new_int_var(self.begin, self.latest, "")
+        for n in self._outer(middle, first=True):
+            if self.first and n in self.first:
+                return self.first[n]
+            self.cp.add(begin <= self.at[n])
+        return begin
 
-    def _first_starts(self) -> list[Any]:
-        """Per rank, a time no later than its first action; where it is known, that action is held there."""
-        cp, instance = self.cp, self.instance
-        begins = []
-        for rank in range(instance.problem.num_ranks):
-            firsts: dict[int, int] = {}
-            for k in instance.problem.replicas_of(rank):
-                firsts.setdefault(k // instance.num_stages, k)
-            mine = [k for k in firsts.values() if k in self.replicas]
-            some = slice(0, 1 if self.ordered else None)
-            starts = [self.starts["F", k, i] for k in mine for i in instance.problem.microbatches(k)[some]]
-            if self.first is not None:
-                cp.add(starts[0] == self.first[rank])
-                begins.append(self.first[rank])
+    def _outer(self, middle: Sequence[int], first: bool) -> list[int]:
+        """Those of a rank's actions inside that no other of them is known to precede, or to follow."""
+        rank, inner = self.actions.rank, set()
+        waits = ((s, n) for n in middle for s, _ in self.actions.sources(n) if s in self.at and rank[s] == rank[n])
+        for one, two in (*waits, *self.chained):
+            if one not in self.absent and two not in self.absent:
+                inner.add(two if first else one)
+        return [n for n in middle if n not in inner]
+
+    def _preferred(self) -> tuple[Any, int]:
+        """What is minimised among equals, and a number that is more than all that it can differ by."""
+        total: Any = 0
+        spread = 1
+        for n, at in self.at.items() if self.prefer else ():
+            weight = self.prefer.get(self.actions.action[n].op, 0)
+            total += weight * (at - self.begin)
+            spread += abs(weight) * (self.latest - self.begin)
+        for here in self.choices.values() if self.prefer else ():
+            total += self.prefer.get("away", 0) * here
+            spread += abs(self.prefer.get("away", 0))
+        return total, spread
+
+    # Answers.
+
+    def hint(self, starts: Starts) -> None:
+        """Look near ``starts`` first."""
+        known: dict[int, int] = {}
+        whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        for n in sorted(self.at, key=lambda n: self.actions.action[n].microbatch):
+            last = self.idle.get(n)
+            if starts.start[n] >= 0:
+                known[n] = starts.start[n]
+            elif last is not None:
+                known[n] = known[last] + (self.actions.size[last] if starts.start[last] >= 0 else 0)
             else:
-                begin = cp.new_int_var(0, self.horizon, f"first{rank}")
-                for start in starts:
-                    cp.add(begin <= start)
-                begins.append(begin)
-        return begins
+                known[n] = self.actions.end(whole[n], starts) if n in whole else self.begin
+            if n == self.actions.joint[n]:
+                self.cp.add_hint(self.at[n], known[n])
+        for choice, literal in self.choices.items():
+            is_copy = choice in self.actions.copies
+            self.cp.add_hint(literal, starts.start[choice] >= 0 if is_copy else choice in starts.fused)
+        for shift in {id(x): x for x in self.shift.values()}.values():
+            self.cp.add_hint(shift, 0)
+
+    def answer(self, solver: Any) -> Starts:
+        """When everything starts by the solver's values."""
+        start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
+        for n in (*self.late, *self.at):
+            absent = n in self.absent and solver.boolean_value(self.absent[n])
+            start[n] = -1 if absent else solver.value(self.at_of(n))
+        whole = {fusing.choice for fusing in self.actions.fusing.values()}
+        fused = {choice for choice in whole if solver.boolean_value(self.choices[choice])}
+        return Starts(start, frozenset(fused))

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.first import away_schedule, grouped_rows
-from jaxpipe.schedule.solve.graph import graph_starts
+from jaxpipe.schedule.solve.first import away_schedule, graph_starts, grouped_rows
 from jaxpipe.schedule.solve.task import SolveTask
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
@@ -17,20 +17,18 @@ from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
-from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.schedule.problem import OPS, Problem
-from jaxpipe.schedule.retime import Draft, drafted
+from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.search import (
     DETERMINISTIC_SECOND,
     Budget,
-    NeighbourhoodSearch,
     Target,
     cycles,
     mirrored_cycles,
 )
-from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
@@ -125,35 +123,23 @@ class MirroredCycles(Cycles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbourhoods(Job):
-    """Large-neighbourhood search from ``start``."""
+    """Large-neighbourhood search from ``start``; with offload only if that has some."""
 
     start: Schedule
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        problem = Problem.of(task.placement, task.num_microbatches, task.costs)
-        start = drafted(problem, unbraid(without_offloads(self.start)))
-        if start is not None:
-            for draft in NeighbourhoodSearch(problem, self.target(task), self.seed).run(start, self.budget()):
-                tell(problem.schedule("solved", draft.rows), "neighbourhood")
+        from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadNeighbourhoods(Job):
-    """The same with offload."""
-
-    start: Schedule
-
-    def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.offload_neighbourhoods import offload_neighbourhood_search
-
-        for schedule in offload_neighbourhood_search(task, self.start, self.bound, self.budget(), self.seed):
-            tell(schedule, "neighbourhood with offload")
+        offload = count_offloads(self.start) > 0
+        search = NeighbourhoodSearch(replace(task, offload=offload), self.start, self.seed)
+        for schedule in search.run(self.budget(), self.bound):
+            tell(schedule, "neighbourhood with offload" if offload else "neighbourhood")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exact(Job):
     """The exact model with ``workers`` threads: microbatches in order first; where that may cost something (with offload), then
-    in any order, which proves more."""
+    in any order, which proves more. Of a graph of stages with the actions of ``start``."""
 
     start: Schedule | None
     workers: int
@@ -179,40 +165,8 @@ class Exact(Job):
             start = result.schedule or start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphNeighbourhoods(Job):
-    """Of any graph of stages: large-neighbourhood search from ``start``."""
-
-    start: Schedule
-
-    def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.graph import GraphSearch
-
-        for schedule in GraphSearch(task, self.start, self.seed).run(self.budget(), self.bound):
-            tell(schedule, "neighbourhood")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphExact(Job):
-    """Of any graph of stages: the model with all orders of the actions of ``start``, and ``workers`` threads."""
-
-    start: Schedule
-    workers: int
-
-    def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.graph import exact_search
-
-        search, for_all = exact_search(task, self.start, self.seed)
-        schedule, bound = search.exact(self.budget(), self.workers)
-        tell(schedule, "exact model", bound if for_all else 0.0)
-
-
 KINDS: Mapping[str, type[Job]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, OffloadNeighbourhoods, Exact),
-        *(GraphNeighbourhoods, GraphExact),
-    )
+    kind.__name__: kind for kind in (Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, Exact)
 }
 
 

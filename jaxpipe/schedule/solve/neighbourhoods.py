@@ -1,269 +1,180 @@
-"""Improving an order a neighbourhood at a time: CP-SAT reorders what starts in a stretch of time, the rest keeps its order.
+"""Improving a schedule a neighbourhood at a time: CP-SAT reorders what is in a window, what follows moves up.
 
-What starts before the neighbourhood is fixed. What starts after it moves as one piece, earlier by a shift that CP-SAT
-maximises; what is inside is free on the chosen ranks, and keeps its order (not its times) on the others. Memory is exact:
-orders outside don't change, so each rank's level at the edges is known. A proposal is re-timed by the caller with real costs,
-so rounding here costs at most a good proposal, never validity. Large-neighbourhood search in the sense of Shaw (1998).
+A window is a stretch of time on all ranks or on some neighbours; with offload also a few microbatches over a longer stretch,
+between all others in their order. :mod:`.formulation` says what moves. Without offload an answer's order is timed anew, as
+early as it goes; with offload CP-SAT's times are kept, since they, not order alone, keep the limit. Plateaus are walked in
+ticks; what promises to be better becomes rows (:mod:`.rows`), is simulated with real costs and held to the limits, so what the
+model leaves out costs at most a proposal. Large-neighbourhood search in the sense of Shaw (1998).
 
-The shift alone is blind to progress that other neighbourhoods have to complete; with ``pull_early``, of equal shifts the
-smallest sum of starts is taken, which costs time, so not every time. Not modelled: offload (rows with O, L or S are not
-touched), links that are busy, workspace.
+The objective alone is blind to progress that other neighbourhoods have to complete, so some of them ask for a preference among
+equals, which costs time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
-from typing import Any
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from jaxpipe.schedule.problem import BW, B, CodeRows, F, Problem, W
-from jaxpipe.schedule.retime import Retimer
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.passes.braid import unbraid
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.solve.actions import Actions, Starts
 from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
-from jaxpipe.schedule.solve.ticks import common_step
-from jaxpipe.schedule.tolerance import MEMORY
+from jaxpipe.schedule.solve.formulation import Formulation, Window
+from jaxpipe.schedule.solve.rows import schedule_of, starts_of
+from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
-_TICKS, _FINEST = 128, 1024  # per mean action
-_UNITS = 1 << 20  # per rank's share of a microbatch
+_PARTS = 200
+_PREFERENCES = 0.3  # of neighbourhoods have one
+_BY_MICROBATCH = 0.2  # of those with offload
+_LARGEST = 3000.0
+_LEAST_S = 0.02  # that a neighbourhood counts for
+_PATIENCE = 8  # neighbourhoods without progress for each further second
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbourhood:
-    """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free."""
+class _Manner:
+    """``size``, ``smallest``: actions of a neighbourhood, at first and at least. ``edge``: the part of them that is at the
+    start, and as much at the end. ``seconds``: for one: at first, and after many that brought nothing. Not tuned further."""
 
-    begin: float
-    end: float
-    ranks: frozenset[int]
+    size: float
+    smallest: float
+    edge: float
+    seconds: tuple[float, float]
 
 
-class TickedProblem:
-    """A problem in whole ticks, for the neighbourhoods of any of its orders.
+_PLAIN, _WITH_OFFLOAD = _Manner(240.0, 50.0, 0.15, (2.0, 2.0)), _Manner(70.0, 40.0, 0.2, (1.0, 6.0))
 
-    ``limits``: activations allowed per rank, in units of its share of one microbatch.
+
+class NeighbourhoodSearch:
+    """The search from ``start`` for ``task``.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages or too uneven for a grid, or ``start`` is no valid schedule.
     """
 
-    def __init__(self, problem: Problem, limits: Sequence[float]) -> None:
-        self.problem = problem
-        tick = _tick([x for x in (*problem.f_s, *problem.b_s, *problem.w_s) if x > 0])
+    def __init__(self, task: SolveTask, start: Schedule, seed: int) -> None:
+        self.task, start = task, unbraid(start)
+        self.actions = Actions.of(task, start, _PARTS, fusing=False)
+        self.random, self.seed = random.Random(seed), seed
+        self.timeline = simulate(start, task.costs)
+        self.manner = _WITH_OFFLOAD if self.actions.copies else _PLAIN
+        self.size = dict.fromkeys(("time", "ranks", "microbatches"), self.manner.size)
+        self.tried = self.stale = 0
 
-        def whole(seconds: Sequence[float]) -> tuple[float, ...]:
-            return tuple(float(round(x / tick)) for x in seconds)
+    def run(self, budget: Budget, bound_s: float) -> Iterator[Schedule]:
+        """Better and better schedules until the budget ends or ``bound_s`` is met; none if the start breaks a limit.
 
-        self.in_ticks = replace(
-            problem,
-            f_s=whole(problem.f_s),
-            b_s=whole(problem.b_s),
-            w_s=whole(problem.w_s),
-            bw_s=whole(problem.bw_s),
-            down_s=whole(problem.down_s),
-            up_s=whole(problem.up_s),
-        )
-        self.retimer = Retimer(self.in_ticks)
-        actions = (*self.in_ticks.f_s, *self.in_ticks.b_s, *self.in_ticks.w_s, *self.in_ticks.bw_s)
-        # until an action's result is there, at most
-        self.longest = max(actions) + max(*self.in_ticks.down_s, *self.in_ticks.up_s)
-        self.size = [int(x) for name in ("f_s", "b_s", "w_s", "bw_s") for x in getattr(self.in_ticks, name)]
-        most = problem.num_microbatches + 1.0
-        self.limits = [int(min(x, most) * _UNITS * (1 + MEMORY)) for x in limits]
-        held, kept = ([-int(-x * _UNITS // 1) for x in sizes] for sizes in (problem.held, problem.kept))
-        given = [k - h for h, k in zip(held, kept, strict=True)]
-        self.change = [*held, *given, *(-k for k in kept), *(-h for h in held)]
-
-
-def _tick(busy: Sequence[float]) -> float:
-    """A step that all are multiples of, if it is not too small a part of the mean; else a small part of the mean."""
-    if not busy:
-        return 1.0
-    mean = sum(busy) / len(busy)
-    step = common_step(busy)
-    return step if step is not None and mean / step <= _FINEST else mean / _TICKS
-
-
-class NeighbourhoodModel:
-    """CP-SAT's variables for one neighbourhood; ``solve`` proposes rows."""
-
-    def __init__(
-        self,
-        ticked: TickedProblem,
-        rows: CodeRows,
-        starts: Sequence[float],
-        neighbourhood: Neighbourhood,
-        *,
-        by_span: bool,
-        pull_early: bool,
-    ) -> None:
-        from ortools.sat.python import cp_model
-
-        self.ticked, self.starts, self.neighbourhood = ticked, starts, neighbourhood
-        self.by_span, self.pull_early = by_span, pull_early
-        self.m = ticked.problem.num_microbatches
-        self.model: Any = cp_model.CpModel()
-        self.begin, self.end = int(neighbourhood.begin), int(neighbourhood.end)
-        self.rows = [self._split(row) for row in rows]
-        self.inside = {code for _, middle, _ in self.rows for code in middle}
-        self.after = {code for _, _, late in self.rows for code in late}
-        longest = max((self._size(code) for code in self.inside), default=0)
-        self.latest = self.end + longest
-        self.shift: Any = self.model.new_int_var(0, max(0, self.end - self.begin), "shift")
-        self.at = {code: self.model.new_int_var(self.begin, self.latest, "") for code in self.inside}
-        self._lanes()
-        self._waits()
-        self._memory()
-        self._objective()
-
-    def _split(self, row: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        parts: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for code in row:
-            t = self.starts[code]
-            parts[0 if t < self.begin else 1 if t < self.end else 2].append(code)
-        return parts
-
-    def _size(self, code: int) -> int:
-        return self.ticked.size[code // self.m]
-
-    def _start(self, code: int) -> int:
-        return int(self.starts[code])
-
-    def _change(self, code: int) -> int:
-        """Units taken (at the start of an F) or given back (at the end of the others)."""
-        return self.ticked.change[code // self.m]
-
-    def _begins(self, code: int) -> Any:
-        """When an action begins: a variable, a number, or a number less the shift."""
-        if code in self.at:
-            return self.at[code]
-        start = self._start(code)
-        return start - self.shift if code in self.after else start
-
-    def _lanes(self) -> None:
-        model, size = self.model, self._size
-        for rank, (before, middle, late) in enumerate(self.rows):
-            floor = self._start(before[-1]) + size(before[-1]) if before else 0
-            if middle and floor > self.begin:
-                for code in middle:
-                    model.add(self.at[code] >= floor)
-            if late:
-                first = self._begins(late[0])
-                model.add(first >= floor)
-                for code in middle:
-                    model.add(self.at[code] + size(code) <= first)
-            if rank in self.neighbourhood.ranks and len(middle) > 1:
-                model.add_no_overlap([model.new_fixed_size_interval_var(self.at[c], size(c), "") for c in middle])
-            else:
-                for one, two in pairwise(middle):
-                    model.add(self.at[two] >= self.at[one] + size(one))
-
-    def _waits(self) -> None:
-        """Every wait that touches the neighbourhood, or leads from before it to after it."""
-        inside, after = self.inside, self.after
-        for before, middle, _ in self.rows:
-            for code in (*self._reaching(before), *middle):
-                for then, lag in self._followers(code):
-                    if code in inside or then in inside or then in after:
-                        self.model.add(self._begins(then) >= self._begins(code) + lag)
-        last: dict[tuple[int, int], int] = {}
-        for rank in self.neighbourhood.ranks:
-            for code in self.rows[rank][1]:  # the microbatches of a stage keep their order in each op
-                kind = code // self.ticked.problem.num_microbatches
-                key = rank, kind
-                if key in last:
-                    self.model.add(self.at[code] >= self.at[last[key]] + self._size(last[key]))
-                last[key] = code
-
-    def _reaching(self, before: Sequence[int]) -> list[int]:
-        """Those before the neighbourhood whose results may come after its begin; for all others nothing inside has to wait."""
-        last = self.begin - self.ticked.longest
-        return list(takewhile(lambda code: self.starts[code] > last, reversed(before)))
-
-    def _followers(self, code: int) -> list[tuple[int, int]]:
-        """(action, ticks after the start of ``code``) that wait for ``code`` and are in the order."""
-        problem = self.ticked.in_ticks
-        op, k, i = problem.decode(code)
-        stages = problem.placement.num_stages
-        size = self._size(code)
-        found = []
-        if op == F and k % stages < stages - 1:
-            found.append((problem.code(F, k + 1, i), size + int(problem.down_s[k])))
-        elif op == F:
-            found += [(problem.code(back, k, i), size) for back in (B, BW)]
-        if op in (B, BW) and k % stages:
-            found += [(problem.code(back, k - 1, i), size + int(problem.up_s[k])) for back in (B, BW)]
-        if op == B:
-            found.append((problem.code(W, k, i), size))
-        return [x for x in found if x[0] in self.inside or x[0] in self.after or self._known(x[0])]
-
-    def _known(self, code: int) -> bool:
-        return self.starts[code] != float("inf")
-
-    def _memory(self) -> None:
-        problem, m = self.ticked.problem, self.ticked.problem.num_microbatches
-        n = problem.num_replicas
-        for rank in self.neighbourhood.ranks:
-            before, middle, _ = self.rows[rank]
-            limit = self.ticked.limits[rank]
-            if not any(code < n * m for code in middle):
-                continue
-            level = sum(self._change(code) for code in before)
-            times, changes = [], []
-            for code in middle:
-                change = self._change(code)
-                if change:
-                    at = self.at[code] if change > 0 else self.at[code] + self._size(code)
-                    times.append(at)
-                    changes.append(change)
-            if level:
-                times.append(self.begin)
-                changes.append(level)
-            # an action that started before the neighbourhood may give back inside it; taken as given back at its end
-            for code in before[-1:]:
-                change = self._change(code)
-                over = self._start(code) + self._size(code)
-                if change < 0 and over > self.begin:
-                    times += [self.begin, over]
-                    changes += [-change, change]
-            self.model.add_reservoir_constraint(times, changes, -limit - level, limit)
-
-    def _objective(self) -> None:
-        model = self.model
-        total = sum(self.at.values()) if self.pull_early else 0
-        weight = len(self.at) * (self.latest - self.begin + 1) + 1 if self.pull_early else 1
-        ends = [self.at[code] + self._size(code) for code in self.inside]
-        if not self.by_span:
-            if self.after:
-                model.maximize(self.shift * weight - total)
-                return
-            last = model.new_int_var(0, self.latest + 1_000_000, "")
-            model.add_max_equality(last, ends)
-            model.minimize(last * weight + total)
+        Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and
+        span.
+        """
+        starts, best = starts_of(self.actions, self.timeline), self._merit(self.timeline)
+        if starts is None or not self.task.fits(self.timeline):
             return
-        longest = model.new_int_var(0, 1 << 40, "")
-        for before, middle, late in self.rows:
-            first = self._start(before[0]) if before else None
-            if first is None and middle:
-                first = model.new_int_var(self.begin, self.latest, "")
-                for code in middle:
-                    model.add(first <= self.at[code])
-            if first is None:
-                continue  # the whole row moves: its span stays
-            if late:
-                model.add(longest >= self._start(late[-1]) + self._size(late[-1]) - self.shift - first)
-            else:
-                for code in middle:
-                    model.add(longest >= self.at[code] + self._size(code) - first)
-                if not middle:
-                    model.add(longest >= self._start(before[-1]) + self._size(before[-1]) - first)
-        model.minimize(longest * weight + total - self.shift)
+        while budget.left > 0 and not at_most(best[0], bound_s):
+            proposal, now = self._propose(starts, budget), self._ticks(starts)
+            self.stale += 1
+            if proposal is None or (found := self._ticks(proposal)) > now:
+                continue
+            self.stale = 0 if found < now else self.stale
+            if found[:2] == now[:2]:
+                starts = proposal
+                continue
+            made = self._made(proposal)
+            if made is None or self._merit(made[1]) >= best:
+                continue
+            starts, best = starts_of(self.actions, made[1]) or starts, self._merit(made[1])
+            yield made[0]
 
-    def solve(self, budget: dict[str, Any]) -> tuple[list[list[int]] | None, bool]:
-        """Proposed rows, None if nothing was found; and whether the neighbourhood was searched to its end."""
-        for code, at in self.at.items():
-            self.model.add_hint(at, self._start(code))
-        self.model.add_hint(self.shift, 0)
-        solver, found, done = run(self.model, LITE, WHOLE_RESERVOIRS, budget)
-        if not found:
-            return None, done
-        rows = []
-        for before, middle, late in self.rows:
-            placed = sorted(middle, key=lambda code: (solver.value(self.at[code]), code))
-            rows.append([*before, *placed, *late])
-        return rows, done
+    def _merit(self, timeline: Timeline) -> tuple[float, float]:
+        """The objective, then the other time."""
+        times = nine_digits(timeline.makespan), nine_digits(timeline.max_span)
+        return times if self.task.objective != "span" else times[::-1]
+
+    def _ticks(self, starts: Starts) -> tuple[int, int, int]:
+        """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
+        ends."""
+        begins, ends = self.actions.extent(starts)
+        times = max(ends) - min(begins), max(b - a for a, b in zip(begins, ends, strict=True))
+        one, two = times if self.task.objective != "span" else times[::-1]
+        return one, two, sum(ends if self.actions.copies else starts.start)
+
+    def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
+        self.tried += 1
+        kind = self._kind()
+        window = self._window(kind, starts)
+        prefer = self._preference() if self.random.random() < _PREFERENCES else None
+        model = Formulation(self.actions, starts, window, prefer=prefer)
+        model.hint(starts)
+        least_s, most_s = self.manner.seconds
+        given = budget.spent
+        parameters = budget.parameters(min(least_s + self.stale / _PATIENCE, most_s), self.seed + self.tried)
+        solver, found, done = run(model.cp, LITE, {} if self.actions.copies else WHOLE_RESERVOIRS, parameters)
+        if budget.reproducible:  # what it did not need is there for others
+            needed_s = solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
+            budget.spent = min(budget.spent, given + max(_LEAST_S, needed_s))
+        factor = 1.15 if done else 0.9 if found else 0.75
+        self.size[kind] = min(_LARGEST, max(self.manner.smallest, self.size[kind] * factor))
+        answer = model.answer(solver) if found else None
+        return answer if answer is None or self.actions.copies else self._earliest(answer, starts)
+
+    def _earliest(self, answer: Starts, before: Starts) -> Starts | None:
+        """The order of an answer, as early as it goes."""
+        start = answer.start
+        rows = [sorted(lane, key=lambda n: (start[n], before.start[n], n)) for lane in self.actions.lanes]
+        return self.actions.earliest(rows)
+
+    def _made(self, starts: Starts) -> tuple[Schedule, Timeline] | None:
+        """The schedule of these times, if it keeps the limits."""
+        try:
+            schedule, timeline = schedule_of(self.actions, starts, "solved")
+        except ScheduleError:
+            return None
+        return (schedule, timeline) if self.task.fits(timeline) else None
+
+    # Which neighbourhoods.
+
+    def _preference(self) -> Mapping[str, int]:
+        """What to prefer among equals. Without offload all early; with it F late and B early hold less, anything else leads
+        elsewhere."""
+        if not self.actions.copies:
+            return {a.op: 1 for a in self.actions.action}
+        pick = self.random.choice
+        return {"F": pick((-1, 0, 1)), "B": pick((1, 2)), "W": pick((0, 1)), "away": pick((-2, 0, 2))}
+
+    def _kind(self) -> str:
+        if self.actions.copies and self.random.random() < _BY_MICROBATCH:
+            return "microbatches"
+        return "ranks" if self.actions.num_ranks > 4 and self.random.random() < 0.5 else "time"
+
+    def _window(self, kind: str, starts: Starts) -> Window:
+        """About ``size`` actions in a row; often at the start or the end. With ``microbatches``, about as many over a longer
+        stretch."""
+        rng, p, actions = self.random, self.actions.num_ranks, self.actions
+        ranks = range(p)
+        if kind == "ranks":  # a quarter to a half of them, one beside the other
+            count = rng.randint(max(2, p // 4), max(3, p // 2))
+            first = rng.randint(0, p - count)
+            ranks = range(first, first + count)
+        times = sorted(starts.start[n] for rank in ranks for n in actions.lanes[rank])
+        want = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
+        last, place = len(times) - want, rng.random()
+        at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
+        begin = times[at]
+        end = max(begin + 1, times[at + want] if at < last else times[-1] + 1)
+        return Window(begin, end, frozenset(ranks), self._some(starts, begin, end) if kind == "microbatches" else None)
+
+    def _some(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
+        """A quarter of the microbatches that have a forward inside, neighbours or not."""
+        every = zip(self.actions.action, starts.start, strict=True)
+        there = sorted({a.microbatch for a, t in every if a.op == "F" and begin <= t < end})
+        count = max(1, len(there) // 4)
+        if not there or self.random.random() < 0.5:
+            return frozenset(self.random.sample(there, min(count, len(there))))
+        first = self.random.randint(0, len(there) - count)
+        return frozenset(there[first : first + count])

@@ -1,5 +1,4 @@
-"""What a worker does for one task: cycles and neighbourhoods. Each yields better and better orders and never ends by itself
-before its :class:`Budget` does, except where it has nothing more to try.
+"""Steady states as orders: what a worker does with cycles, within its :class:`Budget`.
 
 Orders are judged by re-timing with real costs (:class:`~jaxpipe.schedule.retime.Retimer`). Everything here is a function of its
 arguments; with a budget in deterministic time no clock decides anything.
@@ -7,18 +6,16 @@ arguments; with a budget in deterministic time no clock decides anything.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxpipe.schedule.list_schedule.fillers import Finisher
-from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import Draft, Retimer, peaks
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
-from jaxpipe.schedule.solve.neighbourhoods import Neighbourhood, NeighbourhoodModel, TickedProblem
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
@@ -28,9 +25,6 @@ _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
 memory, README), and finer steps below; not tuned further."""
 _MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
 _RECIPES = 20  # of blocks/finish.py, by which a cycle's order is finished; not tuned
-_PULL_EARLY = 0.3  # of neighbourhoods
-_EDGE = 0.15  # of neighbourhoods are at the start, and as many at the end
-T = TypeVar("T", int, float)
 
 
 @dataclass(slots=True)
@@ -149,86 +143,3 @@ def mirrored_cycles(
             if fits and seconds == _MIRRORED_S[0]:
                 stretches = stretches[number::-1]  # then, from there, what was not settled
                 break
-
-
-class NeighbourhoodSearch:
-    """Large-neighbourhood search from one order; see :mod:`~jaxpipe.schedule.solve.neighbourhoods`."""
-
-    def __init__(self, problem: Problem, target: Target, seed: int) -> None:
-        self.problem, self.target = problem, target
-        self.retimer, self.ticked = Retimer(problem), TickedProblem(problem, target.limits)
-        self.random = random.Random(seed)
-        self.seed = seed
-        self.size = 240.0
-        self.tried = 0
-
-    def run(self, start: Draft, budget: Budget) -> Iterator[Draft]:
-        """Better orders, best last. Plateaus are walked: an equal order replaces the current one."""
-        current, merit = start, self._merit(start)
-        while budget.left > 0 and not self.target.reached(current):
-            proposal = self._propose(current, budget)
-            if proposal is None:
-                continue
-            found = self._merit(proposal)
-            if found <= merit:
-                better = found[:2] < merit[:2]
-                current, merit = proposal, found
-                if better:
-                    yield current
-
-    def _merit(self, draft: Draft) -> tuple[float, float, float]:
-        """The objective, then the other time; then the sum of starts, by which neighbourhoods make progress on plateaus."""
-        starts = self.retimer.times(draft.rows).start_s
-        total = sum(starts[code] for row in draft.rows for code in row)
-        return (*self.target.key(draft)[:2], nine_digits(total))
-
-    def _propose(self, current: Draft, budget: Budget) -> Draft | None:
-        self.tried += 1
-        times = self.ticked.retimer.times(current.rows)
-        model = NeighbourhoodModel(
-            self.ticked,
-            current.rows,
-            times.start_s,
-            self._neighbourhood(current.rows, times.start_s),
-            by_span=self.target.by_span,
-            pull_early=self.random.random() < _PULL_EARLY,
-        )
-        rows, done = model.solve(budget.parameters(2.0, self.seed + self.tried))
-        self.size = min(3000.0, self.size * 1.15) if done else max(50.0, self.size * 0.9)
-        if rows is None:
-            return None
-        draft = self.retimer.draft(rows)
-        return draft if draft is not None and self._fits(rows, draft) else None
-
-    def _fits(self, rows: CodeRows, draft: Draft) -> bool:
-        if len(set(self.target.limits)) == 1:
-            return at_most(draft.peak, self.target.limit)
-        return all(at_most(a, x) for a, x in zip(peaks(self.problem, rows), self.target.limits, strict=True))
-
-    def _neighbourhood(self, rows: CodeRows, starts: Sequence[float]) -> Neighbourhood:
-        """About ``size`` actions in a row on all ranks or on some neighbours; often at the start or the end."""
-        rng, p = self.random, self.problem.num_ranks
-        ranks = range(p)
-        if p > 4 and rng.random() < 0.5:
-            ranks = some_neighbours(rng, p)
-        order = sorted(starts[code] for rank in ranks for code in rows[rank])
-        begin, end = some_stretch(rng, order, int(self.size * rng.uniform(0.7, 1.2)), _EDGE)
-        return Neighbourhood(begin, end, frozenset(ranks))
-
-
-def some_neighbours(rng: random.Random, num_ranks: int) -> range:
-    """A quarter to a half of the ranks, one beside the other."""
-    count = rng.randint(max(2, num_ranks // 4), max(3, num_ranks // 2))
-    first = rng.randint(0, num_ranks - count)
-    return range(first, first + count)
-
-
-def some_stretch(rng: random.Random, starts: Sequence[T], want: int, edge: float) -> tuple[T, T]:
-    """Begin and end of a stretch of about ``want`` of ``starts`` (ascending ticks): with probability ``edge`` the first of
-    them, with ``edge`` the last."""
-    want = min(len(starts), want)
-    last = len(starts) - want
-    place = rng.random()
-    at = 0 if place < edge else last if place < 2 * edge else rng.randint(0, last)
-    end = starts[at + want] if at + want < len(starts) else starts[-1] + 1
-    return starts[at], max(end, starts[at] + 1)

@@ -22,8 +22,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
-from jaxpipe.schedule.solve.first import away_schedule, group_size, grouped_rows
-from jaxpipe.schedule.solve.graph import graph_starts
+from jaxpipe.schedule.solve.first import away_schedule, graph_starts, group_size, grouped_rows
 from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.jobs import (
@@ -31,13 +30,10 @@ from jaxpipe.schedule.solve.jobs import (
     Cycles,
     Exact,
     Families,
-    GraphExact,
-    GraphNeighbourhoods,
     Job,
     MirroredCycles,
     Neighbourhoods,
     OffloadLists,
-    OffloadNeighbourhoods,
     families_of,
     family_schedules,
     quick_families,
@@ -240,8 +236,7 @@ class Portfolio:
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
             if actions <= _EXACT_ACTIONS[1] and (number not in graphs or start is not None):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
-                kind = GraphExact if number in graphs else Exact
-                yield self._job(number, kind, total * part, start=start, workers=_EXACT_WORKERS)
+                yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
         for g in _CYCLE_GROUPS:
             for number, problem in enumerate(self.problems):
                 if problem is not None and problem.placement.num_flows == 1 and g < problem.num_microbatches:
@@ -274,9 +269,7 @@ class Portfolio:
         longest_s, share = (20.0, 0.25) if away else (8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
-        chains = OffloadNeighbourhoods if away else Neighbourhoods
-        kind = GraphNeighbourhoods if self.problems[number] is None else chains
-        return self._job(number, kind, seconds, start=start, seed=seed)
+        return self._job(number, Neighbourhoods, seconds, start=start, seed=seed)
 
     def _improvable(self, number: int) -> bool:
         known = self.incumbent.per_task[number]

@@ -1,0 +1,467 @@
+"""A task in whole numbers: its actions, numbered, what waits for what, and what holds memory from when to when.
+
+Everything is read off one order of the actions by the rules that the simulator has (:mod:`~jaxpipe.schedule.deps`), so whatever
+can be simulated can be searched, but for braided slots: chains and graphs of stages, stages on groups of ranks, several flows,
+ops of the user's own. Two limits may hold on a rank, each a :class:`MemoryLimit`: activations (``memory_limit``) and bytes
+(``memory_limit_bytes``, where cotangents and workspace count too). Copies to the host are for chains alone.
+
+What one microbatch of a stage holds on a rank, R = ``stays`` + ``leaves``, K = ``kept``:
+
+    stays      F start ── B end             kept       B end ── W end           (one piece F start ── W end for what both share)
+    leaves     F start ── O end, L start ── B end   if it goes away, else with ``stays``
+    cotangent  B start ── B end             workspace  while its op runs
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.deps import HOST_LANES, build_graph
+from jaxpipe.schedule.engine import host_groups
+from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
+from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
+from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused, with_slots
+from jaxpipe.schedule.passes.braid import unbraid
+from jaxpipe.schedule.passes.offload import without_offloads
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.solve.first import grouped_rows
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.solve.ticks import FINE, Ticks, memory_units, time_grid
+from jaxpipe.schedule.tolerance import at_most
+
+_KNOWN = frozenset(("F", "B", "W", "BW", "O", "L"))  # ops whose memory is said in pairs of events
+Event = tuple[int, bool]
+"""The start of an action, or (True) its end."""
+
+
+class Piece(NamedTuple):
+    """``units`` of memory held from ``opens`` to ``closes`` (None: from the start, for ever). If there is a ``choice``, only
+    where it is as ``holds`` says."""
+
+    units: int
+    opens: Event | None
+    closes: Event | None
+    choice: int = -1
+    holds: bool = True
+
+
+class Sent(NamedTuple):
+    """A transfer: the action whose end it follows, the directed pair of ranks, ticks."""
+
+    producer: int
+    link: tuple[int, int]
+    ticks: int
+
+
+class Fusing(NamedTuple):
+    """That a B and its W may be one BW of so many ``ticks``. ``choice``: shared by the ranks of a group."""
+
+    choice: int
+    w: int
+    ticks: int
+
+
+class Copies(NamedTuple):
+    """The actions around what an O may take away: the O's number is the choice."""
+
+    f: int
+    load: int
+    b: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """``capacity`` in units of what may be held on one rank at a time."""
+
+    rank: int
+    capacity: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Starts:
+    """When each action starts, in ticks; -1: it does not take place. ``fused``: the choices of full backwards."""
+
+    start: Sequence[int]
+    fused: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Numbered actions. One entry each: ``action``, ``rank``, ``size`` (ticks), ``waits`` (numbers of actions, and from there
+    on those of ``transfers``), ``joint`` (the first of those that start together).
+
+    ``lanes``: what runs on each, the ranks' compute lanes first. ``alike``: the microbatches of one op, stage, flow and rank,
+    in order. ``fusing``: by B, where BW may be chosen. ``copies``: by O.
+    """
+
+    task: SolveTask
+    ticks: Ticks
+    action: tuple[Action, ...]
+    rank: tuple[int, ...]
+    size: tuple[int, ...]
+    waits: tuple[tuple[int, ...], ...]
+    joint: tuple[int, ...]
+    transfers: tuple[Sent, ...]
+    lanes: tuple[tuple[int, ...], ...]
+    alike: tuple[tuple[int, ...], ...]
+    fusing: Mapping[int, Fusing]
+    copies: Mapping[int, Copies]
+    limits: tuple[MemoryLimit, ...]
+
+    @classmethod
+    def of(cls, task: SolveTask, order: Schedule | None = None, parts: int = FINE, *, fusing: bool = True) -> Actions:
+        """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L
+        that there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a
+        tick where costs have no common step.
+
+        Raises:
+            ScheduleError: there is no order and the stages form no chain on single ranks; the costs are for another number of
+                stages or too uneven for a grid; or there is no microbatch.
+        """
+        return _Maker(task, order, parts, fusing).made()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.task.placement.num_ranks
+
+    def sources(self, n: int) -> Iterator[tuple[int, int]]:
+        """(action that n waits for, ticks that its result takes)."""
+        count = len(self.action)
+        for x in self.waits[n]:
+            if x < count:
+                yield x, 0
+            else:
+                yield self.transfers[x - count].producer, self.transfers[x - count].ticks
+
+    @cached_property
+    def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By action, what waits for it, and the ticks that its result takes."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.action]
+        for n in range(len(self.action)):
+            for x, lag in self.sources(n):
+                found[x].append((n, lag))
+        return tuple(map(tuple, found))
+
+    def number(self, action: Action, rank: int) -> int | None:
+        """The number of an action; of a BW that is not there, that of its B. None: there is none."""
+        key = action.op, action.stage, action.microbatch, rank
+        return self._number.get(key, self._number.get(("B", *key[1:])) if action.op == "BW" else None)
+
+    @cached_property
+    def _number(self) -> Mapping[tuple[str, int, int, int], int]:
+        return {
+            (a.op, a.stage, a.microbatch, r): n for n, (a, r) in enumerate(zip(self.action, self.rank, strict=True))
+        }
+
+    @cached_property
+    def kind(self) -> tuple[int, ...]:
+        """By action, which of ``alike`` it is in."""
+        kind = [0] * len(self.action)
+        for number, alike in enumerate(self.alike):
+            for n in alike:
+                kind[n] = number
+        return tuple(kind)
+
+    @cached_property
+    def host_lane(self) -> Mapping[int, int]:
+        """By O and L, the number of its lane."""
+        return {n: k for k, lane in enumerate(self.lanes) if k >= self.num_ranks for n in lane}
+
+    @cached_property
+    def reach(self) -> int:
+        """Ticks after an action's start within which its result is everywhere."""
+        return max(self.size) + max((sent.ticks for sent in self.transfers), default=0)
+
+    @cached_property
+    def _sends(self) -> Mapping[int, tuple[int, ...]]:
+        sends: dict[int, list[int]] = defaultdict(list)
+        for k, sent in enumerate(self.transfers):
+            sends[sent.producer].append(k)
+        return {n: tuple(each) for n, each in sends.items()}
+
+    @cached_property
+    def _members(self) -> Mapping[int, tuple[int, ...]]:
+        members: dict[int, list[int]] = defaultdict(list)
+        for n, joint in enumerate(self.joint):
+            members[joint].append(n)
+        together = [tuple(each) for each in members.values() if len(each) > 1]
+        return {n: each for each in together for n in each}
+
+    @cached_property
+    def horizon(self) -> int:
+        """Ticks within which a best schedule ends: as long as anything is left, something runs."""
+        return (
+            sum(self.size) + sum(sent.ticks for sent in self.transfers) + sum(x.ticks for x in self.fusing.values()) + 1
+        )
+
+    @cached_property
+    def first_starts(self) -> Mapping[int, int] | None:
+        """By the first action of each rank, when it starts in every schedule; None where that depends on the order.
+
+        On a chain of one flow a rank's first action is F of its lowest stage and microbatch 0. If that is so for all ranks on
+        the way there, it starts as soon as it arrives.
+        """
+        placement = self.task.placement
+        if placement.num_flows > 1 or not placement.is_plain_chain:
+            return None
+        forwards = [n for n, a in enumerate(self.action) if (a.op, a.microbatch) == ("F", 0)]
+        found: dict[int, int] = {}
+        taken: set[int] = set()
+        for n in sorted(forwards, key=lambda n: self.action[n].stage):
+            if self.rank[n] in taken:
+                continue
+            if any(x not in found for x, _ in self.sources(n)):
+                return None
+            taken.add(self.rank[n])
+            found[n] = max((found[x] + self.size[x] + lag for x, lag in self.sources(n)), default=0)
+        return found
+
+    def end(self, n: int, starts: Starts) -> int:
+        """When an action that takes place ends."""
+        fusing = self.fusing.get(n)
+        return starts.start[n] + (fusing.ticks if fusing and fusing.choice in starts.fused else self.size[n])
+
+    def extent(self, starts: Starts) -> tuple[list[int], list[int]]:
+        """Per rank, when compute begins and ends; (0, 0) without any."""
+        there = [[n for n in lane if starts.start[n] >= 0] for lane in self.lanes[: self.num_ranks]]
+        begins = [min((starts.start[n] for n in lane), default=0) for lane in there]
+        return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
+
+    def earliest(self, rows: Sequence[Sequence[int]]) -> Starts | None:
+        """Each action of ``rows`` as early as its row, what it waits for and the links allow; None if they deadlock. Without
+        copies and without a choice of BW."""
+        count, size, rank, waits, sends = len(self.action), self.size, self.rank, self.waits, self._sends
+        start, ready = [-1] * count, [-1] * (count + len(self.transfers))
+        free, place = [0] * len(rows), [0] * len(rows)
+        link_free: dict[tuple[int, int], int] = defaultdict(int)
+        parked: dict[int, list[int]] = {}
+        stack = list(range(len(rows)))[::-1]
+        while stack:
+            r = stack.pop()
+            row = rows[r]
+            while place[r] < len(row):
+                n = row[place[r]]
+                group = self._members.get(n, (n,))
+                if len(group) > 1 and not all(self._is_next(rows, place, x) for x in group):
+                    break  # whoever comes last starts them
+                now = free[r] if len(group) == 1 else max(free[rank[x]] for x in group)
+                missing = -1
+                for x in waits[n] if len(group) == 1 else [x for member in group for x in waits[member]]:
+                    if ready[x] > now:
+                        now = ready[x]
+                    elif ready[x] < 0:
+                        missing = x
+                if missing >= 0:
+                    parked.setdefault(missing, []).append(r)
+                    break
+                for member in group:
+                    start[member] = now
+                    end = free[rank[member]] = ready[member] = now + size[member]
+                    place[rank[member]] += 1
+                    if member in parked:
+                        stack += parked.pop(member)
+                    for k in sends.get(member, ()):
+                        sent = self.transfers[k]
+                        ready[count + k] = link_free[sent.link] = max(end, link_free[sent.link]) + sent.ticks
+                        if count + k in parked:
+                            stack += parked.pop(count + k)
+                    if member != n:
+                        stack.append(rank[member])
+        return Starts(start) if all(at == len(row) for at, row in zip(place, rows, strict=True)) else None
+
+    def _is_next(self, rows: Sequence[Sequence[int]], place: Sequence[int], n: int) -> bool:
+        rank = self.rank[n]
+        return place[rank] < len(rows[rank]) and rows[rank][place[rank]] == n
+
+
+class _Maker:
+    """Makes :class:`Actions`; see :meth:`Actions.of`."""
+
+    def __init__(self, task: SolveTask, order: Schedule | None, parts: int, fusing: bool) -> None:
+        if task.num_microbatches < 1:
+            raise ScheduleError(f"number of microbatches is {task.num_microbatches}; want at least 1")
+        self.task, self.placement, self.costs = task, task.placement, task.costs
+        self.costs.require_stages(self.placement.num_stages, "the placement")
+        self.groups = host_groups(self.costs.host, self.placement.num_ranks)
+        self.graph = graph = build_graph(self._complete(order, fusing))
+        self.of_rank: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in graph.schedule.rows]
+        self.action = tuple(action for slot in graph.slots for action in slot.actions)
+        for n, (a, r) in enumerate(zip(self.action, graph.rank_of, strict=True)):
+            self.of_rank[r].setdefault((a.stage, a.microbatch), {})[a.op] = n
+        self.seconds = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
+        self.ticks = self._ticks(parts, fusing)
+        joints = {n: graph.joints[joint][0] for n, joint in graph.joint_of.items()}
+        self.joint = tuple(joints.get(n, n) for n in range(len(self.action)))
+        self.fusing = dict(self._fusing()) if fusing else {}
+
+    def made(self) -> Actions:
+        graph, ticks = self.graph, self.ticks
+        every = [ops for there in self.of_rank for ops in there.values()]
+        return Actions(
+            self.task,
+            ticks,
+            self.action,
+            tuple(graph.rank_of),
+            tuple(ticks.of(self.seconds[a.op, a.stage]) for a in self.action),
+            tuple(graph.waits),
+            self.joint,
+            tuple(Sent(t.producer, (t.src, t.dst), ticks.of(t.seconds(self.costs))) for t in graph.transfers),
+            tuple(self._lanes()),
+            tuple(self._alike()),
+            self.fusing,
+            {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in every if "O" in ops},
+            tuple(self._limits()),
+        )
+
+    # Which actions.
+
+    def _complete(self, order: Schedule | None, fusing: bool) -> Schedule:
+        """``order`` with backwards apart, all of them or those that gain nothing by being whole, and with all copies."""
+        if order is None:
+            problem = Problem.of(self.placement, self.task.num_microbatches, self.costs)
+            order = problem.schedule("serial", grouped_rows(problem, 1))
+        whole = frozenset(x for x in fused_backwards(order) if not fusing and self._gains(x[0]))
+        return with_slots(with_fused(without_offloads(unbraid(order)), whole), self._with_copies)
+
+    def _gains(self, stage: int) -> bool:
+        """Whether a whole backward may take less time, or less memory, than B and W."""
+        costs = self.costs
+        while_it_runs = costs.memory_limit_bytes and (costs.cotangent_bytes[stage] or costs.temp_bytes)
+        return bool(while_it_runs) or not at_most(costs.b_s[stage] + costs.w_s[stage], costs.bw_s[stage])
+
+    def _with_copies(self, slot: Slot) -> Iterable[Slot]:
+        """An F with O and L, if what it makes may leave and memory is short there."""
+        (a,) = slot.actions
+        if not self.task.offload or a.op != "F" or not self.placement.is_plain_chain:
+            return (a,)
+        (rank,) = self.placement.ranks(a.stage, a.microbatch)
+        short = min(self.task.memory_limit, (self.costs.memory_limit_bytes or (inf,) * (rank + 1))[rank]) < inf
+        leaves = short and self.costs.offloadable_bytes[a.stage] > 0
+        return (a, replace(a, op="O"), replace(a, op="L")) if leaves else (a,)
+
+    def _fusing(self) -> Iterator[tuple[int, Fusing]]:
+        for n, a in enumerate(self.action):
+            if a.op == "B" and self._gains(a.stage):
+                w = self.of_rank[self.graph.rank_of[n]][a.stage, a.microbatch]["W"]
+                yield n, Fusing(self.joint[n], w, self.ticks.of(self.costs.bw_s[a.stage]))
+
+    def _ticks(self, parts: int, fusing: bool) -> Ticks:
+        seconds = [self.seconds[a.op, a.stage] for a in self.action]
+        seconds += [self.costs.bw_s[a.stage] for a in self.action if fusing and a.op == "B" and self._gains(a.stage)]
+        seconds += [t.seconds(self.costs) for t in self.graph.transfers]
+        return time_grid(seconds, 2 * sum(seconds), parts)
+
+    def _lanes(self) -> Iterator[tuple[int, ...]]:
+        """Compute lanes, then those of the host, of a rank or of a PCIe group."""
+        host: dict[tuple[bool, int, str], list[int]] = {}
+        for r, lanes in enumerate(self.graph.lanes):
+            yield tuple(lanes["compute"])
+            for name in HOST_LANES:
+                of = r in self.groups, self.groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
+                host.setdefault(of, []).extend(lanes[name])
+        yield from (tuple(lane) for lane in host.values() if lane)
+
+    def _alike(self) -> Iterator[tuple[int, ...]]:
+        alike: dict[tuple[str, int, int, int], list[int]] = {}
+        flows = self.placement.num_flows
+        for n in sorted(range(len(self.action)), key=lambda n: self.action[n].microbatch):
+            a = self.action[n]
+            alike.setdefault((a.op, a.stage, a.microbatch % flows, self.graph.rank_of[n]), []).append(n)
+        yield from map(tuple, alike.values())
+
+    # Memory.
+
+    def _limits(self) -> Iterator[MemoryLimit]:
+        """The limits that could be felt."""
+        ranks = range(self.placement.num_ranks)
+        if self.task.memory_limit < inf:
+            yield from self._of_kind(dict.fromkeys(ranks, self.task.memory_limit), activations=True)
+        if self.costs.memory_limit_bytes:
+            static = static_bytes(self.placement, self.costs)
+            allowed = zip(ranks, self.costs.memory_limit_bytes, static, strict=True)
+            yield from self._of_kind({r: x - taken for r, x, taken in allowed if x < inf}, activations=False)
+
+    def _of_kind(self, limits: Mapping[int, float], activations: bool) -> Iterator[MemoryLimit]:
+        """Limits of these ranks, on one grid."""
+        pieces = {r: list(self._pieces(r, activations)) for r in limits}
+        sizes = {abs(amount) for each in pieces.values() for amount, _ in each}
+        units = memory_units(sizes, max(limits.values(), default=0.0))
+        whole = {x: units.size(x) for x in sizes}
+        for r, limit in limits.items():
+            capacity = units.limit(limit) if limit >= 0 else -1
+            held = tuple(piece._replace(units=whole[amount]) for amount, piece in pieces[r] if amount > 0)
+            if capacity < sum(piece.units for piece in held if piece.opens):
+                yield MemoryLimit(r, capacity, held)
+
+    def _pieces(self, rank: int, activations: bool) -> Iterator[tuple[float, Piece]]:
+        """What is held on a rank, in bytes or activations."""
+        flows = self.placement.num_flows
+        shares = [rank_share(self.placement, self.costs, rank, flow) if activations else 1.0 for flow in range(flows)]
+        for (stage, i), ops in self.of_rank[rank].items():
+            share = shares[i % flows]
+            for amount, piece in self._of_microbatch(stage, ops, activations) if share > 0 else ():
+                yield amount / share, piece
+
+    def _of_microbatch(self, stage: int, ops: Mapping[str, int], activations: bool) -> Iterator[tuple[float, Piece]]:
+        costs = self.costs
+        yield from _residuals(
+            ops, costs.residual_bytes[stage], costs.offloadable_bytes[stage], costs.w_residual_bytes[stage]
+        )
+        for op, n in ops.items():
+            if op not in _KNOWN:
+                for effect in op_spec(op).memory:
+                    if not activations or effect.field in ACTIVATION_FIELDS:
+                        at = n, effect.at == "end"
+                        amount = costs.values(effect.field)[stage]
+                        yield amount, Piece(0, at, None) if effect.sign > 0 else Piece(0, None, at)
+        if activations:
+            return
+        back = ops.get("B", -1)
+        choice = self.fusing[back].choice if back in self.fusing else -1
+        if back >= 0:
+            yield costs.cotangent_bytes[stage], _while(back, choice, False)
+        for op, values in costs.temp_bytes:
+            if op in ops:
+                own = ops["O"] if op in ("O", "L") else choice if op in ("B", "W") else -1
+                yield values[stage], _while(ops[op], own, op in ("O", "L"))
+            elif op == "BW" and choice >= 0:
+                yield values[stage], _while(back, choice, True)
+
+
+def _while(n: int, choice: int, holds: bool) -> Piece:
+    """Held while an action runs."""
+    return Piece(0, (n, False), (n, True), choice, holds)
+
+
+def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: float) -> Iterator[tuple[float, Piece]]:
+    """What F makes until B ends, and what B keeps until W ends; see the module."""
+    ends = {op: (n, True) for op, n in ops.items()}
+    f, b, w = (ops["F"], False), ends.get("BW", ends.get("B")), ends.get("W")
+    if w is None:
+        kept = 0.0
+
+    def stay(
+        held: float, kept: float, opens: Event, choice: int = -1, holds: bool = True
+    ) -> Iterator[tuple[float, Piece]]:
+        shared = min(held, kept)
+        yield shared, Piece(0, opens, w, choice, holds)
+        yield held - shared, Piece(0, opens, b, choice, holds)
+        yield kept - shared, Piece(0, b, w, choice, holds)
+
+    if "O" not in ops:
+        yield from stay(held, kept, f)
+        return
+    leaves = min(may_leave, held)
+    o, rest = ops["O"], kept if kept <= leaves else 0.0
+    yield held - leaves, Piece(0, f, b)
+    yield leaves, Piece(0, f, ends["O"], o)
+    yield from stay(leaves, rest, f, o, False)
+    yield from stay(leaves, rest, (ops["L"], False), o, True)
+    yield kept - rest, Piece(0, b, w)

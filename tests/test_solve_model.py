@@ -305,6 +305,15 @@ def test_workspace_and_cotangents_count_in_bytes() -> None:
     assert free.value < result.value
 
 
+def test_whole_backwards_may_be_all_that_fits() -> None:
+    """B adds cotangents that W reads, BW does not: with room for a residual alone it is the only way, however long it takes."""
+    costs = replace(CostProfile.uniform(2), cotangent_bytes=(1.0, 1.0), memory_limit_bytes=(1.0, 1.0), bw_s=(2.0, 2.5))
+    result = solved(SolveTask(one_to_one(2), 2, costs))
+    agrees(result)
+    assert result.schedule is not None
+    assert [a.op for a in result.schedule.actions(0)] == ["F", "BW"] * 2
+
+
 def test_flows_of_both_directions() -> None:
     task = SolveTask(bidirectional(2), 4, CostProfile.uniform(2), 2.0)
     agrees(solved(task))

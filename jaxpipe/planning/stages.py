@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import jax
@@ -207,7 +207,9 @@ class Workbench:
         of residuals. Nothing where each size is traced."""
         seconds = kept = 0.0
         if self.sizes is not None and self.seconds_of is None:
-            for keys in self._keys(self._apart, recompute, self.sizes, 1.0):
+            cut = self._apart
+            last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
+            for keys in islice(self._keys(cut, recompute, self.sizes, 1.0), last + 1):
                 one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
                 if one is not None and two is not None:
                     seconds += len(keys[0].layers) * (two.seconds - one.seconds)

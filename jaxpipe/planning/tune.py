@@ -17,6 +17,7 @@ than as the config has them.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import time
@@ -108,7 +109,14 @@ def tune(
     ``progress_s`` seconds.
     Ctrl-C ends it with the best so far.
     """
-    return _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s).run()
+    rest = gc.get_threshold()
+    gc.set_threshold(
+        100 * rest[0], *rest[1:]
+    )  # traces are many objects that stay: looking through them takes a tenth of the time
+    try:
+        return _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s).run()
+    finally:
+        gc.set_threshold(*rest)
 
 
 class _OutOfTimeError(Exception):
@@ -117,10 +125,11 @@ class _OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Candidates that share a layout and a number of stages; with ``known`` and ``placement`` also where stages run."""
+    """Candidates that share a layout and a number of stages; with ``known`` also where stages run. ``config``: of the layout."""
 
     layout: Settings
     orders: tuple[Order, ...]
+    config: TrainConfig
     known: Ground | None = None
     update_s: float = 0.0
 
@@ -199,12 +208,16 @@ class _Search:
         """The layout with each number of stages that some order has, as far as parameters and optimizer state fit, and what no
         step there can be shorter than."""
         by_stages: dict[int, list[Order]] = {}
-        for order in self.space.orders(layout):
+        for order in (every := self.space.orders(layout)):
             by_stages.setdefault(order.placement.num_stages, []).append(order)
+        try:
+            config = self.space.config(layout)
+        except JaxpipeError as error:
+            self._refuse(layout, len(every), error)
+            return
         for orders in by_stages.values():
-            node = _Node(layout, tuple(orders))
+            node = _Node(layout, tuple(orders), config)
             try:
-                config = self.space.config({**layout, **orders[0].settings})
                 plan = self._planner(config)(node.placement.num_stages)
                 held = min(self._least_static(layout, plan, placement) for placement in {o.placement for o in orders})
                 if held > self.limit_bytes:
@@ -216,7 +229,7 @@ class _Search:
                     rate = self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth
                     yield least_s + 2 * held / rate, node
             except JaxpipeError as error:
-                self._refuse(node, error)
+                self._refuse(node.settings, node.size, error)
 
     def _least_s(self, config: TrainConfig) -> float | None:
         """Seconds that the pipeline takes at least, its work divided evenly; None where recomputation is for nothing.
@@ -251,12 +264,11 @@ class _Search:
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
         """The node priced, by placement, each with its lower bound."""
         try:
-            config = self.space.config({**node.layout, **node.orders[0].settings})
-            bench = self._bench_of(config)
+            config, bench = node.config, self._bench_of(node.config)
             plan = self._planner(config)(node.placement.num_stages)
             known = ground(config, bench, plan, self.limit_bytes)
         except JaxpipeError as error:
-            self._refuse(node, error)
+            self._refuse(node.settings, node.size, error)
             return
         by_placement: dict[Placement, list[Order]] = {}
         for order in node.orders:
@@ -264,15 +276,15 @@ class _Search:
         for placement, orders in by_placement.items():
             least = _least_bytes(placement, known.costs)
             update_s = known.update_s(config, bench, placement)
-            made = _Node(node.layout, tuple(orders), known, update_s)
+            made = replace(node, orders=tuple(orders), known=known, update_s=update_s)
             if least > self.limit_bytes:
                 self._too_large(made, least)
                 continue
             bound = lower_bound if config.pipeline.post_validation == "off" else span_lower_bound
             yield bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
 
-    def _refuse(self, node: _Node, error: JaxpipeError) -> None:
-        self._note(node.settings, "refused", node.size, reason=" ".join(str(error).split()))
+    def _refuse(self, settings: Settings, candidates: int, error: JaxpipeError) -> None:
+        self._note(settings, "refused", candidates, reason=" ".join(str(error).split()))
 
     def _too_large(self, node: _Node, least: float) -> None:
         said = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"

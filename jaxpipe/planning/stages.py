@@ -1,8 +1,9 @@
 """The stages of a config, traced without data, parameters or devices, each distinct kind once.
 
 A :class:`Workbench` belongs to one model, dtype, sequence length and number of shards. Stages whose layers are the same
-functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Of a long run of equal layers two and
-three are traced, and each further one costs what the third does: a model of 60 equal layers on 32 ranks costs six traces.
+functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Of a long run of equal layers one is
+traced with its neighbours; each further one costs what the second of two such layers alone adds to the first: a model of 60
+equal layers on 32 ranks costs five traces.
 
 Stages are traced as one of the rank's devices runs them, on devices that need not exist, with cuDNN if they are GPUs: bytes,
 work and collectives are read from its jaxprs.
@@ -54,7 +55,7 @@ from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
-_KEPT = 2  # layers of a longer run, from which on each further one adds the same
+_KEPT = 1  # layers of a long run that a trace has: each further one adds what the second adds to the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,8 @@ class PlannedStage:
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
     is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences that are traced in place of any
-    other, which follows from them kernel by kernel and array by array where their kernels are the same; and of a long run one
-    layer and two. ``seconds_of``: seconds measured on devices that are here, in
-    place of the roofline's."""
+    other, which follows from them kernel by kernel and array by array where their kernels are the same. ``seconds_of``: seconds
+    measured on devices that are here, in place of the roofline's."""
 
     model: Model
     compute_dtype: Any
@@ -220,7 +220,7 @@ class Workbench:
     def _apart(self) -> Cut:
         """The model cut into long runs of equal layers, but for its first layer, and single layers."""
         layers, links = tuple(self.model.layers), links_of([self.model.layers], self.avals)[0]
-        runs = _long_runs(StageKey(layers, 0, None, links, "none", 1, 1.0), _KEPT)
+        runs = _long_runs(StageKey(layers, 0, None, links, "none", 1, 1.0))
         until = {max(run[0], 1): run[-1] + 1 for run in runs}
         starts, at = list[int](), 0
         while at < len(layers):
@@ -281,9 +281,8 @@ class Workbench:
     def _short(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
         """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which
         is not linear in their number."""
-        kept = _KEPT if self.sizes is None else 1
-        runs = _long_runs(stage, kept + 1) if stage.offload_fraction in (0, 1) else []
-        return runs, [kept] * len(runs)
+        runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
+        return runs, [_KEPT] * len(runs)
 
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None

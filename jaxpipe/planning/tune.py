@@ -125,7 +125,7 @@ class _OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Candidates that share a layout and a number of stages; with ``known`` also where stages run. ``config``: of the layout."""
+    """Candidates that share a layout, whose ``config`` it is, and a number of stages; with ``known`` also where stages run."""
 
     layout: Settings
     orders: tuple[Order, ...]

@@ -438,8 +438,8 @@ def workbench(
     )
 
 
-def planner(config: TrainConfig, model: Model) -> Planner:
-    """As training cuts ``model``; by FLOPs where it would time layers."""
+def planner(config: TrainConfig, model: Model, known: dict[Any, Any] | None = None) -> Planner:
+    """As training cuts ``model``; by FLOPs where it would time layers. ``known``: of layers, shared with other planners."""
     pipe = config.pipeline
     counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
-    return stage_planner(counted, model, microbatch_size(config))
+    return stage_planner(counted, model, microbatch_size(config), known=known)

@@ -168,6 +168,7 @@ class _Search:
     _moved: dict[int, Schedule] = field(default_factory=dict)
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
+    _flops: dict[Any, Any] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
     _work: dict[Any, float] = field(default_factory=dict)
     _added: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
@@ -452,7 +453,7 @@ class _Search:
         """As training cuts the model, in microbatches of any size, as FLOPs are in proportion; each cut once."""
         model = self._bench_of(config).model
         if id(model) not in self._planners:
-            plan, made = planner(config, model), dict[Any, StagePlan]()
+            plan, made = planner(config, model, self._flops), dict[Any, StagePlan]()
 
             def once(num_stages: int, edges: Edges | None = None) -> StagePlan:
                 if (num_stages, edges) not in made:

@@ -82,9 +82,14 @@ _SENT = 0.1
 
 
 def stage_planner(
-    pipe: PipelineConfig, model: Model, microbatch_size: int, processes: Processes | None = None
+    pipe: PipelineConfig,
+    model: Model,
+    microbatch_size: int,
+    processes: Processes | None = None,
+    known: dict[Any, Any] | None = None,
 ) -> Planner:
-    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once; the first of several ``processes`` measures for all."""
+    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once; the first of several ``processes`` measures for all.
+    ``known``: FLOPs of layers, shared with other planners."""
     cut, model = pipe.cut, spread_over(pipe, model)
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
@@ -92,7 +97,7 @@ def stage_planner(
         own = measured_layer_costs(model, size) if processes.mine == 0 else ()
         costs, source = tuple(json.loads(processes.broadcast("layer costs", json.dumps(own)))), "measured"
     else:
-        costs, source = analytic_layer_costs(model, size), "analytic"
+        costs, source = analytic_layer_costs(model, size, known), "analytic"
 
     def plan(num_stages: int, edges: Edges | None = None) -> StagePlan:
         if isinstance(model, SpreadModel):

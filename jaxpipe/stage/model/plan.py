@@ -322,18 +322,18 @@ class LayerCosts(tuple[float, ...]):
         return made
 
 
-def analytic_layer_costs(model: Model, microbatch_size: int) -> LayerCosts:
+def analytic_layer_costs(model: Model, microbatch_size: int, known: dict[Any, Any] | None = None) -> LayerCosts:
     """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
     Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that share an ``apply``
-    function and shapes are traced once. An embedding look-up and the loss count nothing.
+    function and shapes are traced once, also over calls that share ``known``. An embedding look-up and the loss count nothing.
 
     Raises:
         StageError: a layer fails; says which.
     """
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
-    seen: dict[Any, tuple[float, Any]] = {}
+    seen: dict[Any, tuple[float, Any]] = {} if known is None else known
     costs, sent = [], []
     made: list[Any] = []
     for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):

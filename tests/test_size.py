@@ -24,7 +24,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (11, 1872, 19),
+    "planning": (11, 1886, 19),
     "plot": (8, 792, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (26, 3583, 48),
     "stage": (47, 6099, 58),
-    "train": (72, 9015, 103),
+    "train": (72, 9019, 103),
 }
 MOST_OF_SCHEDULE = 7571
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -159,6 +159,14 @@ def test_bounds_themselves_are_allowed() -> None:
     assert TrainConfig().override(at_the_bounds).optimizer.warmup_steps == 200
 
 
+def test_ids_may_come_from_several_sources_or_a_function() -> None:
+    sources = ["data.sources.a.path=a.npy", "data.sources.b.path=b.npz"]
+    for given in (["data.target=mine:batches"], sources):
+        assert TrainConfig().override(["data.tokenizer=ids:29", *given]).data.tokenizer == "ids:29"
+    text = refusal(TrainConfig().override, ["data.tokenizer=ids:29", *sources, "data.sources.b.path=b.txt"])
+    assert text.endswith("but data.sources.b.path=b.txt is text")
+
+
 def test_a_number_or_none() -> None:
     config = TrainConfig().override(["pipeline.schedule=zb", "pipeline.memory_limit=4"])
     assert config.pipeline.memory_limit == 4.0

@@ -221,12 +221,16 @@ def _devices(config: Sections) -> Iterator[str]:
         yield f"{fewer}: use at least {need}, or 0 for as many as needed"
 
 
-@_about("data.tokenizer", "data.path")
+@_about("data.tokenizer", "data.path", "data.sources", "data.target")
 def _ids(config: Sections) -> Iterator[str]:
     """``ids:N`` has no text to read."""
     data = config.data
-    if data.tokenizer.startswith("ids:") and not (data.path.endswith((".npy", ".npz")) or names_function(data.path)):
-        yield f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but data.path={data.path} is text"
+    if not data.tokenizer.startswith("ids:") or data.target is not None:
+        return
+    paths = {f"data.sources.{name}.path": source.path for name, source in data.sources.items()}
+    for key, path in (paths or {"data.path": data.path}).items():
+        if not (path.endswith((".npy", ".npz")) or names_function(path)):
+            yield f"data.tokenizer={data.tokenizer} is for arrays of ids (.npy, .npz), but {key}={path} is text"
 
 
 @_about("data.options", "data.path", "data.target")

@@ -35,7 +35,8 @@ class Case:
     ``comm``: every transfer between ranks. ``leaves``: what O takes away, none if empty; ``o``, ``l``: their durations.
     ``shared``: O and L of a rank use one lane; ``group``: all ranks do. ``bw``: full backwards may be used, with these
     durations. ``span``: minimise the longest rank span, where a rank's first F starts as soon as it arrives; else the
-    makespan. ``in_order``: microbatches keep their order in F, B and W of every stage.
+    makespan. ``in_order``: microbatches keep their order in F, B and W of every stage. ``in_flight``: so many of a rank's
+    O's may have started whose L has not ended (None: any number).
     """
 
     rank: tuple[int, ...]
@@ -55,6 +56,7 @@ class Case:
     bw: tuple[int, ...] = ()
     span: bool = False
     in_order: bool = True
+    in_flight: int | None = None
 
     @property
     def stages(self) -> int:
@@ -188,7 +190,7 @@ class _Search:
         ready = {
             "F": lambda: s == 0 or arrived("F", s - 1),
             "W": lambda: done(("B", s, i)),
-            "O": lambda: done(("F", s, i)) and not {("B", s, i), ("BW", s, i)} & started,
+            "O": lambda: done(("F", s, i)) and not {("B", s, i), ("BW", s, i)} & started and self._may_leave(state, s),
             "L": lambda: done(("O", s, i)),
         }
         if op in ready:
@@ -198,6 +200,12 @@ class _Search:
             ok = not twice and done(("F", s, i)) and (s == case.stages - 1 or arrived("B", s + 1))
             ok = ok and (("O", s, i) not in started or done(("L", s, i)))
         return ok and state.level[case.rank[s]] + self._takes(job) <= case.limit[case.rank[s]]
+
+    def _may_leave(self, state: State, stage: int) -> bool:
+        case = self.case
+        here = {job for job in state.started if case.rank[job[1]] == case.rank[stage]}
+        out = sum(job[0] == "O" for job in here) - sum(job[0] == "L" and job not in state.until for job in here)
+        return case.in_flight is None or out < case.in_flight
 
     def _in_order(self, started: frozenset[Job], job: Job) -> bool:
         """F, B and W of a stage in order of microbatches. Among full backwards and Ws no order is asked for."""

@@ -27,7 +27,7 @@ from jaxpipe.schedule.placement import (
 )
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.model import ExactResult, solve_exact
-from jaxpipe.schedule.solve.task import Objective, SolveTask
+from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
 from jaxpipe.schedule.solve.ticks import common_step, memory_units, time_grid
 from jaxpipe.schedule.text import parse_schedule
 from tests.exhaustive_search import Case, optimum
@@ -92,6 +92,7 @@ def problem_of(case: Case) -> SolveTask:
         costs,
         offload=bool(case.leaves),
         objective="span" if case.span else "makespan",
+        offloads_in_flight=case.in_flight,
     )
 
 
@@ -191,6 +192,21 @@ def test_two_lanes_and_groups_are_bounded_by_exhaustive_search(name: str) -> Non
         assert best is not None
         assert result.lower_bound <= best <= result.value
         assert result.status == "optimal"
+
+
+CHUNKS = Case((0, 0, 1), 2, (1, 1, 2), (1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3, (1, 1), **away(3))
+
+
+@pytest.mark.parametrize("case", [OFFLOADED["fast loads"], OFFLOADED["there and back"], OFFLOADED["comm"], CHUNKS])
+def test_optimum_with_few_offloads_in_flight_is_that_of_exhaustive_search(case: Case) -> None:
+    one = replace(case, in_flight=1)
+    result = solved(problem_of(one))
+    agrees(result)
+    assert result.value == best_of(one) > (best_of(case) or 0)
+    assert result.timeline is not None
+    assert most_offloaded(result.timeline) <= 1
+    without = solved(problem_of(replace(case, in_flight=0)))
+    assert without.value == (best_of(replace(case, leaves=())) or float("inf"))
 
 
 def test_offload_saves_time_and_waits_for_room() -> None:

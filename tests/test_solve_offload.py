@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import islice
@@ -11,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_strategies import random_costs, random_placements
 
+from jaxpipe.cli import main
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Placement, Schedule, check_schedule, one_to_one, simulate, v_shape
 from jaxpipe.schedule.placement import with_shared
 from jaxpipe.schedule.search_orders import best_schedule, bounds_within
+from jaxpipe.schedule.solve.cache_key import CrudeProblem
+from jaxpipe.schedule.solve.cp_sat import Budget
+from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.task import Objective, SolveTask
+from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
 
 UNIT = (1.0, 1.0, 1.0)
 TABLE_5 = (12.96, 13.22, 9.76)
@@ -201,3 +206,24 @@ def test_nothing_found_is_below_the_bound(p: int, m: int, limit: int, seed: int,
         timeline = simulate(schedule, costs)
         assert timeline.max_span >= span * (1 - 1e-9)
         assert timeline.makespan >= makespan * (1 - 1e-9)
+
+
+def test_offloads_in_flight_are_limited_in_lists_neighbourhoods_and_by_the_verb(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    free = task_of(4, 10, 2, 1)
+    most = {}
+    for limit in (None, 2, 1, 0):
+        task = replace(free, offloads_in_flight=limit)
+        found = [simulate(x, task.costs) for x in offload_candidates(task, 0.0, never, most=60)]
+        most[limit] = max(map(most_offloaded, found))
+        assert all(map(task.fits, found))
+    assert most[None] is not None and most[None] > 2 and (most[2], most[1], most[0]) == (2, 1, 0)
+    task = replace(free, offloads_in_flight=2)
+    start = list(offload_candidates(task, 0.0, never, most=3))[-1]
+    for schedule in NeighbourhoodSearch(task, start, 1).run(Budget(1.0, reproducible=True), 0.0):
+        assert most_offloaded(simulate(schedule, task.costs)) <= 2
+    assert CrudeProblem.of(task) != CrudeProblem.of(free), "another problem to the cache"
+    flags = "--ranks 3 --microbatches 6 --memory-limit 1 --offload-time 1 --host-link shared --chunks 1 --no-cache"
+    assert main(["solve", *flags.split(), "--time-limit", "1", "--offloads-in-flight", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["most_offloaded"] <= 1

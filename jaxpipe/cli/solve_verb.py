@@ -53,6 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--start", "FILE", str, text)
     add_cost_flags(parser)
     add_limit_flag(parser)
+    text = "at most so many activations of a rank on the host, on the way there or back, at a time"
+    add_value(parser, "--offloads-in-flight", "N", whole_number("offloads in flight", MOST_MICROBATCHES, least=0), text)
     add_braid_flag(parser)
     group = parser.add_argument_group("search")
     text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
@@ -140,12 +142,15 @@ def _facts(solution: Solution) -> dict[str, Any]:
     """What ``--json`` says beyond the keys of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
     tried, ``placement_bound`` and ``placement_gap`` those of the placement found."""
     bounds = ("value", "lower_bound", "gap", "placement_bound", "placement_gap", "optimal_in_placement")
+    from jaxpipe.schedule.solve.task import most_offloaded
+
     return {
         "objective": solution.task.objective,
         "placement": solution.task.placement.kind,
         **{name: getattr(solution, name) for name in (*bounds, "status", "wall_s", "first_feasible_s")},
         "improvements": [asdict(progress) for progress in solution.improvements],
         "offloaded": solution.offloaded,
+        "most_offloaded": most_offloaded(solution.timeline),
         "family": None if solution.family is None else {"name": solution.family[0], "value": solution.family[1]},
     }
 
@@ -179,7 +184,8 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequenc
         profile = costs.for_placement(placement, placement.kind)
         offload = arguments.offload_time is not None or any(profile.offload_s) or any(profile.load_s)
         limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
-        tasks.append(SolveTask(placement, arguments.microbatches, profile, limit, offload, arguments.objective))
+        more = arguments.objective, arguments.offloads_in_flight
+        tasks.append(SolveTask(placement, arguments.microbatches, profile, limit, offload, *more))
     return tasks
 
 

@@ -2,8 +2,8 @@
 
 Everything is read off one order of the actions by the rules that the simulator has (:mod:`~jaxpipe.schedule.deps`), so whatever
 can be simulated can be searched, but for braided slots: chains and graphs of stages, stages on groups of ranks, several flows,
-ops of the user's own. Two limits may hold on a rank, each a :class:`MemoryLimit`: activations (``memory_limit``) and bytes
-(``memory_limit_bytes``, where cotangents and workspace count too). Copies to the host are for chains alone.
+ops of the user's own. Copies to the host are for chains alone. Three limits may hold on a rank, each a :class:`MemoryLimit`:
+activations (``memory_limit``), bytes (``memory_limit_bytes``, where cotangents and workspace count too), offloads in flight.
 
 What one microbatch of a stage holds on a rank, R = ``stays`` + ``leaves``, K = ``kept``:
 
@@ -387,6 +387,11 @@ class _Maker:
             static = static_bytes(self.placement, self.costs)
             allowed = zip(ranks, self.costs.memory_limit_bytes, static, strict=True)
             yield from self._of_kind({r: x - taken for r, x, taken in allowed if x < inf}, activations=False)
+        if self.task.offloads_in_flight is not None:
+            for r in ranks:
+                there = [ops for ops in self.of_rank[r].values() if "O" in ops]
+                held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in there)
+                yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
     def _of_kind(self, limits: Mapping[int, float], activations: bool) -> Iterator[MemoryLimit]:
         """Limits of these ranks, on one grid."""

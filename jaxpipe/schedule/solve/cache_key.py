@@ -31,7 +31,7 @@ _OTHERWISE = 20.0  # steps that another objective, host link or permission to of
 class CrudeProblem:
     """A problem in proportional values. Two problems are the same to the cache when these are equal.
 
-    ``variant``: what either is equal or not: the objective, whether offload is allowed, and how host lanes are shared.
+    ``variant``: what either is equal or not: the objective, whether and how much may be offloaded, how host lanes are shared.
     ``levels``: for each kind of cost, whole steps, one entry a stage, transfer or rank.
     """
 
@@ -59,7 +59,8 @@ class CrudeProblem:
             levels["offloadable"] = _ratios(costs.offloadable_bytes, costs.residual_bytes)
         levels["limit"] = _limits(task)
         host = f"{costs.host.mode} {sorted(costs.host.groups)}" if task.offload else "none"
-        return cls((task.objective, f"offload {task.offload}", f"host {host}"), levels)
+        offload = f"offload {task.offload} {task.offloads_in_flight}"
+        return cls((task.objective, offload, f"host {host}"), levels)
 
     def distance(self, other: CrudeProblem) -> float:
         """Steps apart: the mean over stages, transfers or ranks of each kind, summed. 0 exactly for equal problems.

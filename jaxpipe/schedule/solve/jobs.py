@@ -21,13 +21,8 @@ from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
-from jaxpipe.schedule.solve.search import (
-    DETERMINISTIC_SECOND,
-    Budget,
-    Target,
-    cycles,
-    mirrored_cycles,
-)
+from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.solve.search import Target, cycles, mirrored_cycles
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most
 

@@ -21,10 +21,9 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.actions import Actions, Starts
-from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
+from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
 from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.rows import schedule_of, starts_of
-from jaxpipe.schedule.solve.search import DETERMINISTIC_SECOND, Budget
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most, nine_digits

@@ -56,6 +56,7 @@ class _Play:
         self.fused, self.copies = policy.weights == "fused", policy.leave != "none"
         self.left = sum(shop.count) * (2 if self.fused else 3)
         self.lane_last = [L] * p
+        self.out, self.most_out = [0] * p, shop.task.offloads_in_flight
 
     def run(self, give_up: float) -> Plan | None:
         self.clock.run(self.choose, until=give_up)
@@ -99,6 +100,7 @@ class _Play:
             self.unsynced[rank].append((self.ended_o[rank], self._code(S, k, i), shop.leaves[k]))
         elif kind == L:
             self.state[k][i] = BACK
+            self.out[rank] -= 1
         else:
             self.busy[rank] = False
             self.at[rank] = len(self.rows[rank])
@@ -271,6 +273,8 @@ class _Play:
     def _copy_out(self, r: int, now: float) -> int:
         shop, policy = self.shop, self.policy
         longest, chosen, number = -1, -1, -1
+        if self.out[r] == self.most_out:
+            return -1
         for k in shop.mine[r]:
             if policy.leave == "need" and self.memory[r] + 2 * shop.held[k] <= shop.room[r]:
                 continue
@@ -289,6 +293,7 @@ class _Play:
     def _send_copy(self, r: int, op: int, k: int, i: int, state: int, now: float) -> int:
         self.state[k][i] = state
         self.lane_last[r] = op
+        self.out[r] += op == O
         code = self._run(r, op, k, i, now)
         self.at[r] += 1
         return code

@@ -6,52 +6,23 @@ arguments; with a budget in deterministic time no clock decides anything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxpipe.schedule.list_schedule.fillers import Finisher
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.solve.cp_sat import Budget
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
-DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
 """Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
 memory, README), and finer steps below; not tuned further."""
 _MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
 _RECIPES = 20  # of blocks/finish.py, by which a cycle's order is finished; not tuned
-
-
-@dataclass(slots=True)
-class Budget:
-    """Wall-clock seconds from its creation, or with ``reproducible`` deterministic seconds that callers spend."""
-
-    seconds: float
-    reproducible: bool = False
-    spent: float = 0.0
-    began: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.began = time.perf_counter()
-
-    @property
-    def left(self) -> float:
-        used = self.spent if self.reproducible else time.perf_counter() - self.began
-        return self.seconds - used
-
-    def parameters(self, seconds: float, seed: int) -> dict[str, Any]:
-        """CP-SAT parameters for a search of up to so many seconds, which it counts as spent."""
-        seconds = max(0.05, min(seconds, self.left))
-        self.spent += seconds
-        name, scale = (
-            ("max_deterministic_time", DETERMINISTIC_SECOND) if self.reproducible else ("max_time_in_seconds", 1.0)
-        )
-        return {name: seconds * scale, "num_workers": 1, "random_seed": seed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 from jaxpipe.schedule.costs import CostProfile
@@ -12,7 +13,7 @@ from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 Objective = Literal["makespan", "span", "lexicographic"]
 Status = Literal["optimal", "feasible"]
@@ -24,7 +25,8 @@ class SolveTask:
 
     ``costs``: seconds and bytes, one entry a stage of ``placement``. ``memory_limit``: peak activations allowed on a rank, in
     units of its share of one microbatch; where the costs name a limit in bytes per rank, both hold. ``offload``: whether
-    activations may be copied to the host. ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
+    activations may be copied to the host; ``offloads_in_flight``: how many of a rank at a time, from the start of their O to
+    the end of their L (None: any number). ``objective``: ``makespan``; ``span``, the longest rank span, what counts with
     post-validation (`optpipe.txt` equation 3); ``lexicographic``: makespan, then peak memory, then what is offloaded.
     Boundaries in flight between ranks take no memory here, whatever the costs say, and TP collectives are part of the actions
     that wait for them: the search is for schedules without braids.
@@ -36,6 +38,7 @@ class SolveTask:
     memory_limit: float = float("inf")
     offload: bool = False
     objective: Objective = "makespan"
+    offloads_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         costs = collectives_exposed(self.costs)
@@ -79,8 +82,11 @@ class SolveTask:
         return at_most(peak, min(self.safe_limits()))
 
     def fits(self, timeline: Timeline) -> bool:
-        """Whether a timeline keeps to the limits: in activations, and in bytes with workspace where the costs limit them."""
+        """Whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit them, and of
+        offloads in flight."""
         if not all(at_most(peak, self.memory_limit) for peak in timeline.peak_activations):
+            return False
+        if self.offloads_in_flight is not None and most_offloaded(timeline) > self.offloads_in_flight:
             return False
         allowed = self.costs.memory_limit_bytes or (float("inf"),) * timeline.num_ranks
         return all(at_most(peak, x) for peak, x in zip(timeline.peak_bytes, allowed, strict=True))
@@ -94,6 +100,17 @@ def gap_of(value: float, lower_bound: float) -> float:
 def count_offloads(schedule: Schedule) -> int:
     """How many (stage, microbatch) pairs are copied to the host."""
     return sum(op_spec(a.op).lane == "d2h" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+
+
+def most_offloaded(timeline: Timeline) -> int:
+    """The most activations of a rank that are on the host, on their way there or on their way back at a time."""
+    changes: dict[int, list[tuple[float, int]]] = {}
+    for event in timeline.events:
+        if event.lane == "d2h":
+            changes.setdefault(event.rank, []).append((nine_digits(event.start_s), 1))
+        elif event.lane == "h2d":
+            changes.setdefault(event.rank, []).append((nine_digits(event.end_s), -1))
+    return max((max(accumulate(change for _, change in sorted(each))) for each in changes.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1106, 16),
-    "cli": (22, 2349, 6),
+    "cli": (22, 2354, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
@@ -35,7 +35,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/families": (21, 1812, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
-    "schedule/solve": (26, 3583, 48),
+    "schedule/solve": (26, 3599, 48),
     "stage": (47, 6099, 58),
     "train": (72, 9023, 103),
 }

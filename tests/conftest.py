@@ -8,8 +8,8 @@ many tests compile the same small stages.
 Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). ``pytest -m soak`` or
 ``HYPOTHESIS_PROFILE=soak`` selects ``soak``: fresh seeds and many examples.
 
-``pytest --fast`` keeps no list of tests: one that asks XLA to compile is skipped at that moment, and so is one that starts a
-process that trains. Only what is marked ``compiles`` may.
+``pytest --fast`` keeps no list of tests: one that asks XLA to compile, traces a stage or starts another Python is skipped at
+that moment. Only what is marked ``compiles`` may. Random tests try a few examples.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+FAST_EXAMPLES = 5
+_FAST = (
+    f"skip tests that compile, trace a stage or start another Python (but those marked compiles); {FAST_EXAMPLES} examples of "
+    "random tests"
+)
 DEVICES = 8
 """Emulated CPU devices of a test run."""
 
@@ -66,14 +72,31 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_configure(config: pytest.Config) -> None:
     """``-m soak`` means many fresh examples, unless the environment names another profile."""
+    config.option.loadscopereorder = False  # of pytest-xdist: files in the order below
     if config.option.markexpr == "soak" and "HYPOTHESIS_PROFILE" not in os.environ:
         hypothesis.settings.load_profile("soak")
-    if config.getoption("--fast"):
-        _fast.begin()
+
+
+LONG = ("test_divided", "test_train_loop", "test_vlm", "test_post_validation", "test_context_parallel")
+"""Files of few tests that take long: begun last, one process of several would be waited for."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files of long tests first, then those of many; ``--fast`` begins, in each process that has tests."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.stem not in LONG, -tests[item.path]))
+    if not config.getoption("--fast"):
+        return
+    _fast.begin()
+    for test in (getattr(item, "obj", None) for item in items):
+        if hypothesis.is_hypothesis_test(test):
+            given = test._hypothesis_internal_use_settings
+            few = hypothesis.settings(given, max_examples=min(FAST_EXAMPLES, given.max_examples))
+            test._hypothesis_internal_use_settings = few
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="skip tests that compile, except those marked compiles")
+    parser.addoption("--fast", action="store_true", help=_FAST)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,27 +106,34 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 class _Fast:
-    """Skips the test at hand where it compiles; in effect once :meth:`begin` was called."""
+    """Skips the test at hand where it does what takes long; in effect once :meth:`begin` was called."""
 
     may_compile = True
 
     def begin(self) -> None:
         import jax.monitoring
 
+        from jaxpipe.stage.compiled import compile as stages
+
+        def trace(*arguments: Any) -> Any:
+            self._skip("traces a stage")
+            return trace_joint(*arguments)
+
+        trace_joint, stages.trace_joint = stages.trace_joint, trace
         jax.monitoring.register_event_listener(self._heard)
         sys.addaudithook(self._seen)
 
     def _heard(self, event: str, **_: object) -> None:
-        if event == "/jax/compilation_cache/compile_requests_use_cache" and not self.may_compile:
-            pytest.skip("compiles")
+        if event == "/jax/compilation_cache/compile_requests_use_cache":
+            self._skip("compiles")
 
     def _seen(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and not self.may_compile and _trains([str(a) for a in args[1]]):
-            pytest.skip("compiles in another process")
+        if event == "subprocess.Popen" and sys.executable in map(str, args[1]):
+            self._skip("starts another Python")
 
-
-def _trains(command: list[str]) -> bool:
-    return "train" in command or any(a.endswith("divided_run.py") for a in command)
+    def _skip(self, why: str) -> None:
+        if not self.may_compile:
+            pytest.skip(why)
 
 
 _fast = _Fast()
@@ -134,6 +164,39 @@ def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         return jit(f, compiler_options={"xla_cpu_use_fusion_emitters": True, **(compiler_options or {})}, **more)
 
     monkeypatch.setattr(jax, "jit", as_users_do)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_pictures() -> Iterator[None]:
+    """Runs in this process draw pictures only for tests that put ``run_directory.PICTURES`` back: drawing takes longer than
+    training here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "jaxpipe.train" in sys.modules:
+            patch.setattr("jaxpipe.train.run.run_directory.PICTURES", ())
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_build() -> Iterator[None]:
+    """Runs of this module that train equal models share these, their traces and compiled stages, as equal stages of one run
+    do: tracing takes longer than training here. What a new process makes of them is tested by child processes. Not for tests
+    of what is compiled when, or with ``users_compiler``."""
+    from jaxpipe.runtime import assembly
+    from jaxpipe.stage.compiled.compile import BuildCache
+    from jaxpipe.train import setup
+
+    cache, models, make = BuildCache(), dict[str, Any](), setup.resolve_model
+
+    def known(name: str, options: Any) -> Any:
+        key = f"{name} {sorted(options.items())}"
+        if key not in models:
+            models[key] = make(name, options)
+        return models[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "resolve_model", known)
+        patch.setattr(assembly, "BuildCache", lambda: cache)
+        yield
 
 
 MOST_MAPS = 30_000

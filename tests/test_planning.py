@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.settings.sections import PipelineConfig
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "scripts" / "plans"
@@ -66,7 +70,16 @@ def small(**pipeline: Any) -> TrainConfig:
 
 
 def bench_of(config: TrainConfig, target: Target = H100, **others: Any) -> Workbench:
-    return workbench(config, target, Efficiency(), silent, **others)
+    """One for all configs that differ in nothing that a workbench knows; with ``others`` a new one."""
+    if others:
+        return workbench(config, target, Efficiency(), silent, **others)
+    pipe = PipelineConfig(tp=config.pipeline.tp, sequence_parallel=config.pipeline.sequence_parallel)
+    return _shared_bench(replace(config, pipeline=pipe).to_json(), target.name)
+
+
+@cache
+def _shared_bench(config: str, target: str) -> Workbench:
+    return workbench(TrainConfig.from_dict(json.loads(config)), TARGETS[target], Efficiency(), silent)
 
 
 def prediction_of(
@@ -607,7 +620,7 @@ def test_a_policy_that_finds_nothing_is_not_claimed(config_file: str, capsys: py
 
 
 def test_a_limit_below_everything_says_the_minimum(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--memory-limit-gb", "0.0001", "--compile-seconds", "0", "--suggest-seconds", "5"]
+    flags = ["--memory-limit-gb", "0.0001", "--compile-seconds", "0", "--suggest-seconds", "1"]
     code = main(["plan", config_file, "--json", *flags])
     out, err = capsys.readouterr()
     last = err.strip().splitlines()[-1]

@@ -416,7 +416,7 @@ def check_readers(directory: Path, saves: int) -> None:
 
 
 def test_readers_never_miss_the_newest(tmp_path: Path) -> None:
-    check_readers(tmp_path, 60)
+    check_readers(tmp_path, 20)
 
 
 @pytest.mark.soak

@@ -20,17 +20,17 @@ from jaxpipe.cli import main
 from jaxpipe.schedule import generate, read_costs, write_schedule
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.run import run_directory
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 STEPS = 4
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verbs ask XLA for devices through the environment; it is put back. Pictures take longer than training here."""
+    """The verbs ask XLA for devices through the environment; it is put back."""
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.setenv(name, os.environ[name])
-    monkeypatch.setattr(run_directory, "PICTURES", ())
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     out_dir = tmp_path_factory.mktemp("finished") / "run"
     every = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
-    with pytest.MonkeyPatch.context() as patch, Path(os.devnull).open("w") as nowhere:
-        patch.setattr(run_directory, "PICTURES", ())
+    with Path(os.devnull).open("w") as nowhere:
         train(load_config(None, settings(text, out_dir, *every)), nowhere)
     return out_dir
 

@@ -136,13 +136,20 @@ def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 3, 4), *map(soaked, [(2, 2, 2), (3, 5, 2), (18.5, 18.1, 9.3)])])
-def test_closed_forms(name: str, fbw: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("fbw", "cases"),
+    [
+        ((1, 1, 1), FEW_CASES),
+        ((2, 3, 4), CASES),
+        *(pytest.param(fbw, CASES, marks=pytest.mark.soak) for fbw in [(1, 1, 1), (3, 5, 2), (18.5, 18.1, 9.3)]),
+    ],
+)
+def test_closed_forms(name: str, fbw: tuple[float, float, float], cases: list[tuple[int, int]]) -> None:
     family = FAMILIES[name]
     if family.peak_activations is None and family.makespan is None:
         return
     f, b, w = fbw
-    for p, m in CASES:
+    for p, m in cases:
         for chunks in (1, 2, 3) if "chunks" in family.options else (family.default_chunks,):
             timeline = run(name, p, m, chunks=chunks, f=f, b=b, w=w)
             if family.peak_activations and (peak := family.peak_activations(p, m, chunks)) is not None:

@@ -41,6 +41,8 @@ from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.run import run_directory
 from tests.pipelines import assert_same_arrays
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 TOWERS = """
 [model]
 target = "graph_models:towers"
@@ -105,9 +107,10 @@ def test_towers_trained_resumed_evaluated_rehearsed_and_planned(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps on five ranks in a row, then two more with each tower on its own: what four steps of either give."""
-    whole, said = run(config(file, "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "PICTURES", ("timeline.svg",))
+        whole, said = run(config(file, "whole"))
     assert "5 stages for schedule towers" in said and (whole.out_dir / "pictures" / "timeline.svg").exists()
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     row = ("pipeline.schedule=1f1b", "pipeline.cut=[2,4,5,7]", "pipeline.ranks=5")
     run(config(file, "parts", "run.steps=2", *row))
     run(config(file, "parts"))
@@ -121,10 +124,9 @@ def test_towers_trained_resumed_evaluated_rehearsed_and_planned(
 
 
 def test_a_loss_over_two_microbatches_trained_evaluated_rehearsed_and_planned(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As over one, where rows do not count for each other."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     more = ("pipeline.towers.a.rules=backward", "run.steps=2")
     one = run(config(file, "one", *more, "model.options.drops=false"))[0]
     two = run(config(file, "two", *more, "model.target=graph_models:grouped"))[0]
@@ -140,7 +142,6 @@ def test_towers_that_exchange_trained_rehearsed_and_planned(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The ops of ``stage/GUIDE.md`` in a schedule file, by ``--import``: each rank alone gets values of the other's op."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
     monkeypatch.setattr(instructions, "_BUILDS", instructions._BUILDS.copy())
     monkeypatch.setattr(plugins, "_imported", {})
@@ -162,9 +163,8 @@ def test_towers_that_exchange_trained_rehearsed_and_planned(
     assert code == 0 and "on 3 ranks" in out and "but Meet, an op of your own, takes no time" in out, err
 
 
-def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path) -> None:
     """Over dp 2 with ZeRO-1, resumed in another order; both losses are reported."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     more = (*LADDER, "pipeline.dp=2", "pipeline.zero1=true")
     run(config(file, "whole", *more))
     run(config(file, "parts", *more, "run.steps=2"))

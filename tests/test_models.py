@@ -379,18 +379,22 @@ def test_dropout_keeps_the_mean_and_drops_the_rate() -> None:
     assert set(np.unique(np.asarray(first).round(4))) <= {0.0, np.float32(1.3333)}
 
 
-def test_gradients_compile_where_jax_0_10_may_abort() -> None:
-    """jax#39264: XLA's CPU backend, as users have it, aborts on gradients of some small attention models."""
-    for kind, dtype, d_model, T in (
+@pytest.mark.parametrize(
+    ("kind", "dtype", "d_model", "T"),
+    [
         ("gpt", "float32", 32, 10),
-        ("llama", "bfloat16", 32, 10),
-        ("gpt", "bfloat16", 16, 8),
-    ):
-        model = make(kind, d_model=d_model, seq_len=T)
-        params = jax.tree.map(lambda a, dtype=dtype: np.full(a.shape, 0.1, dtype), shapes(model))
-        batch = random_batch(model, 8)
-        value, grads = loss_and_grad(model, params, batch, xla_cpu_use_fusion_emitters=True)
-        assert jnp.isfinite(value) and all(np.isfinite(np.asarray(g, "f4")).all() for g in jax.tree.leaves(grads))
+        *(
+            pytest.param(*x, marks=pytest.mark.soak)
+            for x in [("llama", "bfloat16", 32, 10), ("gpt", "bfloat16", 16, 8)]
+        ),
+    ],
+)
+def test_gradients_compile_where_jax_0_10_may_abort(kind: str, dtype: str, d_model: int, T: int) -> None:
+    """jax#39264: XLA's CPU backend, as users have it, aborts on gradients of some small attention models."""
+    model = make(kind, d_model=d_model, seq_len=T)
+    params = jax.tree.map(lambda a: np.full(a.shape, 0.1, dtype), shapes(model))
+    value, grads = loss_and_grad(model, params, random_batch(model, 8), xla_cpu_use_fusion_emitters=True)
+    assert jnp.isfinite(value) and all(np.isfinite(np.asarray(g, "f4")).all() for g in jax.tree.leaves(grads))
 
 
 def test_llama_sizes_have_the_usual_defaults() -> None:

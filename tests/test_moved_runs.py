@@ -17,7 +17,6 @@ from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.train.checkpoint import read_manifest
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
 from jaxpipe.train.evaluate import described
-from jaxpipe.train.run import run_directory
 
 
 def write_words(path: Path, *more: str) -> Path:
@@ -56,7 +55,6 @@ def test_the_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_run_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Any]) -> None:
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     author, empty = tmp_path / "author", tmp_path / "empty"
     for folder in (author, empty):
         folder.mkdir()

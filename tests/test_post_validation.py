@@ -25,7 +25,6 @@ from jaxpipe.runtime.processes import Alone
 from jaxpipe.schedule import generate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import load_config
-from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
@@ -358,11 +357,6 @@ def test_refusals() -> None:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "PICTURES", ())
 
 
 KILLED = """

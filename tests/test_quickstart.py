@@ -10,7 +10,6 @@ import pytest
 from train_runs import ROOT, contents, settings, write_text
 
 from jaxpipe.train.config import load_config
-from jaxpipe.train.run import run_directory
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,6 @@ def test_main_job_twice(
     quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "SAMPLE_TOKENS", 5)
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     text = write_text(tmp_path / "text.txt")
     overrides = settings(text, tmp_path / "run", "run.steps=4", "pipeline.schedule=zb-1p", "pipeline.recompute=none")
     assert quickstart.main(overrides) == 0

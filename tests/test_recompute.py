@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -39,9 +40,17 @@ VIEWS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_eleme
 MIDDLE = [[toy.embedding()], [toy.attention("a"), toy.mlp("m")], [toy.loss()]]
 
 
+@cache
+def builds() -> BuildCache:
+    """A cut is traced once for all policies."""
+    return BuildCache()
+
+
 def build(cut: Any, recompute: str, dtype: Any = jnp.float32) -> tuple[tuple[StageFunctions, ...], Any]:
     params = toy.init_params(list(itertools.chain(*cut)), dtype)
-    return build_all(cut, params, toy.batch_avals(), pipeline_submeshes(1) * len(cut), recompute), params
+    return build_all(
+        cut, params, toy.batch_avals(), pipeline_submeshes(1) * len(cut), recompute, cache=builds()
+    ), params
 
 
 def saved_shapes(f: StageFunctions) -> list[tuple[int, ...]]:

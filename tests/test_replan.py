@@ -45,7 +45,6 @@ from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.replan import Offer, Replanner, costs_as_in, drift
-from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.report import result_text
 from jaxpipe.train.setup import compile_setup, prepare
 
@@ -62,11 +61,6 @@ def _listening() -> None:
 def _note_compilation(event: str, _: float, **__: Any) -> None:
     if event.startswith("/jax/core/compile/"):
         COMPILED.append(event)
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "PICTURES", ())
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +143,7 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without re-planning that does from the start what a re-planned one does: B and W apart."""
     folder = tmp_path_factory.mktemp("plain")
     write_schedule(split_backwards(generate("gpipe", 2, 4)), folder / "start.sched")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "PICTURES", ())
-        _, printed = run(settings(text, folder / "run", f"pipeline.schedule={folder / 'start.sched'}"))
+    _, printed = run(settings(text, folder / "run", f"pipeline.schedule={folder / 'start.sched'}"))
     assert "re-planning" not in printed
     return folder / "run"
 

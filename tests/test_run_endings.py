@@ -48,13 +48,9 @@ from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.setup import load_dataset
 from jaxpipe.train.step import TrainStep
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 BAD = "model.target=tests.failing_models:"
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than training here."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +303,7 @@ def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], 
     )
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SIGHUP", "SIGUSR1"))])
 def test_a_signal_before_the_first_step_ends_at_once(name: str, text: Path, tmp_path: Path) -> None:
     """They ended the process without a word."""
     with start(["train", *tiny(text, tmp_path / "run")]) as child:

@@ -21,9 +21,11 @@ from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.run import resume, run_directory
+from jaxpipe.train.run import resume
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.setup import prepare
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoint-0.1.0"
 TARGET = "scaled_models:Scaled"
@@ -68,9 +70,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps, with checkpoints of steps 2 and 4. Read it, or copy it."""
     out_dir = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "PICTURES", ())
-        run(config(text, out_dir, *BASE))
+    run(config(text, out_dir, *BASE))
     return out_dir
 
 
@@ -319,9 +319,8 @@ def test_arrays_that_do_not_match_are_passed_over(text: Path, copy: Path) -> Non
         start(text, copy)
 
 
-def test_going_on_leaves_what_is_not_its_own(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_on_leaves_what_is_not_its_own(text: Path, copy: Path) -> None:
     """A dated backup stays; the damaged newest checkpoint is renamed, and both are told."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     folder = newest(copy).parent
     shutil.copytree(newest(copy), folder / "20251122")
     before = contents(folder / "20251122")
@@ -341,7 +340,6 @@ def test_a_checkpoint_of_0_1_0(
     tmp_path: Path, succeeds: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads, evaluates to the same loss, and a run that goes on from it goes as it went then."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     monkeypatch.chdir(ROOT)
     out_dir = copy_run(GOLDEN, tmp_path / "run")
     expected = json.loads((GOLDEN / "expected.json").read_text())

@@ -49,8 +49,10 @@ from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.report import TrainResult, result_text
-from jaxpipe.train.run.run_directory import RunDirectory
+from jaxpipe.train.run.run_directory import PICTURES, RunDirectory
 from jaxpipe.train.setup import load_dataset
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 HALF = 10
 
@@ -64,7 +66,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult, str]:
     """20 steps without a break: the run that the others are compared with."""
     out_dir = tmp_path_factory.mktemp("straight") / "run"
-    return out_dir, *run(config(text, out_dir))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_directory, "PICTURES", PICTURES)
+        return out_dir, *run(config(text, out_dir))
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +81,6 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             signal.raise_signal(signal.SIGINT)
 
     return out_dir, *run(config(text, out_dir), interrupt)
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than training here."""
-    monkeypatch.setattr(run_directory, "PICTURES", ())
 
 
 def assert_same_run(out_dir: Path, other: Path) -> None:
@@ -116,11 +114,7 @@ def test_straight_run(straight: tuple[Path, TrainResult, str]) -> None:
 
 
 def test_interrupted_and_resumed_equals_straight(
-    stopped: tuple[Path, TrainResult, str],
-    straight: tuple[Path, TrainResult, str],
-    text: Path,
-    tmp_path: Path,
-    no_pictures: None,
+    stopped: tuple[Path, TrainResult, str], straight: tuple[Path, TrainResult, str], text: Path, tmp_path: Path
 ) -> None:
     _, result, printed = stopped
     assert (result.stopped, result.step, result.steps_run) == (True, HALF, HALF)
@@ -137,7 +131,7 @@ def test_interrupted_and_resumed_equals_straight(
 
 
 def test_killed_and_terminated_processes_resume_bit_for_bit(
-    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str], no_pictures: None
+    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str]
 ) -> None:
     out_dir = tmp_path / "run"
     arguments = ["train", *settings(text, out_dir)]
@@ -211,7 +205,6 @@ def test_another_pipeline_goes_on_with_the_same_data(
     tmp_path: Path,
     stopped: tuple[Path, TrainResult, str],
     straight: tuple[Path, TrainResult, str],
-    no_pictures: None,
 ) -> None:
     out_dir = copy_run(stopped[0], tmp_path / "run")
     run(config(text, out_dir, *overrides))
@@ -223,7 +216,7 @@ def test_another_pipeline_goes_on_with_the_same_data(
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(
-    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str], no_pictures: None
+    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str]
 ) -> None:
     out_dir = copy_run(straight[0], tmp_path / "run")
     newest = max((out_dir / "checkpoints" / f"{STEPS:08d}" / "params").rglob("*"), key=lambda p: p.stat().st_size)
@@ -284,7 +277,7 @@ def test_another_model_in_the_directory_is_refused(
 
 
 def test_a_default_spelt_out_is_the_same_model(
-    text: Path, tmp_path: Path, stopped: tuple[Path, TrainResult, str], no_pictures: None
+    text: Path, tmp_path: Path, stopped: tuple[Path, TrainResult, str]
 ) -> None:
     out_dir = copy_run(stopped[0], tmp_path / "run")
     result, _ = run(config(text, out_dir, "model.options.tied=true", "run.steps=12", "run.eval_every=0"))
@@ -306,7 +299,6 @@ def test_a_failing_instruction_leaves_the_last_checkpoint(
     stopped: tuple[Path, TrainResult, str],
     straight: tuple[Path, TrainResult, str],
     monkeypatch: pytest.MonkeyPatch,
-    no_pictures: None,
 ) -> None:
     out_dir = copy_run(stopped[0], tmp_path / "run")
     with monkeypatch.context() as patch:
@@ -334,7 +326,7 @@ def _failing_from(call: int, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count(1)
 
@@ -367,11 +359,7 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
 
 
 def test_a_full_disk_is_told_and_loses_nothing(
-    text: Path,
-    tmp_path: Path,
-    stopped: tuple[Path, TrainResult, str],
-    monkeypatch: pytest.MonkeyPatch,
-    no_pictures: None,
+    text: Path, tmp_path: Path, stopped: tuple[Path, TrainResult, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out_dir = copy_run(stopped[0], tmp_path / "run")
 
@@ -393,7 +381,7 @@ def test_tensorboard_is_asked_for_before_anything_is_compiled(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_window_of_steps_is_traced(text: Path, tmp_path: Path, no_pictures: None) -> None:
+def test_a_window_of_steps_is_traced(text: Path, tmp_path: Path) -> None:
     quiet = ("run.eval_every=0", "run.checkpoint_every=0")
     _, said = run(config(text, tmp_path / "run", "run.steps=3", "run.profile_steps=2,3", *quiet))
     folder = tmp_path / "run" / "profile"
@@ -433,9 +421,7 @@ def test_metrics_have_every_step_once(straight: tuple[Path, TrainResult, str]) -
         assert all(record[name] > 0 for name in measured)
 
 
-def test_the_checkpoint_of_the_lowest_loss_is_the_one_that_was_evaluated(
-    text: Path, tmp_path: Path, no_pictures: None
-) -> None:
+def test_the_checkpoint_of_the_lowest_loss_is_the_one_that_was_evaluated(text: Path, tmp_path: Path) -> None:
     """A checkpoint of a step that was not evaluated has no evaluation loss, least of all an older step's."""
     out_dir = tmp_path / "run"
     overrides = ("run.steps=7", "run.checkpoint_every=2", "run.eval_every=4", "run.keep_last=9")
@@ -476,7 +462,7 @@ def test_config_plan_and_schedule_are_kept(text: Path, straight: tuple[Path, Tra
 
 def test_pictures_show_the_schedule_as_it_ran(straight: tuple[Path, TrainResult, str]) -> None:
     pictures = straight[0] / "pictures"
-    assert sorted(p.name for p in pictures.iterdir()) == sorted(run_directory.PICTURES)
+    assert sorted(p.name for p in pictures.iterdir()) == sorted(PICTURES)
     assert (pictures / "timeline.svg").read_text(encoding="utf-8").count("<path") > 50
     assert (pictures / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (pictures / "timeline.png").stat().st_size > 10_000
@@ -489,7 +475,7 @@ def test_pictures_show_the_schedule_as_it_ran(straight: tuple[Path, TrainResult,
 
 
 @pytest.mark.soak
-def test_bfloat16_with_dropout_and_a_bidirectional_file(text: Path, tmp_path: Path, no_pictures: None) -> None:
+def test_bfloat16_with_dropout_and_a_bidirectional_file(text: Path, tmp_path: Path) -> None:
     """Everything at once: a schedule file of two flows, mixed precision, dropout, no evaluation, one final checkpoint."""
     from pipelines import some_schedule
 

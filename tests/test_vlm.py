@@ -29,7 +29,6 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params, model_output
 from jaxpipe.train.config import load_config
-from jaxpipe.train.run import run_directory
 from jaxpipe.train.setup import build_model
 from models.vlm import VLM
 from tests.sharded import QUICK, loss_and_grads
@@ -183,7 +182,6 @@ def test_it_trains_and_evaluates_from_the_command_line(
     """Pictures and text of a function, uneven stages; held-out loss over the pipeline and on one device, of whole batches."""
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.setenv(name, os.environ[name])
-    monkeypatch.setattr(run_directory, "PICTURES", ())
     options = [f"model.options.{k}={v}" for k, v in SMALL.items() if k not in ("dtype", "vocab_size")]
     short = ["run.steps=3", "run.eval_every=3", "run.checkpoint_every=3", "optimizer.warmup_steps=1", "run.batch=8"]
     data = ["data.path=test_vlm:pictures", "data.seq_len=8"]

@@ -161,8 +161,8 @@ def test_bounds_themselves_are_allowed() -> None:
 
 def test_ids_may_come_from_several_sources_or_a_function() -> None:
     sources = ["data.sources.a.path=a.npy", "data.sources.b.path=b.npz"]
-    for given in (["data.target=mine:batches"], sources):
-        assert TrainConfig().override(["data.tokenizer=ids:29", *given]).data.tokenizer == "ids:29"
+    for more in (["data.target=mine:batches"], sources):
+        assert TrainConfig().override(["data.tokenizer=ids:29", *more]).data.tokenizer == "ids:29"
     text = refusal(TrainConfig().override, ["data.tokenizer=ids:29", *sources, "data.sources.b.path=b.txt"])
     assert text.endswith("but data.sources.b.path=b.txt is text")
 

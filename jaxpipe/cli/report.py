@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.plot.units import Units, memory_scale, number, time_scale
@@ -275,15 +276,9 @@ def _common_step(times: Sequence[float]) -> float | None:
     from jaxpipe.schedule.tolerance import TIME
 
     longest = max(times, default=0.0)
-    tolerance = longest * TIME
-    step = 0.0
-    for time in times:
-        a, b = time, step
-        while b > tolerance:
-            a, b = b, math.fmod(a, b)
-            if a - b < tolerance:  # the remainder is a whole step, less rounding
-                b = 0.0
-        step = a
-        if step > tolerance and longest / step > _MOST_STEPS:
-            return None
-    return step if step > tolerance else None
+    if longest <= 0:
+        return None
+    shares = {time / longest for time in times}
+    steps = math.lcm(*(Fraction(share).limit_denominator(_MOST_STEPS).denominator for share in shares))
+    even = steps <= _MOST_STEPS and all(abs(share * steps - round(share * steps)) <= steps * TIME for share in shares)
+    return longest / steps if even else None

@@ -96,7 +96,8 @@ def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) 
     if high > 4 * low:
         axes.set_xscale("log")
         axes.set_xlim(low / 1.25, high * 1.35)
-        ticks = [x for x in _round_numbers() if low / 1.25 <= x <= high * 1.35]
+        round_numbers = [k * 10.0**e for e in range(-3, 7) for k in (1, 1.5, 2, 3, 4, 6, 8)]
+        ticks = [x for x in round_numbers if low / 1.25 <= x <= high * 1.35]
         axes.set_xticks(ticks, [number(x) for x in ticks])
         axes.minorticks_off()
     else:
@@ -105,10 +106,6 @@ def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) 
     bubbles = [100 * p.bubble for p in points]
     room = (max(bubbles) - min(bubbles)) * 0.1 or 1.0
     axes.set_ylim(min(bubbles) - room, max(bubbles) + room)
-
-
-def _round_numbers() -> list[float]:
-    return [k * 10.0**e for e in range(-3, 7) for k in (1, 1.5, 2, 3, 4, 6, 8)]
 
 
 def _draw(axes: Any, points: Sequence[Point], limit: float | None) -> None:

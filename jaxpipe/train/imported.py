@@ -8,7 +8,7 @@ layers of its own ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from jaxpipe.train.checkpoints.load import StepName, find, load_group, read_mani
 from jaxpipe.train.checkpoints.stored import model_digest, stored_params
 from jaxpipe.train.checkpoints.tree import Leaf, Snapshot
 from jaxpipe.train.config import TrainConfig, known_settings
+from jaxpipe.train.corpora.documents import in_groups
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
 from jaxpipe.train.setup import build_model
 
@@ -99,7 +100,9 @@ def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
     """One checkpoint, in parts of a few layers."""
     folder.mkdir(parents=True)
     count = 0
-    for count, layers in enumerate(_groups(weights), 1):
+    found = ((layer, weights.read(layer)) for layer in weights.layers)
+    for count, group in enumerate(in_groups(found, lambda item: _bytes(item[1]), _PART_BYTES), 1):
+        layers = dict(group)
         leaves = [(layer, path, array) for layer, tree in layers.items() for path, array in by_path(tree).items()]
         snapshot = Snapshot(
             tuple(layers),
@@ -116,16 +119,8 @@ def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
     form.join(folder, count)
 
 
-def _groups(weights: Weights) -> Iterator[dict[str, Params]]:
-    """All layers, a few at a time."""
-    group: dict[str, Params] = {}
-    for layer in weights.layers:
-        group[layer] = weights.read(layer)
-        if sum(array.nbytes for array in jax.tree.leaves(group)) >= _PART_BYTES:
-            yield group
-            group = {}
-    if group:
-        yield group
+def _bytes(params: Params) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(params))
 
 
 # --- run.init_from -------------------------------------------------------------------------------------------------------

@@ -349,17 +349,14 @@ class TrainStep:
         grads = list(state.grads) if shards.chunked else list(state.acc)
         update = self._updates[_kinds(self._extra)][stage]
         given = list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra
-        found = compiled_footprint(update.whole.lower(*given).compile())
-        for half in (update.ahead, update.commit) if self._late else ():
-            more = compiled_footprint(half.lower(*given).compile())
-            temp, code = max(found.temp_bytes, more.temp_bytes), found.code_bytes + more.code_bytes
-            found = replace(found, temp_bytes=temp, code_bytes=code)
+        halves = (update.ahead, update.commit) if self._late else ()
+        lowered = [program.lower(*given) for program in (update.whole, *halves)]
         if shards.mesh.size > 1:
-            before = compiled_footprint(self._reduce[stage].function.lower(list(state.acc)).compile())
-            temp, code = max(found.temp_bytes, before.temp_bytes), found.code_bytes + before.code_bytes
-            found = replace(found, temp_bytes=temp, code_bytes=code)
-        self._footprints[stage] = found
-        return found
+            lowered.append(self._reduce[stage].function.lower(list(state.acc)))
+        found = [compiled_footprint(program.compile()) for program in lowered]
+        temp, code = max(x.temp_bytes for x in found), sum(x.code_bytes for x in found)
+        self._footprints[stage] = replace(found[0], temp_bytes=temp, code_bytes=code)
+        return self._footprints[stage]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -115,15 +115,22 @@ def pieces(files: Iterable[Path]) -> Iterator[Piece]:
             for path in group:
                 yield from _pieces_of(path)
             continue
-        texts: list[Path] = []
-        size = 0
-        for path in group:
-            texts, size = [*texts, path], size + _size(path)
-            if size >= PIECE_BYTES:
-                yield Piece(tuple(texts))
-                texts, size = [], 0
-        if texts:
+        for texts in in_groups(group, _size, PIECE_BYTES):
             yield Piece(tuple(texts))
+
+
+def in_groups(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Consecutive items together: each group ends with the item that brings its size to ``least``, the last as it comes."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= least:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def records(piece: Piece, field: str, read: Callable[[Any], T]) -> Iterator[T]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.chat import ChatTemplate, find_template, messages_in
-from jaxpipe.train.corpora.documents import SUFFIXES, Piece, holds_records, read_document, records, text_in
+from jaxpipe.train.corpora.documents import SUFFIXES, Piece, holds_records, in_groups, read_document, records, text_in
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer, id_dtype
 
 _SLICE = 1 << 20  # characters tokenised in one go
@@ -72,7 +72,9 @@ class Encoder:
             return self._files(piece.files)
         if self.template is None:
             texts = (text for text in records(piece, self.field, text_in) if text)
-            return self._joined([ids for some in _slices(texts) for ids in self.tokenizer.encode_all(some)])
+            return self._joined(
+                [ids for some in in_groups(texts, len, _SLICE) for ids in self.tokenizer.encode_all(some)]
+            )
         render = self.template.render
         made = [self._chat(*chat) for chat in records(piece, self.field, lambda value: render(messages_in(value)))]
         whole = self._joined([ids for ids, _ in made])
@@ -127,16 +129,3 @@ def end_of(tokenizer: Tokenizer, eos: str) -> int | None:
     if found is None or found >= tokenizer.vocab_size:
         raise DataError(f"data.eos={eos}: tokenizer {tokenizer.name} has no such token; use one of its, auto or none")
     return found
-
-
-def _slices(texts: Iterable[str]) -> Iterator[list[str]]:
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if size >= _SLICE:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some

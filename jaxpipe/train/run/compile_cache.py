@@ -39,7 +39,9 @@ def _use(setting: str) -> str:
         return ""
     if setting == "auto" and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined,unused-ignore]
         return ""
-    folder = _default() if setting == "auto" else Path(setting).expanduser().absolute()
+    folder = user_cache() / "compiled" / f"jax-{jax.__version__}-{_processor()}"
+    if setting != "auto":
+        folder = Path(setting).expanduser().absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
@@ -51,10 +53,6 @@ def _use(setting: str) -> str:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_S)
     return ""
-
-
-def _default() -> Path:
-    return user_cache() / "compiled" / f"jax-{jax.__version__}-{_processor()}"
 
 
 def _processor() -> str:

@@ -203,6 +203,7 @@ def hugging_face() -> HuggingFace:
     return HuggingFace(_options_of, _tensors, _config_of, r"\.attn\.(bias|masked_bias)$", "transformer.")
 
 
+_SIZES = {"vocab_size": "vocab_size", "d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head"}
 _GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 
 
@@ -218,10 +219,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if rest:
         raise refused("n_inner", config["n_inner"], f"multiples of n_embd, {width}")
     return {
-        "vocab_size": keys.whole("vocab_size"),
-        "d_model": width,
-        "num_layers": keys.whole("n_layer"),
-        "num_heads": keys.whole("n_head"),
+        **{ours: keys.whole(theirs) for ours, theirs in _SIZES.items()},
         "max_seq_len": keys.whole("n_positions"),
         "mlp_ratio": ratio,
         "gelu": _GELUS[keys.text("activation_function", "gelu_new")],
@@ -265,10 +263,7 @@ def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": c.vocab_size,
-        "n_embd": c.d_model,
-        "n_layer": c.num_layers,
-        "n_head": c.num_heads,
+        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
         "n_positions": c.positions,
         "n_inner": c.mlp_width,
         "activation_function": {"tanh": "gelu_new", "exact": "gelu"}[c.gelu],

@@ -332,6 +332,12 @@ def hugging_face() -> HuggingFace:
 
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
 _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -348,10 +354,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = keys.text("model_type")
     bias = kind != "mistral" and keys.flag("attention_bias", False)
     return {
-        "vocab_size": keys.whole("vocab_size"),
-        "d_model": keys.whole("hidden_size"),
-        "num_layers": keys.whole("num_hidden_layers"),
-        "num_heads": keys.whole("num_attention_heads"),
+        **{ours: keys.whole(theirs) for ours, theirs in _SIZES.items()},
         "num_kv_heads": keys.whole("num_key_value_heads", keys.whole("num_attention_heads")),
         "max_seq_len": keys.whole("max_position_embeddings"),
         "mlp_size": keys.whole("intermediate_size"),
@@ -470,11 +473,8 @@ def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
+        **{theirs: getattr(c, ours) for ours, theirs in _SIZES.items()},
         "intermediate_size": c.mlp_width,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_size,
         "max_position_embeddings": c.positions,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, Words
+from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
 
 
@@ -50,18 +51,11 @@ def _bound(
     return partial(apply, path, first, barriers)
 
 
-def _leaf(params: Params, path: Path) -> jax.Array:
-    found: Any = params
-    for key in path:
-        found = found[key]
-    return found
-
-
 def _look_up(
     path: Path, first: int, barriers: int, params: Params, x: None, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
     """(rows [B, T, D], zero where the token is no word of the part; whether it is [B, T])"""
-    table = _leaf(params, path)
+    table = get_leaf(params, path)
     local = context.data["tokens"] - first
     return rows_of(table, local, context.tp), _is_own(local, table, context.tp)
 
@@ -83,7 +77,7 @@ def _predict(
 ) -> tuple[jax.Array, ...]:
     """x (one array [B, T, D]) → (log Σ exp, target's logit, whether it is there), each [B, T]; with one barrier also (mean row,
     target's row), [B, T, D] as whole numbers"""
-    kernel, tp = _leaf(params, path), context.tp
+    kernel, tp = get_leaf(params, path), context.tp
     local = context.data["targets"] - first
     logits = vocab_parallel_logits(x[0], kernel, tp, words=count, first=first)  # [B, T, V/t]
     lse, picked = partial_cross_entropy(logits, local, tp)
@@ -108,7 +102,7 @@ def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> 
         scales = lax.stop_gradient(jnp.exp(of_parts - lse[None]))
         gradient = jnp.zeros(x.shape, losses.dtype)
         for scale, part in zip(scales, parts, strict=True):
-            mean, row = (_opened(sent, x.dtype).astype(losses.dtype) for sent in part[3:])
+            mean, row = (lax.bitcast_convert_type(sent, x.dtype).astype(losses.dtype) for sent in part[3:])
             gradient = gradient + (scale[:, :, None] * mean - row)
         by_x = (gradient * weights[:, :, None]).astype(x.dtype)
         total = total + _nothing_but_gradient(x, by_x).astype(total.dtype)
@@ -129,10 +123,6 @@ _nothing_but_gradient.defvjp(
 def _sealed(x: jax.Array) -> jax.Array:
     """The bits of floating-point numbers, which nothing differentiates."""
     return lax.bitcast_convert_type(lax.stop_gradient(x), _BITS[x.dtype.itemsize])
-
-
-def _opened(bits: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(bits, dtype)
 
 
 _BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}

@@ -427,7 +427,8 @@ def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
     kept: list[int] = []
     order: Sequence[int] | npt.NDArray[np.int64] = Permutation(len(sizes), 0)(np.arange(len(sizes)))
     if names is not None:
-        order = sorted(range(len(sizes)), key=lambda k: _name_hash(names[k]))
+        hashed = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
+        order = sorted(range(len(sizes)), key=hashed.__getitem__)
     for k in order:
         if total >= wanted:
             break
@@ -441,10 +442,6 @@ def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
         follows = bool(spans) and spans[-1][1] == start
         spans.append((spans.pop()[0] if follows else start, stop))
     return tuple(spans)
-
-
-def _name_hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
 def complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxpipe.errors import DataError, gist
-from jaxpipe.files import Closing
+from jaxpipe.files import Closing, no_constant
 from jaxpipe.train.run.trackers import Tracker
 
 
@@ -142,16 +142,12 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             if not line.endswith(b"\n"):  # half-written
                 return
             try:
-                record = json.loads(line, parse_constant=_no_number)
+                record = json.loads(line, parse_constant=no_constant)
             except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise DataError(f"metrics {path}: line {number} is not a record of a step; move the file away")
             yield record, line
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _begin(path: Path, resume_step: int | None) -> io.FileIO:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,41 +26,37 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 """Tokens that end a document, as models of the hub have them: a ``tokenizer.json`` does not say which one does."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: equal for tokenisers that give equal ids. ``eos``: the
-    id that ends a document, if one does."""
+    id that ends a document, if one does. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    vocab_size: int
+    fingerprint: str
+    eos: int | None = None
+    content: str | None = None
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def eos(self) -> int | None: ...
-
-    @property
-    def content(self) -> str | None:
-        """The text of its ``tokenizer.json``; None where ``name`` says all."""
-
+    @abstractmethod
     def encode(self, text: str) -> Ids:
         """Ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
 
     def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
         """:meth:`encode` of each."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Ids of ``text``, and the character that each begins at."""
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, if there is one."""
+        return None
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
 
+    @abstractmethod
     def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
         """Bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids have no text."""
 
@@ -69,7 +66,7 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id a byte: UTF-8, with ``surrogateescape`` for bytes that are not. ``decode(encode(t)) == t`` for text read so.
     Byte 0 ends a document."""
 
@@ -77,20 +74,13 @@ class ByteTokenizer:
     vocab_size = 256
     fingerprint = "byte"
     eos = 0
-    content = None
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
 
-    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
-        return [self.encode(text) for text in texts]
-
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
         return self.encode(text), np.repeat(np.arange(len(text)), sizes)
-
-    def id_of(self, token: str) -> None:
-        return None
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return _checked(ids, self).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
@@ -99,27 +89,20 @@ class ByteTokenizer:
         return len(ids)
 
 
-class IdTokenizer:
+class IdTokenizer(Tokenizer):
     """A vocabulary of ``vocab_size`` ids without text, for arrays tokenised elsewhere. Decodes to the ids in digits."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.name = self.fingerprint = f"ids:{vocab_size}"
-        self.eos = self.content = None
 
     def encode(self, text: str) -> Ids:
         raise DataError(
             f"tokenizer {self.name} has no text to encode: give data.tokenizer the tokenizer.json of these ids"
         )
 
-    def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
-        return [self.encode(text) for text in texts]
-
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         return self.encode(text), np.zeros(0, np.int64)
-
-    def id_of(self, token: str) -> None:
-        return None
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return " ".join(map(str, _checked(ids, self).tolist()))
@@ -128,7 +111,7 @@ class IdTokenizer:
         return None
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A ``tokenizer.json`` of Hugging Face's ``tokenizers``: the file at ``path``, or the ``content`` that it had.
 
     Raises:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.figure import rendered
 from jaxpipe.plot.units import number, printable
 
 SUFFIXES = (".svg", ".png", ".html")
@@ -69,6 +68,8 @@ def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit:
 
 
 def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, path: str | Path) -> bytes:
+    from jaxpipe.plot.figure import rendered  # which imports the schedules, and --help must not
+
     def draw(figure: Any) -> None:
         figure.set_size_inches(_WIDTH_IN, _HEIGHT_IN)
         axes = figure.add_axes((0.075, 0.1, 0.9, 0.8))

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, Words
-from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
 
 
@@ -51,11 +50,18 @@ def _bound(
     return partial(apply, path, first, barriers)
 
 
+def _leaf(params: Params, path: Path) -> jax.Array:
+    found: Any = params
+    for key in path:
+        found = found[key]
+    return found
+
+
 def _look_up(
     path: Path, first: int, barriers: int, params: Params, x: None, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
     """(rows [B, T, D], zero where the token is no word of the part; whether it is [B, T])"""
-    table = get_leaf(params, path)
+    table = _leaf(params, path)
     local = context.data["tokens"] - first
     return rows_of(table, local, context.tp), _is_own(local, table, context.tp)
 
@@ -77,7 +83,7 @@ def _predict(
 ) -> tuple[jax.Array, ...]:
     """x (one array [B, T, D]) → (log Σ exp, target's logit, whether it is there), each [B, T]; with one barrier also (mean row,
     target's row), [B, T, D] as whole numbers"""
-    kernel, tp = get_leaf(params, path), context.tp
+    kernel, tp = _leaf(params, path), context.tp
     local = context.data["targets"] - first
     logits = vocab_parallel_logits(x[0], kernel, tp, words=count, first=first)  # [B, T, V/t]
     lse, picked = partial_cross_entropy(logits, local, tp)

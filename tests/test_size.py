@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
     "(top)": (10, 1106, 16),
-    "cli": (22, 2354, 6),
+    "cli": (22, 2349, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
     "planning": (11, 1886, 19),
-    "plot": (8, 792, 5),
+    "plot": (8, 791, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),
     "runtime": (18, 2441, 28),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (26, 3599, 48),
     "stage": (47, 6099, 58),
-    "train": (72, 9023, 103),
+    "train": (72, 9000, 103),
 }
 MOST_OF_SCHEDULE = 7571
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -18,19 +18,19 @@ _TOP_RANKS = 1
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
     """Per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
     p = flows.placement.num_ranks
-    residents = [_residents(flows, rank) for rank in range(p)]
+    found = [residents(flows, rank) for rank in range(p)]
     if limits is None:
-        return [confine(stays, inf, offload) for stays in residents]
-    bounds = [confine(stays, limit, offload) for stays, limit in zip(residents, limits, strict=True)]
+        return [confine(stays, inf, offload) for stays in found]
+    bounds = [confine(stays, limit, offload) for stays, limit in zip(found, limits, strict=True)]
     if not offload:
-        turns = (chunk_turns(stays, limit) for stays, limit in zip(residents, limits, strict=True))
+        turns = (chunk_turns(stays, limit) for stays, limit in zip(found, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
     if flows.placement.num_flows == 1 and flows.placement.num_stages == p > 1 and not offload:
         stage_of = {group[0]: s for s, group in enumerate(flows.all[0].groups)}
-        costly = sorted(range(p), key=lambda r: -_slowness(residents[r][0], limits[r]))
+        costly = sorted(range(p), key=lambda r: -_slowness(found[r][0], limits[r]))
         for rank in costly[:_TOP_RANKS]:
             if bounds[rank].own < inf:
-                top = residents[rank][0]
+                top = found[rank][0]
                 run = _run(flows.all[0], stage_of[rank], top)
                 bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
     return bounds
@@ -52,7 +52,8 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
     )
 
 
-def _residents(flows: Flows, rank: int) -> list[Resident]:
+def residents(flows: Flows, rank: int) -> list[Resident]:
+    """What ``rank`` does and holds, flow by flow, stages ascending."""
     visits, found = flows.chunks(rank), []
     for number, flow in enumerate(flows.all):
         mine = [v for v in visits if v.flow is flow]

@@ -22,6 +22,7 @@ from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.solve.rank_bounds import rank_bounds
 from jaxpipe.schedule.solve.search import Target, cycles, mirrored_cycles
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most
@@ -69,6 +70,17 @@ class Families(Job):
 
     def run(self, task: SolveTask, tell: Tell) -> None:
         family_schedules(task, self.names, tell)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBounds(Job):
+    """Bounds from a few ranks at once. ``value``: seconds of the best schedule that is known."""
+
+    value: float
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        for bound in rank_bounds(task, self.bound, self.value, self.budget()):
+            tell(None, "orders of a few ranks", bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +173,7 @@ class Exact(Job):
 
 
 KINDS: Mapping[str, type[Job]] = {
-    kind.__name__: kind for kind in (Families, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, Exact)
+    kind.__name__: kind for kind in (Families, RankBounds, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, Exact)
 }
 
 

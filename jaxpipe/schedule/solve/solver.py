@@ -34,6 +34,7 @@ from jaxpipe.schedule.solve.jobs import (
     MirroredCycles,
     Neighbourhoods,
     OffloadLists,
+    RankBounds,
     families_of,
     family_schedules,
     quick_families,
@@ -225,6 +226,9 @@ class Portfolio:
         quick = [quick_families(task) for task in self.tasks]
         for number, names in enumerate(quick):
             yield self._job(number, Families, total, names=tuple(names))
+        for number, problem in enumerate(self.problems):
+            if problem is not None and not self.tasks[number].offload:
+                yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             if task.offload and self.problems[number] is not None:
                 yield self._job(number, OffloadLists, total * 0.4)

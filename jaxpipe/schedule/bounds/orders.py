@@ -1,0 +1,229 @@
+"""A few ranks exactly, by dynamic programming over the orders of their actions; all other ranks only take time.
+
+Keep the actions of some ranks of a chain, each with its rank to itself and its activations under the limit; between two of a
+microbatch's actions that were kept, what lies on other ranks takes at least its own time. Every schedule stays one when
+other ranks' actions are left out, so the least time of what is left bounds it. All microbatches are alike: name the j-th F, B
+and W of each stage after microbatch j, and what waited for its own microbatch's action before waits for none later than then
+(sorting both sides of s_i + lag ≤ t_i keeps it true). So an order is a row of (action, next microbatch), and each action
+starts when its rank is free and its microbatch has come; memory is given back at ends on the same rank, so order alone tells
+what fits.
+
+A state is what has been started, how often, and: the time when each rank is free, and the times at which microbatches on their
+way reach the next action. Of two states with the same counts one that is nowhere later is as good, so only states that no
+other dominates are kept. The limit leaves few microbatches on their way, so there are few: tens per count where the limit
+is tight. Where there are more than ``width`` with the same counts, neighbours become one state with the least of their
+times, which bounds both. A state from which the work left on some rank ends too late is dropped.
+
+Two ranks see what neither sees alone: a V at p/2 with uneven costs loses time because the actions of a microbatch on both can't
+follow each other at once without idling one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+from operator import le
+
+from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
+
+State = tuple[int, ...]
+"""Least objective that is already sure; per rank, when it is free; per step but the first and per microbatch on its way to it,
+when it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An F or B of every microbatch on rank number ``rank``: ``ticks`` it takes, ``lag`` from its start to that of the next."""
+
+    rank: int
+    stage: int
+    ticks: int
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A stage on a rank that is kept: units ``held`` from F's start to B's end, ``kept`` from there to the end of its W, which
+    takes ``w`` ticks."""
+
+    held: float
+    kept: float
+    w: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a rank adds to the objective: ticks from the end of its last B, and from the end of its last action, to the
+    objective's; −inf where it is not measured by that."""
+
+    after_b: float
+    after_all: float
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """``count`` microbatches through ``steps`` (the F's of ``stages`` in order, then their B's) on ranks with ``limits``."""
+
+    steps: tuple[Step, ...]
+    stages: tuple[Kept, ...]
+    limits: tuple[float, ...]
+    ends: tuple[Ends, ...]
+    count: int
+
+    def least(self, most: float, width: int, late: Callable[[int], bool]) -> float:
+        """Ticks from the first start that no order's objective is below: the least of what is at most ``most``, else infinite.
+
+        0, which proves nothing, if ``late``, told how many states come next, said that time is up.
+        """
+        search = _Search(self)
+        layer: dict[_Counts, list[State]] = {search.nothing: [(0,) * (1 + len(self.limits))]}
+        for _ in range(self.count * search.per_microbatch):
+            after: dict[_Counts, list[State]] = {}
+            for counts, states in layer.items():
+                if late(len(states)):
+                    return 0.0
+                for then, found in search.next(counts, states):
+                    after.setdefault(then, []).extend(found)
+            layer = {}
+            for counts, states in after.items():
+                hopeful = search.hopeful(counts, states, most)
+                if hopeful:
+                    layer[counts] = _narrow(_best(hopeful), width)
+            if not layer:
+                return inf
+        return min(search.objective(state) for states in layer.values() for state in states)
+
+
+_Counts = tuple[int, ...]
+"""How often each step, then each kind of W, has started."""
+
+
+class _Search:
+    """What follows from what."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        steps, stages = orders.steps, orders.stages
+        self.ranks = range(len(orders.limits))
+        rank_of = {step.stage: step.rank for step in steps}
+        kinds = [(rank_of[s], x.w, x.kept) for s, x in enumerate(stages)]
+        self.kinds = sorted(set(kinds))  # W's that are alike on a rank
+        self.kind_of = [self.kinds.index(x) for x in kinds]
+        self.nothing: _Counts = (0,) * (len(steps) + len(self.kinds))
+        self.per_microbatch = len(steps) + len(stages)
+        self.last_b = [max(k for k, step in enumerate(steps) if step.rank == rank) for rank in self.ranks]
+        self.spare = [self._waiting(rank) for rank in self.ranks]
+
+    def _waiting(self, rank: int) -> float:
+        """Most ticks of W's that can wait when the last B of ``rank`` ends."""
+        mine = [(w, kept) for r, w, kept in self.kinds if r == rank]
+        limit = self.orders.limits[rank]
+        if limit == inf or any(w and not kept for w, kept in mine):
+            return inf
+        if len(mine) == 1:
+            ((w, kept),) = mine
+            return w * how_many(kept, limit) if kept else 0
+        return max(w * limit / kept if kept else 0.0 for w, kept in mine) * (1 + MEMORY)
+
+    def objective(self, state: State) -> float:
+        return max(state[0], *(state[1 + r] + self.orders.ends[r].after_all for r in self.ranks))
+
+    def hopeful(self, counts: _Counts, states: Sequence[State], most: float) -> list[State]:
+        """The states that may still end by ``most``."""
+        orders, n = self.orders, len(self.orders.steps)
+        latest = []
+        for rank in self.ranks:
+            passes = sum(
+                (orders.count - done) * step.ticks
+                for step, done in zip(orders.steps, counts, strict=False)
+                if step.rank == rank
+            )
+            wait = sum(
+                (orders.count * self.kind_of.count(k) - counts[n + k]) * w
+                for k, (r, w, _) in enumerate(self.kinds)
+                if r == rank
+            )
+            ends = orders.ends[rank]
+            ways = [passes + wait + ends.after_all]
+            if counts[self.last_b[rank]] < orders.count:
+                ways.append(passes + max(0.0, wait - self.spare[rank]) + ends.after_b)
+            latest.append(most - max(ways))
+        return [x for x in states if x[0] <= most and all(x[1 + r] <= t for r, t in enumerate(latest))]
+
+    def next(self, counts: _Counts, states: Sequence[State]) -> Iterator[tuple[_Counts, list[State]]]:
+        """Every action that may follow, and the states after it."""
+        orders, n = self.orders, len(self.orders.steps)
+        under_way = [a - b for a, b in pairwise(counts[:n])]
+        first = 1 + len(self.ranks)
+        at = [first, *accumulate(under_way, initial=first)]  # at[k]: where those stand that are on their way to step k
+        waits = [0] * len(self.kinds)
+        level = [0.0] * len(self.ranks)
+        for s, stage in enumerate(orders.stages):
+            kind, b = self.kind_of[s], counts[n - 1 - s]
+            waits[kind] += b
+            level[self.kinds[kind][0]] += stage.held * (counts[s] - b)
+        for kind, (rank, _, kept) in enumerate(self.kinds):
+            waits[kind] -= counts[n + kind]
+            level[rank] += kept * waits[kind]
+        mine: list[list[int]] = [
+            [1 + r] for r in self.ranks
+        ]  # entries of a state that are no earlier than the rank is free
+        for k in range(1, n):
+            mine[orders.steps[k].rank] += range(at[k], at[k + 1])
+        for k, step in enumerate(orders.steps):
+            if counts[k] == orders.count or (k and not under_way[k - 1]):
+                continue
+            if 2 * k < n and not at_most(level[step.rank] + orders.stages[step.stage].held, orders.limits[step.rank]):
+                continue
+            then = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
+            home = orders.ends[step.rank].after_b if k == self.last_b[step.rank] and then[k] == orders.count else -inf
+            yield then, [self._passed(x, k, at, mine[step.rank], home) for x in states]
+        for kind, (rank, w, _) in enumerate(self.kinds):
+            if waits[kind]:
+                then = (*counts[: n + kind], counts[n + kind] + 1, *counts[n + kind + 1 :])
+                yield then, [_pushed(list(x), mine[rank], x[1 + rank] + w) for x in states]
+
+    def _passed(self, x: State, k: int, at: Sequence[int], mine: Sequence[int], home: float) -> State:
+        """After step k of the next microbatch."""
+        steps = self.orders.steps
+        step, free = steps[k], 1 + steps[k].rank
+        start = x[at[k]] if k else x[free]
+        after = list(x)
+        end = start + step.ticks
+        if home > -inf:
+            after[0] = max(after[0], int(end + home))
+        after = list(_pushed(after, mine, end))
+        if k + 1 < len(steps):
+            there = start + step.lag
+            after.insert(at[k + 2], max(there, after[1 + steps[k + 1].rank]))
+        if k:
+            del after[at[k]]
+        return tuple(after)
+
+
+def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
+    """With a rank busy until ``end``."""
+    for i in mine:
+        if x[i] < end:
+            x[i] = end
+    return tuple(x)
+
+
+def _best(states: Sequence[State]) -> list[State]:
+    """Those that no other dominates."""
+    best: list[State] = []
+    for x in sorted(set(states), key=sum):
+        if not any(all(map(le, y, x)) for y in best):
+            best.append(x)
+    return best
+
+
+def _narrow(states: list[State], width: int) -> list[State]:
+    """About ``width`` states, of which one is nowhere later, for each of these."""
+    if len(states) <= width:
+        return states
+    states.sort()
+    size = -(-len(states) // width)
+    return [tuple(map(min, zip(*states[i : i + size], strict=True))) for i in range(0, len(states), size)]

@@ -1,0 +1,138 @@
+"""Bounds from a few ranks at once (:mod:`~jaxpipe.schedule.bounds.orders`): the set of ranks grows by the one that proves most.
+
+Each set is asked for more and more: is there an order that ends within a quarter of the gap above the bound, half of it,
+three quarters? What can't end in time is left out of the search, so a small step costs little, and each no is a bound.
+
+For plain chains in one direction without offload. Where durations have no common step they are rounded down (``ticks.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from jaxpipe.schedule.bounds.flows import Flow, Flows
+from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
+from jaxpipe.schedule.bounds.ranks import residents
+from jaxpipe.schedule.bounds.resident import Resident
+from jaxpipe.schedule.solve.cp_sat import Budget
+from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.solve.ticks import Ticks, time_grid
+
+_PARTS_OF_GAP = 4
+_WIDTH = 400  # states with the same counts: more become fewer; not tuned
+_PART_OF_TIME = 3  # of what is left, for one set of ranks
+_STATES_PER_S = 40_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
+
+
+def rank_bounds(task: SolveTask, bound: float, value: float, budget: Budget) -> Iterator[float]:
+    """Better and better bounds on the objective, in seconds, from one that is known up to the ``value`` of a known schedule."""
+    placement = task.placement
+    if task.offload or not placement.is_plain_chain or placement.num_flows != 1 or value == float("inf"):
+        return
+    chain = _Chain(task)
+    least, top = chain.ticks.at_least(bound), chain.ticks.of(value)
+    last = placement.num_ranks - 1
+    order = sorted(range(last + 1), key=lambda rank: (min(rank, last - rank), -rank))  # the turns first
+    ranks: tuple[int, ...] = ()
+    while len(ranks) <= last:
+        sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
+        scores = []
+        for some in sets:
+            score = 0
+            for score in _raised(chain.orders(some), least, top, budget):
+                if score > least:
+                    least = score
+                    yield chain.seconds(least)
+            scores.append(score)
+            if least >= top or budget.left <= 0:
+                return
+        ranks = sets[scores.index(max(scores))]
+
+
+def _raised(orders: Orders, least: int, top: int, budget: Budget) -> Iterator[int]:
+    """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
+    end = budget.left * (1 - 1 / _PART_OF_TIME)
+
+    def late(states: int) -> bool:
+        if budget.reproducible:
+            budget.spent += states / _STATES_PER_S
+        return budget.left <= end
+
+    for part in range(1, _PARTS_OF_GAP + 1):
+        most = least + (top - least) * part // _PARTS_OF_GAP - 1
+        found = orders.least(most, _WIDTH, late)
+        if found > most:
+            yield most + 1
+            continue
+        yield int(found)
+        return
+
+
+def chain_orders(task: SolveTask, ranks: Sequence[int]) -> Orders:
+    """The orders of ``ranks`` (ascending) of a task as :func:`rank_bounds` takes it, in ticks of its own grid."""
+    return _Chain(task).orders(ranks)
+
+
+class _Chain:
+    """A task in ticks."""
+
+    def __init__(self, task: SolveTask) -> None:
+        self.task = task
+        flows = Flows(task.placement, task.num_microbatches, task.costs)
+        self.flow: Flow = flows.all[0]
+        self.stays = [residents(flows, rank) for rank in range(task.placement.num_ranks)]
+        self.rank_of = [group[0] for group in self.flow.groups]
+        n = len(self.rank_of)
+        hops = [self.flow.hop(s, s + 1, s) for s in range(n - 1)] + [self.flow.hop(s + 1, s, s) for s in range(n - 1)]
+        w = [b - a for a, b in zip(self.flow.passed, self.flow.backward, strict=True)]
+        durations = [*self.flow.forward, *self.flow.passed, *w, *hops]
+        self.ticks: Ticks = time_grid(durations, (task.num_microbatches + 1) * sum(durations))
+
+    def seconds(self, ticks: int) -> float:
+        by_span = self.task.objective == "span"
+        return self.ticks.span_bound_s(ticks) if by_span else self.ticks.makespan_bound_s(ticks)
+
+    def orders(self, ranks: Sequence[int]) -> Orders:
+        """The orders of ``ranks``."""
+        flow, of = self.flow, self.ticks.of
+        stages = [s for s, rank in enumerate(self.rank_of) if rank in ranks]
+        stay: dict[int, Resident] = {
+            s: x for rank in ranks for s, x in zip(self._stages(rank), self.stays[rank], strict=True)
+        }
+        back = flow.way_back()
+        down = [0.0]  # from F's start of stage 0 to that of each stage
+        for s in range(len(back) - 1):
+            down.append(down[s] + flow.forward[s] + flow.hop(s, s + 1, s))
+        last = stages[-1]
+        starts = [down[s] for s in stages] + [
+            down[last] + flow.round_trip[last] + flow.passed[last] - flow.passed[s] + back[last] - back[s]
+            for s in reversed(stages)
+        ]
+        lags = [of(b - a) for a, b in pairwise(starts)] + [0]
+        number = {rank: i for i, rank in enumerate(ranks)}
+        way = [(s, flow.forward[s]) for s in stages] + [(s, flow.passed[s]) for s in reversed(stages)]
+        steps = [
+            Step(number[self.rank_of[s]], stages.index(s), of(seconds), lag)
+            for (s, seconds), lag in zip(way, lags, strict=True)
+        ]
+        limits = self.task.limits()
+        return Orders(
+            steps=tuple(steps),
+            stages=tuple(Kept(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
+            limits=tuple(limits[rank] for rank in ranks),
+            ends=tuple(self._ends(rank, stages[0], back) for rank in ranks),
+            count=self.task.num_microbatches,
+        )
+
+    def _stages(self, rank: int) -> list[int]:
+        return [s for s, r in enumerate(self.rank_of) if r == rank]
+
+    def _ends(self, rank: int, first: int, back: Sequence[float]) -> Ends:
+        """What follows ``rank``, if the F of stage ``first`` is what starts the search."""
+        flow, of, s = self.flow, self.ticks.of, self._stages(rank)[0]
+        if self.task.objective != "span":
+            return Ends(of(flow.head[first] + flow.tail[s]), of(flow.head[first]))
+        before = flow.head[first] - flow.head[0]
+        home = of(before + back[s] + flow.backward[0] - flow.passed[0])
+        return Ends(home, 0 if rank == self.rank_of[first] else -float("inf"))

@@ -226,15 +226,15 @@ class Portfolio:
         quick = [quick_families(task) for task in self.tasks]
         for number, names in enumerate(quick):
             yield self._job(number, Families, total, names=tuple(names))
-        for number, problem in enumerate(self.problems):
-            if problem is not None and not self.tasks[number].offload:
-                yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             if task.offload and self.problems[number] is not None:
                 yield self._job(number, OffloadLists, total * 0.4)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
+        for number, problem in enumerate(self.problems):
+            if problem is not None and not self.tasks[number].offload:
+                yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             start, ops = self._start(number), 5 if task.offload else 3
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches

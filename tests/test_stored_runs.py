@@ -275,7 +275,7 @@ def test_nothing_of_python_is_a_model(text: Path, tmp_path: Path, refused: Calla
         "logging:basicConfig": "logging is part of Python",
         "builtins:dict": "builtins is part of Python",
         "scaled_models:dataclasses": "no function or class 'dataclasses'",
-        "models.gpt:partial": "partial is of functools; name a function or class that models defines",
+        "models.llama:partial": "partial is of functools; name a function or class that models defines",
     }.items():
         assert words in refused(
             "train", *settings(text, tmp_path / "new", f"model.target={target}", "model.options={}")

@@ -21,6 +21,7 @@ from jaxpipe.planning.tune import SIZES, tune
 from jaxpipe.train.config import TrainConfig, load_config
 
 A800 = TARGETS["a800"]
+_CHEAP = "pipeline.recompute=cheap"
 FEW = ("pipeline.schedule=1f1b,interleaved-1f1b,gpipe,zb-h1,v-zb,chimera,po-h",)
 
 
@@ -79,6 +80,21 @@ def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
     reached = [t for t in every.tried if t.step_s is not None and t.bound_s is not None]
     assert len(reached) > 20 and any("pipeline.separate_gradients" in t.settings for t in reached)
     assert not [t for t in reached if (t.bound_s or 0.0) > (t.step_s or 0.0) * (1 + 1e-9)]
+
+
+def test_what_is_left_out_is_tried_if_asked_for(bench: Workbench) -> None:
+    """Recomputation that saves little, and under spread vocabulary layers all but a few families."""
+    layout = ("ranks=2", "tp=1", "dp=1", "microbatches=4", "vocabulary=spread")
+    only = [f"pipeline.{x}" for x in (*layout, "recompute=none,cheap", "schedule=1f1b")]
+    few = Space.of(small(), 2, [x for x in only if "schedule" not in x])
+    names = {order.settings["pipeline.schedule"] for layout in few.layouts() for order in few.orders(layout)}
+    assert "v-zb" in names and not names & {"gpipe", "traverse"}
+    for asked, name in (("pipeline.schedule=gpipe", "gpipe"), ("traverse.placement=v", "traverse")):
+        space = Space.of(small(), 2, [*only[:-1], asked])
+        assert {o.settings["pipeline.schedule"] for x in space.layouts() for o in space.orders(x)} == {name}
+    both, alone = (tune(Space.of(small(), 2, [*only[:-2], x, only[-1]]), bench, 80e9) for x in (only[-2], _CHEAP))
+    assert both.best is not None and alone.best is not None
+    assert (both.best.config.pipeline.recompute, alone.best.config.pipeline.recompute) == ("none", "cheap")
 
 
 def test_what_is_written_is_what_plan_predicts(

@@ -132,8 +132,8 @@ class Space:
         """Whether the order is among those to try."""
         if any(shown(order.settings.get(key)) not in texts for key, texts in self.only.items()):
             return False
-        spread = layout["pipeline.vocabulary"] != "ends" and "pipeline.schedule" not in self.only
-        return not spread or order.settings["pipeline.schedule"] in SPREAD
+        asked = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
+        return asked or layout["pipeline.vocabulary"] == "ends" or order.settings["pipeline.schedule"] in SPREAD
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.

@@ -48,7 +48,7 @@ from jaxpipe.train.setup import microbatch_size
 LEADERS = 3
 """Orders of a placement whose gradients are separated: the fastest that fit with whole backwards."""
 LEAST_SAVED = 0.1
-"""Of the residuals of layers that are alike: recomputation that saves less is not tried."""
+"""Of the residuals of layers that are alike: recomputation that saves less is not tried beside none."""
 SIZES = 2, 4
 """Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
 
@@ -253,7 +253,8 @@ class _Search:
             cut = self._planner(other)(stages).cut
             self._work[key] = 0.0 if bench.sizes is None else sum(x.seconds for x in bench.stages(cut, "none", size))
         (less, most), (more, kept) = self._runs("none", size), self._runs(str(pipe.recompute), size)
-        if pipe.recompute != "none" and kept > most * (1 - LEAST_SAVED) > 0:
+        beside = any(axis.key == "pipeline.recompute" and "none" in axis.values for axis in self.space.axes)
+        if kept > most * (1 - LEAST_SAVED) > 0 and pipe.recompute != "none" and beside:
             return None
         return pipe.microbatches * (self._work[key] + max(0.0, more - less)) / devices
 

@@ -2,13 +2,15 @@
 
 Groups are as large as every rank's limit allows, so 1F1B's warm-up at best and one microbatch at a time at worst (the "trivial
 feasible schedule" of `optpipe.txt` section 4.1.3). Far from good; it is there so that an answer exists in well under a second
-at any size, and something is left if everything else is cut short. Graphs of stages start from schedules by rules.
+at any size, and something is left if everything else is cut short. Graphs of stages start from schedules by rules. The same
+orders say what to answer where nothing fits: the smallest limit that was found to work, with and without offload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -125,3 +127,27 @@ def _rooms(task: SolveTask) -> Iterator[dict[str, Any]]:
     yield {"in_flight_per_stage": tuple(max(1, min(x, behind[s])) if holds[s] else m for s, x in enumerate(room))}
     yield {"in_flight_per_stage": tuple(x if holds[s] else m for s, x in enumerate(room))}
     yield {"in_flight": tuple(n * x for n, x in zip(chunks, most, strict=True))}
+
+
+def smallest_limits(task: SolveTask) -> tuple[float, float]:
+    """Peak activations, in units of a rank's share of a microbatch, of one microbatch at a time: without and with offload."""
+    if not task.placement.is_plain_chain:
+        stays = min(max(simulate(x, task.costs).peak_activations) for x, _ in graph_starts(task))
+        return stays, stays
+    problem = Problem.of(task.placement, min(task.num_microbatches, task.placement.num_flows), task.costs)
+    alone = problem.schedule("alone", grouped_rows(problem, 1))
+    stays = max(simulate(alone, task.costs).peak_activations)
+    away = max(simulate(away_schedule(problem), task.costs).peak_activations)
+    return stays, min(stays, away)
+
+
+def explain(tasks: Sequence[SolveTask]) -> str:
+    """The one line; ``tasks`` differ in placement only."""
+    task = tasks[0]
+    found = [smallest_limits(replace(t, memory_limit=float("inf"))) for t in tasks]
+    stays, away = min(x for x, _ in found), min(x for _, x in found)
+    limit = min(task.safe_limits())
+    asked = f"{task.placement.num_ranks} ranks and {task.num_microbatches} microbatches"
+    offload = "with offload" if task.offload else "without offload"
+    most = f"{stays:g} without offload and {away:g} with it" if task.placement.is_plain_chain else f"{stays:g}"
+    return f"no schedule of {asked} keeps a memory limit of {limit:g} {offload}; the smallest found to work is {most}"

@@ -22,8 +22,8 @@ from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.solve.cycles import Target, cycles, mirrored_cycles
 from jaxpipe.schedule.solve.rank_bounds import rank_bounds
-from jaxpipe.schedule.solve.search import Target, cycles, mirrored_cycles
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most
 

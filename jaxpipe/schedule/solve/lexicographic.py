@@ -67,7 +67,8 @@ def _try(best: Solution, limit: float, offload: bool, options: Options, again: A
     wall_s = best.wall_s + found.wall_s
     improvements = list(best.improvements)
     if not at_most(best.value, found.value):
-        improvements.append(Progress(wall_s, found.value, best.lower_bound, "neighbourhood"))
+        source = found.improvements[-1].source
+        improvements.append(Progress(wall_s, found.value, best.lower_bound, source))
     return replace(
         best,
         schedule=found.schedule,

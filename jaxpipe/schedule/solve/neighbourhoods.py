@@ -22,9 +22,10 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.actions import Actions, Starts
 from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
-from jaxpipe.schedule.solve.formulation import Formulation, Window
+from jaxpipe.schedule.solve.formulation import Formulation
 from jaxpipe.schedule.solve.rows import schedule_of, starts_of
 from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.solve.times import Window
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 

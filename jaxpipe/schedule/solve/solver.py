@@ -22,9 +22,8 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Retimer
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
-from jaxpipe.schedule.solve.first import away_schedule, graph_starts, group_size, grouped_rows
+from jaxpipe.schedule.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
 from jaxpipe.schedule.solve.incumbent import Incumbent
-from jaxpipe.schedule.solve.infeasible import explain
 from jaxpipe.schedule.solve.jobs import (
     Answer,
     Cycles,

@@ -27,6 +27,7 @@ from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cp_sat import Budget
 from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
+from jaxpipe.schedule.solve.lexicographic import lexicographic
 from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.solver import solve_any
@@ -153,7 +154,7 @@ def test_several_placements_share_one_bound() -> None:
 def test_lexicographic_saves_memory_at_equal_time() -> None:
     """p = 2, m = 6: one activation less than the limit costs nothing, two cost time."""
     task = task_of(one_to_one(2), 6, 4.0, objective="lexicographic")
-    solution = solve(task, Options(time_limit_s=10))
+    solution = solve(task, Options(time_limit_s=10, reproducible=True))
     assert_sound(solution)
     plain = solve(dataclasses.replace(task, objective="makespan"), QUICK)
     assert solution.value == plain.value
@@ -165,7 +166,7 @@ def test_lexicographic_saves_memory_at_equal_time() -> None:
 def test_lexicographic_takes_least_peak_then_least_offload() -> None:
     costs = dataclasses.replace(CostProfile.uniform(2, offload_time=1.0), host=HostLink(mode="shared"))
     task = SolveTask(one_to_one(2), 3, costs, offload=True, objective="lexicographic")
-    solution = solve(task, Options(time_limit_s=4))
+    solution = solve(task, Options(time_limit_s=4, reproducible=True))
     timeline = solution.timeline
     assert timeline.makespan == solve(dataclasses.replace(task, objective="makespan"), QUICK).value
     peak = max(timeline.peak_activations)
@@ -173,6 +174,17 @@ def test_lexicographic_takes_least_peak_then_least_offload() -> None:
     assert smaller.value > timeline.makespan
     plain = solve(dataclasses.replace(task, objective="makespan", memory_limit=peak, offload=False), QUICK)
     assert (solution.offloaded == 0) == (plain.value == timeline.makespan)
+
+
+def test_lexicographic_says_what_found_a_better_time() -> None:
+    task = task_of(one_to_one(2), 6, 3.0, objective="lexicographic")
+    first = solve(task, Options(time_limit_s=0.01))
+    serial = Problem.of(task.placement, 6, task.costs)
+    rows = serial.schedule("serial", grouped_rows(serial, 3))
+    slow = dataclasses.replace(first, schedule=rows, timeline=simulate(rows, task.costs), improvements=())
+    better = lexicographic(slow, Options(time_limit_s=10), lambda task, options: solve(task, QUICK))
+    assert better.value < slow.value
+    assert better.improvements[-1].source not in ("", "neighbourhood")
 
 
 def test_limits_in_bytes_of_the_profile_hold() -> None:
@@ -344,6 +356,8 @@ def test_solve_writes_and_reports(tmp_path: Path) -> None:
     facts = json.loads(first.stdout)
     assert (facts["makespan"], facts["gap"], facts["status"]) == (29.5, 0.0, "optimal")
     assert {"bubble_rate", "peak_activations", "wall_s", "first_feasible_s", "improvements", "offloaded"} <= set(facts)
+    assert facts["improvements"][-1]["value"] == 29.5
+    assert all(x["source"] in first.stderr for x in facts["improvements"]), "who found what is also told as it happens"
     assert "bound" in first.stderr
     again = run_cli(*flags, cache=tmp_path / "cache")
     assert json.loads(again.stdout)["improvements"][0]["source"] == "cache"
